@@ -1,0 +1,48 @@
+# Everything a fresh machine needs is Python and make. `make demo` and `make test` install what is missing.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# One thread per process: the processes of a test or a demo share the machine's cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help install demo test test-slow lint format bench clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## make .venv and install hf_helix into it, with the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small Llama on two processes, with overlap, and generate with the saved model
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --output_dir runs/demo
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)  ## run the tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)  ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## mend style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## step time on one process against the stock Trainer, and the executor's cost per operator
+	$(BIN)/python benchmarks/one_process.py
+	$(BIN)/python benchmarks/executor_overhead.py
+
+clean:  ## remove what was built
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,37 @@
+"""hf_helix: communication-hiding training for Hugging Face models.
+
+Top-level names are loaded on first use, so that `import hf_helix` is quick and planning runs without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "HelixConfig": "config",
+    "HelixPlugin": "plugin",
+    "HelixTrainer": "trainer",
+    "HelixTrainerMixin": "trainer",
+    "register_layer": "adapters",
+}
+
+__all__ = ["HelixConfig", "HelixPlugin", "HelixTrainer", "HelixTrainerMixin", "register_layer"]
+
+if TYPE_CHECKING:
+    from hf_helix.adapters import register_layer
+    from hf_helix.config import HelixConfig
+    from hf_helix.plugin import HelixPlugin
+    from hf_helix.trainer import HelixTrainer, HelixTrainerMixin
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,41 @@
+"""Transformers models as operator graphs: one file per family, one `register_layer` call each.
+
+Families are looked up by the name of the model's class. `register_layer` adds one from outside the package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_helix.adapters.base import Family
+from hf_helix.adapters.llama import Llama
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register_layer(family: Family) -> None:
+    """Make a model family known. A later registration for the same class replaces an earlier one."""
+    _FAMILIES[family.model_class] = family
+
+
+def supported_models() -> list[str]:
+    """Names of the model classes that can be trained."""
+    return sorted(_FAMILIES)
+
+
+def family_of(model: Any) -> Family:
+    """The family of a model.
+
+    Raises:
+        ValueError: its class is not registered; lists those that are, and how to add one.
+    """
+    name = type(model).__name__
+    if name not in _FAMILIES:
+        raise ValueError(
+            f"{name} is not supported. Supported: {', '.join(supported_models())}. To add it, describe its decoder "
+            "layer in a subclass of hf_helix.adapters.base.Family and call hf_helix.register_layer(YourFamily())"
+        )
+    return _FAMILIES[name]
+
+
+register_layer(Llama())

@@ -1,0 +1,177 @@
+"""Hugging Face checkpoint <-> shards.
+
+In:   a whole model on every rank; later, the cut one.
+Out:  parameters cut in place under their own names; ordinary safetensors in a folder.
+Must hold: names, types and configuration never change; `from_pretrained` loads what is saved, from any layout. The
+writing rank holds its own share and one file's tensors, and a file is no larger than the largest single unit
+(a layer, the embedding or the head).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hf_helix.operators.unit import Placement, Unit, cut_bounds
+from hf_helix.runtime.gradients import tp_group
+from hf_helix.runtime.mesh import Mesh, rank, world_size
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def cut_parameters(units: Iterable[Unit], mesh: Mesh) -> None:
+    """Keep this rank's slice of every parameter, in place.
+
+    Rank 0's values count, as with DDP: where another rank starts from other weights (a model initialised at random
+    without a common seed), it gets rank 0's.
+    """
+    placements = {p: placement for unit in units for p, placement in unit.placements.items()}
+    if world_size() > 1:
+        _align_with_rank_0(list(placements), mesh.device)
+    for parameter, placement in placements.items():
+        if placement.dim is not None and mesh.tp.size > 1:
+            first, last = cut_bounds(parameter.shape[placement.dim], mesh.tp.size, mesh.tp.rank)
+            parameter.data = parameter.data.narrow(placement.dim, first, last - first).clone()
+
+
+def whole_parameter(parameter: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
+    """The uncut parameter on the first rank of the tensor-parallel group, None on the others. Collective."""
+    group = tp_group(mesh.tp)
+    value = parameter.detach()
+    if group is None or placement.dim is None:
+        return value if mesh.tp.rank == 0 else None
+    lengths = [0] * mesh.tp.size
+    dist.all_gather_object(lengths, value.shape[placement.dim], group=group)
+    # Equal blocks, since a gather moves those; the shorter slices are padded.
+    rows = value.transpose(0, placement.dim)
+    padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    is_first = mesh.tp.rank == 0
+    blocks = [torch.empty_like(padded) for _ in lengths] if is_first else None
+    dist.gather(padded, blocks, dst=dist.get_global_rank(group, 0), group=group)
+    if blocks is None:
+        return None
+    whole = torch.cat([block[:length] for block, length in zip(blocks, lengths, strict=True)])
+    return whole.transpose(0, placement.dim).contiguous()
+
+
+def save_pretrained(model: Any, units: list[Unit], mesh: Mesh, folder: str | Path) -> None:
+    """Write the model as an ordinary Hugging Face checkpoint. Collective; rank 0 writes.
+
+    Files of an earlier save in the same folder go once the new ones are complete.
+    """
+    folder = Path(folder)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    writer = _Writer(folder, model) if rank() == 0 else None
+    if mesh.dp_size == 1 or dist.get_rank(mesh.dp_group) == 0:
+        limit = max(_whole_bytes(unit.placements, mesh) for unit in units)
+        for group in _file_groups(units, mesh, limit):
+            tensors = {}
+            for parameter, placement in group.items():
+                whole = whole_parameter(parameter, placement, mesh)
+                if whole is not None:
+                    tensors[names[parameter]] = whole.cpu()
+            if writer is not None:
+                writer.write(tensors)
+    if writer is not None:
+        writer.finish()
+    if world_size() > 1:
+        dist.barrier()
+
+
+class _Writer:
+    """Writes shards under temporary names and puts them in place at the end."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.model = model
+        self._files: list[Path] = []
+        self._keys: list[list[str]] = []
+        self._bytes = 0
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        path = self.folder / f".helix-{os.getpid()}-{len(self._files)}.tmp"
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+        self._files.append(path)
+        self._keys.append(list(tensors))
+        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self) -> None:
+        count = len(self._files)
+        width = max(5, len(str(count)))
+        names = [f"model-{i + 1:0{width}d}-of-{count:0{width}d}.safetensors" for i in range(count)]
+        names = [SINGLE_NAME] if count == 1 else names
+        for path, name in zip(self._files, names, strict=True):
+            path.replace(self.folder / name)
+        for stale in self.folder.glob("model*.safetensors"):
+            if stale.name not in names:
+                stale.unlink()
+        index = self.folder / INDEX_NAME
+        if count == 1:
+            index.unlink(missing_ok=True)
+        else:
+            weight_map = {key: name for keys, name in zip(self._keys, names, strict=True) for key in keys}
+            data = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+            index.write_text(json.dumps(data, indent=2) + "\n")
+        self.model.config.architectures = [type(self.model).__name__]
+        self.model.config.save_pretrained(self.folder)
+        if getattr(self.model, "generation_config", None) is not None:
+            self.model.generation_config.save_pretrained(self.folder)
+
+
+def _file_groups(units: list[Unit], mesh: Mesh, limit: int) -> Iterator[dict[nn.Parameter, Placement]]:
+    """Units in order, packed into files of at most `limit` bytes; a tied parameter goes where it comes first."""
+    group: dict[nn.Parameter, Placement] = {}
+    seen: set[nn.Parameter] = set()
+    for unit in units:
+        new = {p: placement for p, placement in unit.placements.items() if p not in seen}
+        seen.update(new)
+        if group and _whole_bytes(group, mesh) + _whole_bytes(new, mesh) > limit:
+            yield group
+            group = {}
+        group.update(new)
+    if group:
+        yield group
+
+
+def _whole_bytes(placements: Mapping[nn.Parameter, Placement], mesh: Mesh) -> int:
+    """Bytes of uncut parameters, the same number on every rank (slices differ by a row, so it is an upper bound)."""
+    total = 0
+    for parameter, placement in placements.items():
+        size = parameter.numel() * parameter.element_size()
+        if placement.dim is not None:
+            row = size // parameter.shape[placement.dim]
+            size = row * (parameter.shape[placement.dim] + 1) * mesh.tp.size
+        total += size
+    return total
+
+
+def _align_with_rank_0(parameters: list[nn.Parameter], device: torch.device) -> None:
+    """Broadcast the parameters if any rank's differ from rank 0's."""
+    mine = torch.stack([_fingerprint(parameter) for parameter in parameters]).to(device)
+    theirs = mine.clone()
+    dist.broadcast(theirs, src=0)
+    differs = (mine != theirs).any().float()
+    dist.all_reduce(differs)
+    if differs.item():
+        for parameter in parameters:
+            value = parameter.data.to(device)
+            dist.broadcast(value, src=0)
+            parameter.data.copy_(value)
+
+
+def _fingerprint(parameter: nn.Parameter) -> Tensor:
+    """Two numbers that other values would hardly share: the sum, and a sum weighted by place."""
+    flat = parameter.detach().reshape(-1).double()
+    weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=flat.dtype, device=flat.device)
+    return torch.stack((flat.sum(), flat @ weights))

@@ -1,0 +1,206 @@
+"""Every option, every check, and the places they are read from.
+
+In:   keyword arguments, a mapping, a file, or the YAML given to `accelerate launch`.
+Out:  a `HelixConfig`.
+Must hold: nothing is silently ignored: an unknown key, a wrong type or an option that is not built is an error that
+names the option and a value that works. Imports the standard library only (PyYAML and psutil where a file is read).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
+
+PLANS = ("auto", "greedy", "round_robin", "sequential")
+PLANNED_PLANS = ("intra_batch", "dhelix", "search")
+SCHEDULES = ("w",)
+PLANNED_SCHEDULES = ("1f1b", "dualpipe_v")
+
+WHERE = f"""Give the options in one of these ways (the first that is found counts):
+  1. HelixTrainer(..., helix_config=HelixConfig(tp_size=2))
+  2. TrainingArguments(..., parallelism_config=HelixPlugin(HelixConfig(tp_size=2)))
+  3. {CONFIG_FILE_VARIABLE}=helix.yaml in the environment; the file holds `tp_size: 2`
+  4. the YAML of `accelerate launch --config_file ...`:
+       parallelism_config:
+         helix:
+           tp_size: 2"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HelixConfig:
+    """How to cut a model and how to overlap its communication.
+
+    Data parallelism takes what is left of the world: `dp = processes / (tp_size * pp_size * cp_size)`.
+
+    Args:
+        tp_size: ranks that share every layer (tensor and sequence parallelism).
+        pp_size: ranks of the folded pipeline. Only 1 so far.
+        cp_size: ranks that share a sequence (context parallelism). Only 1 so far.
+        ep_size: ranks that share the experts. Only 1 so far.
+        plan: how the operators of two micro-batches are interleaved: `auto` (today the same as `greedy`), `greedy`
+            (driven by dependencies), `round_robin` (in turn; the paper's Wavelet+), `sequential` (no overlap of
+            micro-batches), or the path of a plan saved with `trainer.plan.save(path)`.
+        schedule: `w`, the paper's W-shaped schedule on a folded placement (section 4.1).
+
+    Raises:
+        TypeError: a value of the wrong type.
+        ValueError: a value out of range, or an option that is not built yet.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    cp_size: int = 1
+    ep_size: int = 1
+    plan: str = "auto"
+    schedule: str = "w"
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
+            _check_size(name, getattr(self, name))
+        for name in ("plan", "schedule"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                example = "auto" if name == "plan" else "w"
+                raise TypeError(f"{name} must be a string, such as {example!r}; got {value!r}")
+        self._check_built()
+
+    def _check_built(self) -> None:
+        for name in ("pp_size", "cp_size", "ep_size"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not built yet; use {name}=1 and tp_size instead")
+        if self.plan in PLANNED_PLANS:
+            raise ValueError(f"plan={self.plan!r} is not built yet; use one of {', '.join(PLANS)} or a plan file")
+        if self.plan not in PLANS and not Path(self.plan).is_file():
+            raise ValueError(
+                f"plan={self.plan!r} is neither a rule nor an existing file; "
+                f"rules: {', '.join(PLANS)}{_nearest(self.plan, PLANS)}"
+            )
+        if self.schedule in PLANNED_SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is not built yet; use schedule='w'")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """How many ranks work on the same batch."""
+        return self.tp_size * self.pp_size * self.cp_size
+
+    @classmethod
+    def from_mapping(cls, options: object, source: str) -> HelixConfig:
+        """From a mapping, such as the helix block of a YAML; `source` says in errors where it came from."""
+        if not isinstance(options, Mapping):
+            raise TypeError(f"{source}: expected options such as 'tp_size: 2', got {options!r}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in options:
+            if key not in known:
+                raise ValueError(
+                    f"{source}: unknown option {key!r}{_nearest(str(key), known)}; known: {', '.join(known)}"
+                )
+        try:
+            return cls(**options)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{source}: {error}") from error
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> HelixConfig:
+        """From a YAML or JSON file that holds the options, alone or under `parallelism_config: helix:`."""
+        options = _read_yaml(path)
+        block = helix_block(options)
+        return cls.from_mapping(options if block is None else block, str(path))
+
+
+def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> HelixConfig:
+    """The configuration of a run, by precedence: argument, plugin, environment, YAML of the launcher.
+
+    Raises:
+        ValueError: it is given nowhere; shows every way to give it.
+    """
+    for config in (given, plugin):
+        if config is not None:
+            if not isinstance(config, HelixConfig):
+                raise TypeError(f"helix_config must be a HelixConfig, got {type(config).__name__}: {config!r}")
+            return config
+    path = os.environ.get(CONFIG_FILE_VARIABLE)
+    if path:
+        return HelixConfig.from_file(path)
+    launched = launcher_config_file()
+    if launched is not None:
+        block = helix_block(_read_yaml(launched))
+        if block is not None:
+            return HelixConfig.from_mapping(block, str(launched))
+    raise ValueError(f"no helix options were given. {WHERE}")
+
+
+def helix_block(options: object) -> object | None:
+    """The block `parallelism_config: helix:` of a loaded YAML, or None."""
+    if isinstance(options, Mapping):
+        parallelism = options.get("parallelism_config")
+        if isinstance(parallelism, Mapping):
+            return parallelism.get("helix")
+    return None
+
+
+def launcher_config_file() -> Path | None:
+    """The `--config_file` of the `accelerate launch` that is an ancestor of this process, if there is one.
+
+    Accelerate hands only known names to its workers, but torchrun runs inside the launcher's own process.
+    """
+    import psutil
+
+    try:
+        parents = psutil.Process().parents()
+    except psutil.Error:
+        return None
+    for process in parents[:3]:
+        try:
+            found = config_file_of(process.cmdline())
+            if found is not None:
+                return Path(process.cwd(), found)
+        except psutil.Error:
+            continue
+    return None
+
+
+def config_file_of(arguments: list[str]) -> str | None:
+    """The value of `--config_file` in the command line of an Accelerate launcher; None for other commands."""
+    is_launcher = any(
+        word == "accelerate.commands.launch" or Path(word).name in ("accelerate", "accelerate-launch", "launch.py")
+        for word in arguments[:3]
+    )
+    if not is_launcher:
+        return None
+    for place, word in enumerate(arguments):
+        if word == "--config_file" and place + 1 < len(arguments):
+            return arguments[place + 1]
+        if word.startswith("--config_file="):
+            return word.partition("=")[2]
+    return None
+
+
+def _read_yaml(path: str | Path) -> object:
+    import yaml
+
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read the configuration file {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"the configuration file {path} is not valid YAML: {error}") from error
+
+
+def _check_size(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, such as {name}=1; got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, such as {name}=1; got {value}")
+
+
+def _nearest(word: str, known: tuple[str, ...] | list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

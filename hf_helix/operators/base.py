@@ -1,0 +1,78 @@
+"""The two kinds of operator, and what they are handed when they run.
+
+In:   tensors of one micro-batch.
+Out:  tensors; parameter gradients are added to `parameter.grad`.
+Must hold: a computation never communicates; a communication never computes a gradient. What an operator keeps
+between forward and backward lies in its `Call`, so the same operator serves many micro-batches at once.
+Activations are laid out [sequence, batch, hidden]; a rank holds its slice of the sequence where a comment says "shard".
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hf_helix.planning.graph import Part
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class Call:
+    """One operator for one micro-batch: what it may read besides its inputs, and what it keeps for backward.
+
+    Attributes:
+        side: tensors of the micro-batch that carry no gradient (masks, positions, labels), by name.
+        seed: for operators that draw random numbers; does not depend on the plan.
+        training: False when there will be no backward, so nothing need be kept.
+        saved: whatever forward left for backward.
+    """
+
+    side: Mapping[str, Any]
+    seed: int
+    training: bool
+    saved: Any = field(default=None)
+
+
+class Computation(ABC):
+    """An operator on the compute stream."""
+
+    @abstractmethod
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        """Values out, from values in."""
+
+    @abstractmethod
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        """Gradients of the inputs, from gradients of the outputs; parameters' gradients on the way."""
+
+
+class SplitComputation(ABC):
+    """An operator whose input gradient (I) and weight gradient (W) run at different times."""
+
+    @abstractmethod
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        """Values out, from values in."""
+
+    @abstractmethod
+    def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+        """Gradients of the inputs, from gradients of the outputs."""
+
+    @abstractmethod
+    def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
+        """Add to the parameters' gradients, from gradients of the outputs."""
+
+
+class Communication(ABC):
+    """An operator on a communication stream.
+
+    `prepare` runs when the operator is issued and allocates everything; the work it returns only moves data into
+    what was allocated, later and on another stream.
+    """
+
+    @abstractmethod
+    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        """The output, not yet filled, and the work that fills it. `part` is F or B."""

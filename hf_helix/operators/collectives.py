@@ -1,0 +1,179 @@
+"""Collectives of tensor and sequence parallelism as operators, and the transport that carries them.
+
+In:   a value, cut or to be cut along dimension 0 (the sequence).
+Out:  the gathered or the reduced and scattered value.
+Must hold: sums run in rank order, so every rank and every run gets the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_helix.operators.base import Call, Communication, Computation, Tensors
+from hf_helix.planning.graph import Part
+
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Transport(ABC):
+    """Moves data between the ranks of one group. `size` ranks; this one is `rank`."""
+
+    size: int
+    rank: int
+
+    @abstractmethod
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        """`out` [size * n, ...] becomes every rank's `value` [n, ...] in rank order."""
+
+    @abstractmethod
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        """All-to-all: block i of `value` goes to rank i; `out` is what came, in rank order."""
+
+    @abstractmethod
+    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
+        """`out` [n, ...] becomes this rank's block of the sum of every rank's `value` [size * n, ...]."""
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        """Whether a reduce-scatter is cheaper as an exchange and a local sum."""
+        return False
+
+
+class GroupTransport(Transport):
+    """A torch.distributed process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        # gloo's reduce-scatter is an all-reduce with a copy at issue: twice the bytes of an exchange.
+        self._is_gloo = "gloo" in str(dist.get_backend(group))
+
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        _all_gather(out, value, group=self.group)
+
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        dist.all_to_all_single(out, value, group=self.group)
+
+    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
+        _reduce_scatter(out, value, group=self.group)
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        return self._is_gloo
+
+
+class SilentTransport(Transport):
+    """Stands for a group of `size` ranks without moving anything between them: for timing computation alone.
+
+    Values stay finite and shapes right; results mean nothing. `moved` lists what would have been carried.
+    """
+
+    def __init__(self, size: int, rank: int, prefers_exchange: bool = False) -> None:
+        self.size = size
+        self.rank = rank
+        self._prefers_exchange = prefers_exchange
+        self.moved: list[tuple[str, torch.Size, torch.Size]] = []
+
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        self.moved.append(("all_gather", out.shape, value.shape))
+        out.view(self.size, *value.shape).copy_(value.expand(self.size, *value.shape))
+
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        self.moved.append(("exchange", out.shape, value.shape))
+        out.copy_(value)
+
+    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
+        self.moved.append(("reduce_scatter", out.shape, value.shape))
+        out.copy_(value[: out.shape[0]])
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        return self._prefers_exchange
+
+
+class Axis:
+    """One dimension of the mesh as operators see it. The transport can be exchanged for a silent one."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    @property
+    def size(self) -> int:
+        return self.transport.size
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @classmethod
+    def single(cls) -> Axis:
+        """An axis of one rank; no operator of it communicates."""
+        return cls(SilentTransport(1, 0))
+
+
+class Gather(Communication):
+    """Shards [n, ...] to the whole [size * n, ...]; backward is a reduce-scatter."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        if part is Part.F:
+            return prepare_all_gather(self.axis, value)
+        return prepare_reduce_scatter(self.axis, value)
+
+
+class Scatter(Communication):
+    """Partial sums [size * n, ...] to this rank's shard [n, ...] of their sum; backward is an all-gather."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        if part is Part.F:
+            return prepare_reduce_scatter(self.axis, value)
+        return prepare_all_gather(self.axis, value)
+
+
+class GatherReplicated(Communication, Computation):
+    """Like `Gather`, for values that every rank then uses in the same way (the loss): backward takes its own slice."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        return prepare_all_gather(self.axis, value)
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        raise NotImplementedError("its forward communicates")
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        return (gradients[0].chunk(self.axis.size)[self.axis.rank],)
+
+
+def prepare_all_gather(axis: Axis, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    """Shards [n, ...] to the whole [size * n, ...]: the output to come, and the work that fills it."""
+    value = value.contiguous()
+    out = value.new_empty((axis.size * value.shape[0], *value.shape[1:]))
+    return out, lambda: axis.transport.all_gather(out, value)
+
+
+def prepare_reduce_scatter(axis: Axis, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    """Partial sums [size * n, ...] to this rank's shard [n, ...] of their sum; as `prepare_all_gather`."""
+    value = value.contiguous()
+    transport = axis.transport
+    out = value.new_empty((value.shape[0] // axis.size, *value.shape[1:]))
+    if not transport.prefers_exchange(value):
+        return out, lambda: transport.reduce_scatter(out, value)
+    arrived = torch.empty_like(value)
+
+    def exchange_and_sum() -> None:
+        transport.exchange(arrived, value)
+        torch.sum(arrived.view(axis.size, *out.shape), 0, out=out)
+
+    return out, exchange_and_sum

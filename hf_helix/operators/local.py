@@ -1,0 +1,88 @@
+"""Local operators: anything that autograd can differentiate, run forward and backward as a segment of its own.
+
+In:   a function over tensors (a Transformers submodule, usually) and its parameters.
+Out:  an operator whose inputs are detached from what came before, so that its backward can be run by itself.
+Must hold: the gradients equal those of the whole model's backward, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hf_helix.operators.base import Call, Computation, Tensors
+
+
+class Segment(Computation):
+    """`function(*inputs, **side)` as an operator.
+
+    Args:
+        function: returns a tensor or a tuple of tensors.
+        parameters: what it differentiates besides its inputs.
+        side: names of the micro-batch's side inputs that it takes as keywords.
+        draws: returns True while the function draws random numbers (dropout); it then runs under the call's seed.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        parameters: Sequence[torch.nn.Parameter] = (),
+        side: Sequence[str] = (),
+        draws: Callable[[], bool] | None = None,
+    ) -> None:
+        self.function = function
+        self.parameters = tuple(parameters)
+        self.side = tuple(side)
+        self.draws = draws
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        side = {name: call.side[name] for name in self.side}
+        if not call.training:
+            with torch.no_grad():
+                return _as_tuple(self._run(call, inputs, side))
+        leaves = tuple(value.detach().requires_grad_() for value in inputs)
+        with torch.enable_grad():
+            outputs = _as_tuple(self._run(call, leaves, side))
+        # Only the edges are kept: an output that backward does not need is freed with its last reader.
+        call.saved = leaves, tuple(get_gradient_edge(output) for output in outputs)
+        return tuple(output.detach() for output in outputs)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        leaves: Tensors
+        edges: tuple[GradientEdge, ...]
+        leaves, edges = call.saved
+        call.saved = None
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        torch.autograd.backward(edges, gradients, inputs=[*leaves, *trained])
+        return tuple(_gradient_of(leaf) for leaf in leaves)
+
+    def _run(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Any:
+        if self.draws is None or not self.draws():
+            return self.function(*inputs, **side)
+        device = inputs[0].device
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+            torch.manual_seed(call.seed)
+            return self.function(*inputs, **side)
+
+
+class Add(Computation):
+    """Residual addition of two values. Keeps nothing."""
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        left, right = inputs
+        return (left + right,)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        return gradients[0], gradients[0]
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _as_tuple(value: Any) -> Tensors:
+    return value if isinstance(value, tuple) else (value,)

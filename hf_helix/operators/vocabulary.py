@@ -1,0 +1,78 @@
+"""The two ends of the model over a vocabulary cut by rows: embedding lookup and cross-entropy.
+
+In:   token ids, or logits of this rank's slice of the vocabulary [sequence, batch, slice].
+Out:  partial embeddings that sum to the whole over the ranks; statistics from which every rank computes the loss.
+Must hold: no rank ever holds the logits of the whole vocabulary; the loss is Transformers' ForCausalLMLoss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+IGNORED = -100
+
+
+def lookup(ids: Tensor, weight: Tensor, first_row: int, num_rows: int, padding_row: int | None) -> Tensor:
+    """Embeddings of the ids that lie in this rank's rows, zeros for the others.
+
+    Args:
+        ids: [sequence, batch], over the whole vocabulary.
+        weight: [rows, hidden], rows `first_row` and on of a table of `num_rows`.
+        padding_row: the id whose row gets no gradient, as `nn.Embedding.padding_idx`; None for no such row.
+    """
+    rows = weight.shape[0]
+    if rows == num_rows:
+        return functional.embedding(ids, weight, padding_idx=padding_row)
+    local = ids - first_row
+    inside = (local >= 0) & (local < rows)
+    padding = None if padding_row is None or not 0 <= padding_row - first_row < rows else padding_row - first_row
+    found = functional.embedding(local.clamp(0, rows - 1), weight, padding_idx=padding)
+    return found.masked_fill(~inside.unsqueeze(-1), 0)
+
+
+class _TokenStatistics(torch.autograd.Function):
+    """Per token, from this rank's logits: their maximum, the sum of exp(logit - maximum), the target's logit."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
+        logits = logits.float()
+        maximum = logits.amax(-1)
+        total = (logits - maximum.unsqueeze(-1)).exp_().sum(-1)
+        local = targets - first_row
+        inside = (local >= 0) & (local < logits.shape[-1])
+        column = local.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+        target = logits.gather(-1, column).squeeze(-1).masked_fill(~inside, 0)
+        ctx.save_for_backward(logits, maximum, column, inside)
+        return torch.stack((maximum, total, target))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # The maximum is a constant: the sums are rescaled by it, which leaves the loss as it is.
+        logits, maximum, column, inside = ctx.saved_tensors
+        _, of_total, of_target = gradient
+        result = (logits - maximum.unsqueeze(-1)).exp_().mul_(of_total.unsqueeze(-1))
+        result.scatter_add_(-1, column, (of_target * inside).unsqueeze(-1))
+        return result, None, None
+
+
+def token_statistics(logits: Tensor, targets: Tensor, first_row: int) -> Tensor:
+    """[1, 3, sequence, batch]: see `_TokenStatistics`. The leading dimension is the one that ranks gather along."""
+    return _TokenStatistics.apply(logits, targets, first_row).unsqueeze(0)
+
+
+def cross_entropy(statistics: Tensor, targets: Tensor, loss_scale: Tensor) -> Tensor:
+    """The loss of a micro-batch, from the statistics of every rank [ranks, 3, sequence, batch].
+
+    Args:
+        targets: [sequence, batch], already shifted; -100 is ignored.
+        loss_scale: what the sum over tokens is multiplied with, such as 1 / number of targets in the window.
+    """
+    maxima, totals, logits = statistics.unbind(1)
+    maximum = maxima.detach().amax(0)
+    total = (totals * (maxima.detach() - maximum).exp()).sum(0)
+    per_token = maximum + total.log() - logits.sum(0)
+    return torch.where(targets != IGNORED, per_token, 0.0).sum() * loss_scale

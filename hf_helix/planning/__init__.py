@@ -1,0 +1,1 @@
+"""Graphs, plans, folds and schedules as plain data. Imports the standard library only; runs without torch."""

@@ -1,0 +1,87 @@
+"""The Accelerate door.
+
+In:   a `HelixConfig`.
+Out:  a `ParallelismConfig` that the stock `Accelerator` and `TrainingArguments` take, and the mesh.
+Must hold: Accelerate gives the ranks of one batch the same data and counts them once, and wraps, shards and moves
+nothing itself. Accelerate has no registry for plugins; a subclass of `ParallelismConfig` is the one way in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_helix.config import HelixConfig
+from hf_helix.runtime.mesh import Mesh, build_mesh
+
+
+class HelixPlugin(ParallelismConfig):
+    """Hand it to `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
+
+    Args:
+        config: the options; or give them as keywords, `HelixPlugin(tp_size=2)`.
+    """
+
+    def __init__(self, config: HelixConfig | None = None, **options: Any) -> None:
+        if config is not None and options:
+            raise ValueError(f"give HelixPlugin a HelixConfig or keywords, not both; got {config} and {options}")
+        self.config = config or HelixConfig.from_mapping(options, "HelixPlugin")
+        self.mesh: Mesh | None = None
+        # To Accelerate, `tp_size` is the number of ranks that share a batch.
+        super().__init__(
+            dp_replicate_size=1,
+            dp_shard_size=1,
+            tp_size=self.config.ranks_per_batch,
+            cp_size=1,
+            cp_backend="torch",
+            sp_size=1,
+            sp_backend="deepspeed",
+        )
+
+    @property
+    def tp_enabled(self) -> bool:
+        """False: Accelerate must not look for DTensor parameters."""
+        return False
+
+    @property
+    def cp_enabled(self) -> bool:
+        """False: Accelerate must not switch to FSDP."""
+        return False
+
+    def build_mesh(self, device: torch.device | str) -> Mesh:
+        """The mesh of this run, built on first use. Collective."""
+        if self.mesh is None:
+            self.mesh = build_mesh(self.config.tp_size, device)
+        return self.mesh
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """The dimensions by which Accelerate hands out batches."""
+        return self.build_mesh(device_type).device_mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """As the stock method, which cannot return None twice."""
+        if device_type is None:
+            return self.mesh.device_mesh if self.mesh else None
+        return self.build_device_mesh(device_type)
+
+    def to_json(self) -> dict[str, Any]:
+        """The options, for logs and trackers."""
+        return {"helix": asdict(self.config)}
+
+    def __repr__(self) -> str:
+        return f"HelixPlugin({self.config})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Process groups stay behind when training arguments are saved."""
+        return {**self.__dict__, "mesh": None, "device_mesh": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HelixPlugin:
+        """A copy of the arguments refers to the same groups."""
+        return self
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        """Sizes were checked when the mesh was built."""

@@ -1,0 +1,133 @@
+"""What cannot be honoured, refused by name before any training.
+
+In:   training arguments, a model, a trainer.
+Out:  nothing, or an error that names the option, the reason and a value that works.
+Must hold: no argument of the stock Trainer is silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
+
+from hf_helix.plugin import HelixPlugin
+
+# Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.
+ELEMENTWISE_OPTIMIZERS = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "sgd",
+    "adagrad",
+    "rmsprop",
+    "schedule_free_adamw",
+    "schedule_free_sgd",
+)
+
+# Field, whether its value is refused, what to do instead.
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("fp16", bool, "fp16=False: losses would need a scaler over all ranks; train in fp32"),
+    ("bf16", bool, "bf16=False: mixed precision is not built yet; train in fp32"),
+    ("fp16_full_eval", bool, "fp16_full_eval=False: it would cast the model that is trained"),
+    ("bf16_full_eval", bool, "bf16_full_eval=False: it would cast the model that is trained"),
+    ("activation_checkpointing", bool, "activation_checkpointing=False: recomputation is not built yet"),
+    ("gradient_checkpointing", bool, "gradient_checkpointing=False: recomputation is not built yet"),
+    ("deepspeed", bool, "deepspeed=None: hf_helix cuts the model itself"),
+    ("fsdp", bool, "no fsdp: hf_helix cuts the model itself"),
+    ("torch_compile", bool, "torch_compile=False: operators are issued one by one"),
+    ("label_smoothing_factor", bool, "label_smoothing_factor=0.0: the loss over a cut vocabulary has no smoothing yet"),
+    ("neftune_noise_alpha", lambda alpha: alpha is not None, "neftune_noise_alpha=None: not built yet"),
+    ("auto_find_batch_size", bool, "auto_find_batch_size=False: ranks would find different sizes"),
+    ("use_liger_kernel", bool, "use_liger_kernel=False: it replaces the layers that hf_helix cuts"),
+    ("load_best_model_at_end", bool, "load_best_model_at_end=False: loading into a cut model is not built yet"),
+)
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse training arguments that cannot be honoured.
+
+    Raises:
+        ValueError: names every such argument and a value that works.
+    """
+    problems = [
+        f"{name}={getattr(args, name)!r}: use {instead}"
+        for name, bad, instead in _REFUSED
+        if bad(getattr(args, name, None))
+    ]
+    optimizer = getattr(args.optim, "value", args.optim)
+    if optimizer not in ELEMENTWISE_OPTIMIZERS:
+        problems.append(
+            f"optim={optimizer!r}: not built yet for cut parameters; use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}"
+        )
+    if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
+        problems.append(
+            f"save_strategy={getattr(args.save_strategy, 'value', args.save_strategy)!r}: resuming is not built yet, "
+            "so checkpoints hold the model only; use save_only_model=True, or save_strategy='no' and trainer.save_model()"
+        )
+    if args.n_gpu > 1:
+        problems.append(
+            f"{args.n_gpu} GPUs in one process: use one process per GPU, "
+            f"`accelerate launch --num_processes {args.n_gpu}`"
+        )
+    plugin = args.parallelism_config
+    if plugin is not None and not isinstance(plugin, HelixPlugin) and plugin.total_size > 1:
+        problems.append(f"parallelism_config={plugin!r}: use HelixPlugin(...), or none")
+    if problems:
+        raise ValueError("HelixTrainer cannot honour these training arguments:\n  " + "\n  ".join(problems))
+
+
+def check_model(model: Any) -> None:
+    """Refuse models that are not whole, plain and in fp32.
+
+    Raises:
+        ValueError: says what the model is and how to load it.
+    """
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            "the model was loaded with a distributed_config, so Transformers has cut it already; "
+            "load it without one, HelixTrainer cuts it"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device; load the weights first: from_pretrained(folder)")
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}, and only torch.float32 is built so far; "
+                "load the model with from_pretrained(..., dtype=torch.float32)"
+            )
+
+
+def check_trainer(trainer: Any, args: Any) -> None:
+    """Refuse what can only be seen once the Trainer is built.
+
+    Raises:
+        ValueError: as `check_arguments`.
+    """
+    if trainer.compute_loss_func is not None:
+        raise ValueError("compute_loss_func is not built yet: the loss is the model's own; leave it out")
+    if type(trainer).compute_loss is not Trainer.compute_loss:
+        raise ValueError(
+            f"{type(trainer).__name__} overrides compute_loss, which is never called: the loss is computed over a cut "
+            "vocabulary; remove the override"
+        )
+    accelerator = trainer.accelerator
+    if accelerator.mixed_precision != "no":
+        raise ValueError(
+            f"mixed_precision={accelerator.mixed_precision!r} from the launcher is not built yet; "
+            "use `mixed_precision: 'no'` in the YAML"
+        )
+    if accelerator.parallelism_config is not args.parallelism_config:
+        raise ValueError(
+            "an Accelerator was made before the Trainer, with another parallelism_config; make it after, or give it "
+            "the same HelixPlugin"
+        )
+    dataset = trainer.train_dataset
+    repeats = args.accelerator_config.dispatch_batches is not False and trainer.mesh.dp_size > 1
+    if repeats and isinstance(dataset, torch.utils.data.IterableDataset):
+        raise ValueError(
+            "an iterable dataset with several data-parallel ranks needs "
+            "accelerator_config={'dispatch_batches': False}; otherwise every rank would get the same batches"
+        )

@@ -1,0 +1,70 @@
+"""Agreement: what must be equal on several ranks is compared before anything hangs on it.
+
+In:   a text (plan, schedule) or the inputs of a window.
+Out:  nothing, or the same error on every rank that compared.
+Must hold: ranks never issue collectives that do not match.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_helix.planning.plan import first_difference
+
+
+def agree_on_text(text: str, what: str) -> None:
+    """Compare a text over all ranks. Collective.
+
+    Raises:
+        ValueError: on every rank, naming the ranks and the first line that differs.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest())
+    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if odd is None:
+        return
+    texts: list[str] = [""] * len(digests)
+    dist.all_gather_object(texts, text)
+    raise ValueError(
+        f"rank 0 and rank {odd} have different {what}: {first_difference(texts[0], texts[odd])}. "
+        "Give every rank the same configuration, model and plan file"
+    )
+
+
+def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Compare the token ids of a window over the ranks that share it. Collective.
+
+    Raises:
+        ValueError: on every rank of the group, if their batches differ in number, shape or content.
+    """
+    if group is None:
+        return
+    mine = torch.stack(
+        [_fingerprint(inputs), torch.tensor(float(len(inputs)), dtype=torch.float64, device=inputs[0].device)]
+    )
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, mine, group=group)
+    if any(not torch.equal(mine, other) for other in found):
+        lines = ", ".join(f"{int(other[1])} micro-batches with checksum {other[0]:.0f}" for other in found)
+        raise ValueError(
+            f"ranks of one tensor-parallel group got different batches ({lines}); they must share every batch. "
+            "Shuffle with the same seed on every rank (TrainingArguments(seed=..., data_seed=...)), or for an "
+            "iterable dataset let rank 0 read it: accelerator_config={'dispatch_batches': True}"
+        )
+
+
+def _fingerprint(inputs: Sequence[Tensor]) -> Tensor:
+    """A checksum over shapes and contents, exact in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
+    for place, ids in enumerate(inputs):
+        flat = ids.reshape(-1).to(torch.float64)
+        weights = torch.arange(flat.numel(), device=flat.device) % 8191 + (1 + 13 * place + ids.shape[-1] % 8191)
+        total = total + (flat * weights).sum()
+    return total

@@ -1,0 +1,188 @@
+"""Liveness: when one rank fails, every rank ends soon and says which one it was.
+
+In:   heartbeats of all ranks and the first error of any, through a small store of its own beside the process group.
+Out:  an error that names the rank; a process that ends.
+Must hold: the watch never ends a healthy run: a rank counts as dead only after `DEAD_AFTER` seconds without a
+heartbeat, or when communication with it has failed. Process groups are destroyed at exit, unless the run failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+INTERVAL = 0.5
+DEAD_AFTER = 30.0
+GRACE = 5.0
+
+
+class RankFailure(RuntimeError):
+    """Another rank failed or died; the message names it."""
+
+
+class Watch:
+    """Heartbeats of this rank and an eye on the others. One per process, see `watch`."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self._store = self._connect()
+        self._stop = threading.Event()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._in_step = False
+        self._thread = threading.Thread(target=self._run, name="hf_helix-liveness", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything that communicates: errors of communication become errors that name a rank."""
+        self._in_step = True
+        try:
+            yield
+        except RankFailure:
+            raise
+        except RuntimeError as error:
+            if _is_communication_error(error):
+                raise RankFailure(self._explain(error)) from error
+            raise
+        finally:
+            self._in_step = False
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed."""
+        if not isinstance(error, RankFailure):
+            with contextlib.suppress(Exception):
+                text = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+                self._store.compare_set("failed", "", text)
+
+    def close(self) -> None:
+        """Stop watching; this rank leaves in good order."""
+        with contextlib.suppress(Exception):
+            self._store.set(f"left/{self.rank}", "1")
+        self._stop.set()
+        self._thread.join(2 * INTERVAL)
+
+    def _connect(self) -> TCPStore:
+        host = os.environ.get("MASTER_ADDR", "localhost")
+        server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.rank == 0 else None
+        port: list[int | None] = [server.port if server else None]
+        dist.broadcast_object_list(port, src=0)
+        assert port[0] is not None
+        return server or TCPStore(host, port[0], is_master=False)
+
+    def _run(self) -> None:
+        count = 0
+        while not self._stop.wait(INTERVAL):
+            try:
+                count += 1
+                self._store.set(f"alive/{self.rank}", str(count))
+                failure = self._failure() or self._silent(DEAD_AFTER)
+            except Exception:
+                # The store lives in rank 0. It may have left in good order, so only a step that hangs is ended.
+                failure = "rank 0 died or has ended: its store is gone"
+                self._stop.wait(DEAD_AFTER if not self._in_step else GRACE)
+                if not self._in_step:
+                    return
+            if failure:
+                self._end(failure)
+
+    def _failure(self) -> str | None:
+        return self._store.get("failed").decode() if self._store.check(["failed"]) else None
+
+    def _silent(self, limit: float) -> str | None:
+        now = time.monotonic()
+        for other in range(self.world):
+            if other == self.rank or self._store.check([f"left/{other}"]):
+                continue
+            beat = self._store.get(f"alive/{other}") if self._store.check([f"alive/{other}"]) else b""
+            if self._seen.get(other, (None, 0.0))[0] != beat:
+                self._seen[other] = (beat, now)
+            elif now - self._seen[other][1] > limit:
+                return f"rank {other} died: no sign of life for {limit:.0f} s"
+        return None
+
+    def _explain(self, error: RuntimeError) -> str:
+        """Whose fault a communication error is: wait until a rank has said so or has fallen silent."""
+        deadline = time.monotonic() + GRACE + 4 * INTERVAL
+        self._seen.clear()
+        try:
+            while time.monotonic() < deadline:
+                found = self._failure() or self._silent(4 * INTERVAL)
+                if found:
+                    return found
+                time.sleep(INTERVAL)
+            gone = [r for r in range(self.world) if self._store.check([f"left/{r}"])]
+        except Exception:
+            return "rank 0 died: the connection to it is gone"
+        if gone:
+            return f"rank {gone[0]} has ended its script while rank {self.rank} still communicates with it"
+        return f"rank {self.rank}: communication failed, though every rank is alive: {error}"
+
+    def _end(self, failure: str) -> None:
+        """Give the main thread time to raise the error itself, then end the process."""
+        if self._stop.wait(GRACE):
+            return
+        print(f"hf_helix: rank {self.rank} ends because {failure}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+_watch: Watch | None = None
+_failed = False
+
+
+def start_watch() -> Watch | None:
+    """The watch of this process, started on first use; None where there is only one process. Collective."""
+    global _watch
+    if _watch is None and dist.is_initialized() and dist.get_world_size() > 1:
+        _watch = Watch()
+        _chain_excepthook()
+    return _watch
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """`Watch.step` where there is a watch."""
+    with _watch.step() if _watch is not None else contextlib.nullcontext():
+        yield
+
+
+def _chain_excepthook() -> None:
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _failed
+        _failed = True
+        if _watch is not None:
+            _watch.report(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _is_communication_error(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    signs = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "timed out")
+    return isinstance(error, dist.DistBackendError) or any(sign in text for sign in signs)
+
+
+@atexit.register
+def _leave() -> None:
+    if _failed:
+        # Destroying groups with work pending can hang; the peers have been told.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    if _watch is not None:
+        _watch.close()
+    if dist.is_available() and dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()

@@ -1,0 +1,213 @@
+"""Streams: ordered queues with events, on CUDA and on CPU alike.
+
+In:   communication work, handed over in the plan's order.
+Out:  events that later operators wait on.
+Must hold: work of one kind of communication runs in the order of issue, after everything issued before it on the
+compute stream; the issuing thread never waits for it, unless a computation on a CPU needs its result. An event keeps
+what its work reads and writes alive until the compute stream has waited for it, so freed memory is never still in use.
+
+On CUDA the compute stream is the current one and every kind of communication has a CUDA stream of its own. On CPU
+computation runs where it is called, and every kind of communication has a worker thread with a FIFO queue.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hf_helix.planning.graph import Kind
+from hf_helix.runtime.trace import Span, Trace
+
+Work = Callable[[], object]
+
+
+class Event(ABC):
+    """The end of one piece of communication."""
+
+    label: str
+
+
+class Streams(ABC):
+    """The streams of one rank. `trace`, while set, records what runs."""
+
+    trace: Trace | None = None
+
+    @abstractmethod
+    def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str) -> Event:
+        """Queue communication behind everything computed so far and behind `after`."""
+
+    @abstractmethod
+    def wait(self, event: Any) -> None:
+        """Let the compute stream wait; raises what the work raised."""
+
+    @abstractmethod
+    def compute(self, work: Callable[[], Any], label: str) -> Any:
+        """Run a computation and record it in the trace; without a trace, call it directly."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait on the host for everything computed, and complete the trace. Never called inside a step."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back threads."""
+
+
+def make_streams(device: torch.device) -> Streams:
+    """The streams of a device."""
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
+
+
+class _CpuEvent(Event):
+    __slots__ = ("_done", "error", "label")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.error: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def set(self) -> None:
+        self._done.release()
+
+    def wait(self) -> None:
+        with self._done:
+            pass
+        if self.error is not None:
+            raise self.error
+
+
+class _Worker:
+    """A thread that runs communication of one kind in order. After a failure it runs nothing more."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._queue: queue.SimpleQueue[tuple[Work, Sequence[_CpuEvent], _CpuEvent, Trace | None] | None]
+        self._queue = queue.SimpleQueue()
+        self._kind = kind
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"hf_helix-{kind.value}", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Work, after: Sequence[Any], event: _CpuEvent, trace: Trace | None) -> None:
+        self._queue.put((work, after, event, trace))
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, after, event, trace = item
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                for earlier in after:
+                    earlier.wait()
+                start = time.perf_counter()
+                work()
+                if trace is not None:
+                    trace.spans.append(Span(self._kind.value, event.label, start, time.perf_counter()))
+            except BaseException as error:
+                self._failure = event.error = error
+            finally:
+                event.set()
+                del item, work, after, event
+
+
+class CpuStreams(Streams):
+    """Worker threads for communication; computation runs in the calling thread."""
+
+    def __init__(self) -> None:
+        self._workers: dict[Kind, _Worker] = {}
+
+    def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str) -> Event:
+        if kind not in self._workers:
+            self._workers[kind] = _Worker(kind)
+        event = _CpuEvent(label)
+        self._workers[kind].put(work, after, event, self.trace)
+        return event
+
+    def wait(self, event: Any) -> None:
+        event.wait()
+
+    def compute(self, work: Callable[[], Any], label: str) -> Any:
+        if self.trace is None:
+            return work()
+        start = time.perf_counter()
+        result = work()
+        self.trace.spans.append(Span("compute", label, start, time.perf_counter()))
+        return result
+
+    def synchronize(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+
+
+class _CudaEvent(Event):
+    __slots__ = ("done", "keep", "label")
+
+    def __init__(self, label: str, done: torch.cuda.Event, keep: object) -> None:
+        self.label = label
+        self.done = done
+        self.keep = keep
+
+
+class CudaStreams(Streams):
+    """CUDA streams and events. Collectives are called with `async_op=False`, so they run on the stream entered."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[Kind, torch.cuda.Stream] = {}
+        self._pending: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str) -> Event:
+        if kind not in self._streams:
+            self._streams[kind] = torch.cuda.Stream(self._device, priority=-1)
+        stream = self._streams[kind]
+        # Also makes it safe to write to memory that the compute stream had in use before.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        for earlier in after:
+            stream.wait_event(earlier.done)
+        with torch.cuda.stream(stream):
+            self._recorded(kind.value, label, work)
+            done = torch.cuda.Event()
+            done.record(stream)
+        return _CudaEvent(label, done, (work, after))
+
+    def wait(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event.done)
+        event.keep = None
+
+    def compute(self, work: Callable[[], Any], label: str) -> Any:
+        return self._recorded("compute", label, work)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+        if self.trace is not None and self._pending:
+            base = self._pending[0][2]
+            for stream, label, start, end in self._pending:
+                first, last = base.elapsed_time(start) / 1e3, base.elapsed_time(end) / 1e3
+                self.trace.spans.append(Span(stream, label, first, last))
+        self._pending.clear()
+
+    def close(self) -> None:
+        self._streams.clear()
+
+    def _recorded(self, stream: str, label: str, work: Callable[[], Any]) -> Any:
+        if self.trace is None:
+            return work()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        result = work()
+        end.record()
+        self._pending.append((stream, label, start, end))
+        return result

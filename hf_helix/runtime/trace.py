@@ -1,0 +1,57 @@
+"""A record of what ran: which operator, on which stream, in which order and when.
+
+In:   calls from the streams and the executor while a trace is switched on.
+Out:  `events`, the order in which the issuing thread did things; `spans`, start and end of every operator.
+Must hold: nothing is recorded, and nothing costs anything, while no trace is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Span:
+    """One operator on one stream; seconds on the device's own clock."""
+
+    stream: str
+    label: str
+    start: float
+    end: float
+
+
+@dataclass
+class Trace:
+    """Events are ("run" | "issue" | "wait", label); a label is strand letter, micro-batch, unit, operator."""
+
+    events: list[tuple[str, str]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def note(self, verb: str, label: str) -> None:
+        self.events.append((verb, label))
+
+    def busy(self, compute: bool) -> float:
+        """Seconds in which at least one operator of the kind ran."""
+        return sum(end - start for start, end in self._union(compute))
+
+    def beside(self) -> float:
+        """Seconds of communication that ran beside computation."""
+        total, rest = 0.0, self._union(compute=True)
+        for start, end in self._union(compute=False):
+            total += sum(max(0.0, min(end, b) - max(start, a)) for a, b in rest if b > start and a < end)
+        return total
+
+    def _union(self, compute: bool) -> list[tuple[float, float]]:
+        return merge((s.start, s.end) for s in self.spans if (s.stream == "compute") == compute)
+
+
+def merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Overlapping intervals joined, in order."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged

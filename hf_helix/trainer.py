@@ -1,0 +1,294 @@
+"""The Trainer door.
+
+In:   an ordinary Transformers model and what `transformers.Trainer` takes, plus a `HelixConfig`.
+Out:  the same training, evaluation and checkpoints, with the model cut and two micro-batches interleaved.
+Must hold: counters, callbacks, progress bar, schedules and logging stay the stock Trainer's; what cannot be honoured
+is refused at construction, by name.
+
+The take-over: `get_batch_samples` keeps the window, the first `training_step` of it runs all of it and returns the
+sum of its losses, the others return zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from hf_helix.adapters import family_of
+from hf_helix.checkpoint import cut_parameters, save_pretrained
+from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.operators.collectives import prepare_all_gather
+from hf_helix.operators.unit import Unit, cut_bounds
+from hf_helix.planning.plan import Plan, load_plan, make_plan
+from hf_helix.planning.rules import RULES
+from hf_helix.planning.schedule import build_schedule, format_schedule
+from hf_helix.plugin import HelixPlugin
+from hf_helix.refusals import check_arguments, check_model, check_trainer
+from hf_helix.runtime.agreement import agree_on_text, agree_on_window
+from hf_helix.runtime.gradients import gradient_norm, tp_group
+from hf_helix.runtime.liveness import start_watch, watched
+from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.stage import fold_units
+from hf_helix.runtime.strand import MicroBatch
+from hf_helix.runtime.streams import make_streams
+
+AUTO_RULE = "greedy"
+
+
+class HelixTrainerMixin:
+    """Puts Helix under a Trainer class: `class MyTrainer(HelixTrainerMixin, Trainer)`.
+
+    Args:
+        helix_config: the options; without it they come from `args.parallelism_config`, the environment or the
+            launcher's YAML (see `hf_helix.config`).
+
+    Everything else is the Trainer's own.
+    """
+
+    # What the Trainer provides and the mixin uses.
+    model: Any
+    args: TrainingArguments
+    accelerator: Any
+    state: Any
+    optimizer: Any
+    processing_class: Any
+    data_collator: Any
+    label_names: list[str]
+
+    def __init__(self, *args: Any, helix_config: HelixConfig | None = None, **kwargs: Any) -> None:
+        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if arguments is None:
+            arguments = kwargs["args"] = TrainingArguments(output_dir="tmp_trainer")
+        model = kwargs.get("model", args[0] if args else None)
+        plugin = arguments.parallelism_config
+        plugin = plugin if isinstance(plugin, HelixPlugin) else None
+        config = resolve_config(helix_config, plugin.config if plugin else None)
+        check_arguments(arguments)
+        if plugin is None or plugin.config != config:
+            plugin = arguments.parallelism_config = HelixPlugin(config)
+        self.helix_config = config
+        self._mesh: Mesh = plugin.build_mesh(arguments.device)
+        self._units: list[Unit] = []
+        self._runner: Runner | None = None
+        self._window: list[Any] | None = None
+        start_watch()
+        if model is not None:
+            self._cut(model, arguments.device)
+        super().__init__(*args, **kwargs)
+        check_trainer(self, arguments)
+
+    # -- what the runner is made of ------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """Which ranks share what."""
+        return self._mesh
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use; `trainer.plan.save(path)` writes a file that `HelixConfig(plan=path)` takes."""
+        return self.runner.plan
+
+    @property
+    def runner(self) -> Runner:
+        """Runs windows of micro-batches. Built on first use; every rank checks that all have the same plan."""
+        if self._runner is None:
+            self._runner = self._build_runner()
+        return self._runner
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A model made by `model_init` is cut like one that was passed in."""
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        self._cut(model, self.args.device)
+        return model
+
+    def _cut(self, model: Any, device: torch.device) -> None:
+        """Keep this rank's part of the model, in place, before anything moves to the device."""
+        check_model(model)
+        family = family_of(model)
+        self._units = family.units(model, self._mesh.tp)
+        self._family = family
+        self._runner = None
+        cut_parameters(self._units, self._mesh)
+        model._is_accelerate_prepared = True  # nothing is left to wrap
+        if self._mesh.tp.size > 1:
+            model.forward = _refuse_forward(model.forward)
+
+    def _build_runner(self) -> Runner:
+        stage = fold_units(self._units)
+        graphs = stage.graphs
+        purpose: dict[str, Any] = {
+            "model": type(self.model).__name__,
+            "mesh": {"tp_size": self.helix_config.tp_size, "pp_size": self.helix_config.pp_size},
+        }
+        name = AUTO_RULE if self.helix_config.plan == "auto" else self.helix_config.plan
+        with watched():
+            if name in RULES:
+                plan = make_plan(name, RULES[name], graphs, **purpose)
+            else:
+                plan = load_plan(name, graphs, **purpose)
+            schedule = self.helix_config.schedule
+            agree_on_text(format_schedule(build_schedule(schedule, 1, 2)) + "\n" + plan.to_json(), "plans")
+        return Runner(stage, plan, self._mesh, make_streams(self.args.device), schedule, self.args.seed)
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method. Resuming is not built yet."""
+        if resume_from_checkpoint:
+            raise ValueError(
+                "resume_from_checkpoint is not built yet in hf_helix; start from a saved model instead: "
+                "AutoModelForCausalLM.from_pretrained(folder), and train() without it"
+            )
+        with watched():
+            return super().train(None, *args, **kwargs)  # type: ignore[misc]
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """Collects the micro-batches of an optimizer step, and keeps them for `training_step`."""
+        samples, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._window = list(samples)
+        return samples, num_items
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """The first call of a window runs all of it and returns the sum of its losses; the others return zero."""
+        if self._window is None:
+            return torch.zeros((), device=self.args.device)
+        window, self._window = self._window, None
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # schedule-free optimizers have a mode, too
+        batches = [self._prepare_inputs(batch) for batch in window]  # type: ignore[attr-defined]
+        agree_on_window([batch["input_ids"] for batch in batches], tp_group(self._mesh.tp))
+        microbatches = [
+            self._microbatch(batch, num_items_in_batch, (self.state.global_step, place))
+            for place, batch in enumerate(batches)
+        ]
+        losses = self.runner.train_window(microbatches)
+        return torch.stack(losses).sum()
+
+    def _microbatch(self, batch: Mapping[str, Any], num_items: Any, key: tuple[int, int]) -> MicroBatch:
+        if num_items is None:
+            raise ValueError(
+                f"the batch has no labels, only {', '.join(batch)}; use a collator that makes them, such as "
+                "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+            )
+        # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp.
+        copies = self._mesh.dp_size if self.args.average_tokens_across_devices else 1
+        scale = torch.as_tensor(copies / num_items, dtype=torch.float32, device=self.args.device)
+        return MicroBatch(self._family.side_inputs(self.model, batch, self._mesh.tp.size, scale), key)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        norm = gradient_norm(self.runner.stage.placements, self._mesh)
+        parameters = [parameter for parameter in self.runner.stage.placements if parameter.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return gradient_norm(self.runner.stage.placements, self._mesh) if grad_norm is None else grad_norm
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """The stock method counts every rank of a group that shares a batch."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        seen = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + seen // self.helix_config.ranks_per_batch
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Forward only. Logits are gathered over the vocabulary where somebody reads them."""
+        batch = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        labels = batch.get("labels")
+        num_items = self._get_num_items_in_batch([batch], self.args.device)  # type: ignore[attr-defined]
+        microbatch = self._microbatch(batch, 1 if num_items is None else num_items, (self.state.global_step, 0))
+        with torch.no_grad():
+            loss, logits = self.runner.evaluate(microbatch, keep_logits=not prediction_loss_only)
+        found = None if labels is None else loss.detach()
+        if logits is None:
+            return found, None, None
+        length = microbatch.side["length"]
+        return found, self._whole_logits(logits)[:, :length], labels
+
+    def _whole_logits(self, logits: Tensor) -> Tensor:
+        """[sequence, batch, slice] of every rank to [batch, sequence, vocabulary]."""
+        tp = self._mesh.tp
+        if tp.size > 1:
+            vocabulary = self.model.config.vocab_size
+            lengths = [last - first for first, last in (cut_bounds(vocabulary, tp.size, r) for r in range(tp.size))]
+            padded = nn.functional.pad(logits, (0, max(lengths) - logits.shape[-1]))
+            gathered, work = prepare_all_gather(tp, padded)
+            work()
+            blocks = gathered.chunk(tp.size)
+            logits = torch.cat([block[..., :length] for block, length in zip(blocks, lengths, strict=True)], -1)
+        return logits.transpose(0, 1).contiguous()
+
+    @property
+    def gather_function(self) -> Callable[[Any], Any]:
+        """What evaluation collects metrics with: over the data-parallel ranks, each sample once."""
+        return self._gather_for_metrics
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        """The stock Trainer sets its own, which counts every rank that shares a batch."""
+
+    def _gather_for_metrics(self, data: Any) -> Any:
+        if isinstance(data, (tuple, list)):
+            return type(data)(self._gather_for_metrics(item) for item in data)
+        if self._mesh.dp_group is not None:
+            data = data.contiguous()
+            blocks = [torch.empty_like(data) for _ in range(self._mesh.dp_size)]
+            dist.all_gather(blocks, data, group=self._mesh.dp_group)
+            data = torch.cat([block[None] if block.dim() == 0 else block for block in blocks])
+        state = self.accelerator.gradient_state
+        # The last batch was filled up with samples from the start.
+        return data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else data
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """An ordinary Hugging Face checkpoint, gathered unit by unit. Collective."""
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        assert folder is not None
+        with watched():
+            save_pretrained(self.model, self._units, self._mesh, folder)
+        if self.args.should_save:
+            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if processing is not None:
+                processing.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+
+class HelixTrainer(HelixTrainerMixin, Trainer):
+    """`transformers.Trainer` with the model cut over the ranks and communication hidden behind computation.
+
+    Takes what `Trainer` takes, and `helix_config`. See `HelixTrainerMixin`.
+    """
+
+
+def _refuse_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps the signature, by which the Trainer chooses columns."""
+
+    @functools.wraps(forward)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "this model's weights are cut over several ranks, so it cannot be called directly; use trainer.train(), "
+            "trainer.evaluate() or trainer.predict(), or save it with trainer.save_model(folder) and load it with "
+            "from_pretrained(folder)"
+        )
+
+    return refuse
