@@ -65,7 +65,7 @@ def check_arguments(args: Any) -> None:
     if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
         problems.append(
             f"save_strategy={getattr(args.save_strategy, 'value', args.save_strategy)!r}: resuming is not built yet, "
-            "so checkpoints hold the model only; use save_only_model=True, or save_strategy='no' and trainer.save_model()"
+            "so checkpoints hold the model only; use save_only_model=True, or save_strategy='no' and save_model()"
         )
     if args.n_gpu > 1:
         problems.append(

@@ -26,8 +26,8 @@ from hf_helix.adapters import family_of
 from hf_helix.checkpoint import cut_parameters, save_pretrained
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.operators.collectives import prepare_all_gather
-from hf_helix.operators.unit import Unit, cut_bounds
-from hf_helix.planning.plan import Plan, load_plan, make_plan
+from hf_helix.operators.unit import cut_bounds
+from hf_helix.planning.plan import GraphPair, Plan, load_plan, make_plan
 from hf_helix.planning.rules import RULES
 from hf_helix.planning.schedule import build_schedule, format_schedule
 from hf_helix.plugin import HelixPlugin
@@ -35,6 +35,7 @@ from hf_helix.refusals import check_arguments, check_model, check_trainer
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
 from hf_helix.runtime.gradients import gradient_norm, tp_group
 from hf_helix.runtime.liveness import start_watch, watched
+from hf_helix.runtime.measure import Overlap, measure_overlap
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import fold_units
@@ -64,6 +65,9 @@ class HelixTrainerMixin:
     data_collator: Any
     label_names: list[str]
 
+    # Runs windows of micro-batches on this rank.
+    runner: Runner
+
     def __init__(self, *args: Any, helix_config: HelixConfig | None = None, **kwargs: Any) -> None:
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is None:
@@ -77,12 +81,11 @@ class HelixTrainerMixin:
             plugin = arguments.parallelism_config = HelixPlugin(config)
         self.helix_config = config
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
-        self._units: list[Unit] = []
-        self._runner: Runner | None = None
         self._window: list[Any] | None = None
+        self._last_window: list[MicroBatch] = []
         start_watch()
         if model is not None:
-            self._cut(model, arguments.device)
+            self._take(model, arguments)
         super().__init__(*args, **kwargs)
         check_trainer(self, arguments)
 
@@ -98,47 +101,47 @@ class HelixTrainerMixin:
         """The plan in use; `trainer.plan.save(path)` writes a file that `HelixConfig(plan=path)` takes."""
         return self.runner.plan
 
-    @property
-    def runner(self) -> Runner:
-        """Runs windows of micro-batches. Built on first use; every rank checks that all have the same plan."""
-        if self._runner is None:
-            self._runner = self._build_runner()
-        return self._runner
+    def measure_overlap(self, repeats: int = 5) -> Overlap:
+        """How much communication the plan hides, measured on the last window that was trained. Collective.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        if not self._last_window:
+            raise ValueError("measure_overlap() needs a window to repeat; call it after train()")
+        with watched():
+            return measure_overlap(self.runner, self._last_window, repeats)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A model made by `model_init` is cut like one that was passed in."""
         model = super().call_model_init(trial)  # type: ignore[misc]
-        self._cut(model, self.args.device)
+        self._take(model, self.args)
         return model
 
-    def _cut(self, model: Any, device: torch.device) -> None:
-        """Keep this rank's part of the model, in place, before anything moves to the device."""
+    def _take(self, model: Any, args: TrainingArguments) -> None:
+        """Keep this rank's part of the model, in place, before anything moves to the device; make it runnable."""
         check_model(model)
-        family = family_of(model)
-        self._units = family.units(model, self._mesh.tp)
-        self._family = family
-        self._runner = None
-        cut_parameters(self._units, self._mesh)
+        self._family = family_of(model)
+        self._units = self._family.units(model, self._mesh.tp)
+        stage = fold_units(self._units)
+        plan = self._make_plan(type(model).__name__, stage.graphs)
+        schedule = self.helix_config.schedule
+        with watched():
+            # All ranks agree before anything is cut or communicated by the plan.
+            agree_on_text(format_schedule(build_schedule(schedule, 1, 2)) + "\n" + plan.to_json(), "plans")
+            cut_parameters(self._units, self._mesh)
+        self.runner = Runner(stage, plan, self._mesh, make_streams(args.device), schedule, args.seed)
         model._is_accelerate_prepared = True  # nothing is left to wrap
         if self._mesh.tp.size > 1:
             model.forward = _refuse_forward(model.forward)
 
-    def _build_runner(self) -> Runner:
-        stage = fold_units(self._units)
-        graphs = stage.graphs
-        purpose: dict[str, Any] = {
-            "model": type(self.model).__name__,
-            "mesh": {"tp_size": self.helix_config.tp_size, "pp_size": self.helix_config.pp_size},
-        }
-        name = AUTO_RULE if self.helix_config.plan == "auto" else self.helix_config.plan
-        with watched():
-            if name in RULES:
-                plan = make_plan(name, RULES[name], graphs, **purpose)
-            else:
-                plan = load_plan(name, graphs, **purpose)
-            schedule = self.helix_config.schedule
-            agree_on_text(format_schedule(build_schedule(schedule, 1, 2)) + "\n" + plan.to_json(), "plans")
-        return Runner(stage, plan, self._mesh, make_streams(self.args.device), schedule, self.args.seed)
+    def _make_plan(self, model_name: str, graphs: Mapping[str, GraphPair]) -> Plan:
+        config = self.helix_config
+        name = AUTO_RULE if config.plan == "auto" else config.plan
+        mesh = {"tp_size": config.tp_size, "pp_size": config.pp_size}
+        if name in RULES:
+            return make_plan(name, RULES[name], graphs, model=model_name, mesh=mesh)
+        return load_plan(name, graphs, model=model_name, mesh=mesh)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -172,6 +175,7 @@ class HelixTrainerMixin:
             self._microbatch(batch, num_items_in_batch, (self.state.global_step, place))
             for place, batch in enumerate(batches)
         ]
+        self._last_window = microbatches
         losses = self.runner.train_window(microbatches)
         return torch.stack(losses).sum()
 

@@ -1,0 +1,251 @@
+"""Step time of HelixTrainer against the stock Trainer, on one process: what the library costs where it cannot help.
+
+Measured: the wall-clock time of whole optimizer steps, from the end of one step to the end of the next (collecting
+the batches, forward, backward, clipping, optimizer), of `HelixTrainer(helix_config=HelixConfig(tp_size=1))` and of
+`transformers.Trainer`, on copies of one Llama with the same data, in fp32 on the CPU.
+
+How: both trainers live in one process and train in turn, a few steps each round; who goes first changes from round to
+round, so that neither a drifting clock nor a busy machine favours one. A round gives one median per trainer, and their
+ratio; the table shows the median over rounds, and the spread of the ratio over them. The first rounds are warm-up, and
+so is the first step of every round (there is no step before it to count from). The losses are compared as well, because
+a faster trainer that learns something else would be worth nothing.
+
+    OMP_NUM_THREADS=1 python benchmarks/one_process.py
+    OMP_NUM_THREADS=1 python benchmarks/one_process.py --hidden-size 64 --json result.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from hf_helix import HelixConfig, HelixTrainer
+
+TARGET = 1.10
+"""HelixTrainer may take this many times the stock Trainer's step time."""
+
+STOCK, HELIX = "transformers.Trainer", "HelixTrainer"
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = make_trainers(options, folder)
+        rounds = [run_round(trainers, number) for number in range(options.warmup_rounds + options.rounds)]
+    result = summarise(rounds, options)
+    print_result(result)
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--intermediate-size", type=int, help="default: 2.75 times the hidden size")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--micro-batch", type=int, default=2, help="samples in a micro-batch")
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches in an optimizer step")
+    parser.add_argument("--optimizer", default="adamw_torch_fused")
+    parser.add_argument("--plan", default="auto", help="the plan of HelixTrainer")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds that count")
+    parser.add_argument("--warmup-rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="steps of each trainer in a round that count")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    parser.add_argument("--json", help="also write the result to this file")
+    options = parser.parse_args()
+    if options.intermediate_size is None:
+        options.intermediate_size = options.hidden_size * 11 // 4
+    return options
+
+
+# -- what is measured --------------------------------------------------------------------------------------------
+
+
+class RandomTokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Samples that depend on nothing but their number; every token is a target."""
+
+    def __init__(self, num_samples: int, length: int, vocab_size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(vocab_size, (num_samples, length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[place], "labels": self.tokens[place]}
+
+
+class StepTimer(TrainerCallback):
+    """Seconds from the end of one optimizer step to the end of the next."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._last: float | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds, self._last = [], None
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self.seconds.append(now - self._last)
+        self._last = now
+
+
+def make_trainers(options: argparse.Namespace, folder: str) -> dict[str, Trainer]:
+    """Both trainers, on copies of one model."""
+    model = make_model(options)
+    samples = options.micro_batch * options.accumulation * (options.steps + 1)
+    dataset = RandomTokens(samples, options.sequence_length, options.vocab_size)
+    config = HelixConfig(tp_size=1, plan=options.plan)
+    trainers = {
+        STOCK: Trainer(model=copy.deepcopy(model), args=make_training_arguments(options, folder)),
+        HELIX: HelixTrainer(model=model, args=make_training_arguments(options, folder), helix_config=config),
+    }
+    for trainer in trainers.values():
+        trainer.train_dataset = dataset
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(StepTimer())
+    return trainers
+
+
+def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=options.hidden_size,
+        intermediate_size=options.intermediate_size,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        vocab_size=options.vocab_size,
+        max_position_embeddings=options.sequence_length,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_training_arguments(options: argparse.Namespace, folder: str) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=options.steps + 1,
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=options.accumulation,
+        optim=options.optimizer,
+        learning_rate=1e-4,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------
+
+
+def run_round(trainers: dict[str, Trainer], number: int) -> dict[str, dict[str, float]]:
+    """Some steps of each trainer, the other one first every time; their median step time and mean loss."""
+    names = list(trainers) if number % 2 == 0 else list(reversed(trainers))
+    return {name: run_steps(trainers[name]) for name in names}
+
+
+def run_steps(trainer: Trainer) -> dict[str, float]:
+    loss = trainer.train().training_loss
+    timer = next(each for each in trainer.callback_handler.callbacks if isinstance(each, StepTimer))
+    return {"seconds": statistics.median(timer.seconds), "loss": loss}
+
+
+def summarise(rounds: list[dict[str, dict[str, float]]], options: argparse.Namespace) -> dict[str, Any]:
+    counted = rounds[options.warmup_rounds :]
+    ratios = [each[HELIX]["seconds"] / each[STOCK]["seconds"] for each in counted]
+    return {
+        "seconds": {name: statistics.median(each[name]["seconds"] for each in counted) for name in (STOCK, HELIX)},
+        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        "largest_loss_difference": max(abs(each[HELIX]["loss"] - each[STOCK]["loss"]) for each in rounds),
+        "rounds": rounds,
+        "options": vars(options),
+        "environment": environment(),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Where and with what a result was measured."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": f"{os.cpu_count()} x {_cpu_name()}",
+        "load": "{:.2f} {:.2f} {:.2f}".format(*os.getloadavg()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": str(torch.get_num_threads()),
+        "commit": _commit(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _commit() -> str:
+    """The commit of the source tree, with a mark if hf_helix was changed since."""
+    here = Path(__file__).parent.parent
+    command = ["git", "-C", str(here)]
+    try:
+        commit = subprocess.check_output([*command, "rev-parse", "--short", "HEAD"], text=True).strip()
+        changed = subprocess.check_output([*command, "status", "--porcelain", "hf_helix"], text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + (", with changes" if changed else "")
+
+
+# -- printing ----------------------------------------------------------------------------------------------------
+
+
+def print_result(result: dict[str, Any]) -> None:
+    options, ratio = result["options"], result["ratio"]
+    print(
+        f"Llama: hidden {options['hidden_size']}, {options['layers']} layers, vocabulary {options['vocab_size']}, "
+        f"sequence {options['sequence_length']}; {options['accumulation']} micro-batches of {options['micro_batch']}; "
+        f"fp32, {options['optimizer']}"
+    )
+    print(f"{options['rounds']} rounds of {options['steps']} steps each, in turn\n")
+    print(f"| {'trainer':<20} | median step |")
+    print(f"|{'-' * 22}|{'-' * 12}:|")
+    for name, seconds in result["seconds"].items():
+        print(f"| {name:<20} | {seconds * 1e3:>8.1f} ms |")
+    verdict = "met" if ratio["median"] <= TARGET else "missed"
+    print(f"\nratio over rounds: median {ratio['median']:.3f}, min {ratio['min']:.3f}, max {ratio['max']:.3f}")
+    print(f"target: at most {TARGET:.2f}, {verdict}")
+    print(f"largest difference between the mean losses of a round: {result['largest_loss_difference']:.1e}\n")
+    for name, value in result["environment"].items():
+        print(f"{name}: {value}")
+
+
+if __name__ == "__main__":
+    main()

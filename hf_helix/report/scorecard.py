@@ -1,0 +1,36 @@
+"""The scorecard: what overlap is worth, in a few lines that tell the truth.
+
+In:   an `Overlap` and the plan it was measured with.
+Out:  text.
+Must hold: overlapped and hidden are always printed together, beside the bound; a loss is printed as a loss.
+"""
+
+from __future__ import annotations
+
+from hf_helix.runtime.measure import Overlap
+
+
+def format_scorecard(overlap: Overlap, rule: str) -> str:
+    """A short report of one window."""
+    lines = [
+        f"plan {rule}: {overlap.tokens_per_second:,.0f} tokens/s, {_ms(overlap.step)} a window of "
+        f"{overlap.tokens:,} tokens (optimizer not counted)",
+        f"  computation alone    {_ms(overlap.computation):>12}",
+    ]
+    if not overlap.communication:
+        return "\n".join([*lines, "  one rank: there is no communication to hide"])
+    lines += [
+        f"  communication alone  {_ms(overlap.communication):>12}",
+        f"  overlapped           {overlap.overlapped_fraction:12.0%}   of communication ran beside computation",
+        f"  hidden               {overlap.hidden_fraction:12.0%}   of communication cost no time; "
+        f"{_ms(overlap.exposed)} are exposed",
+        f"  one after the other  {_ms(overlap.computation + overlap.communication):>12}",
+        f"  no plan can beat     {_ms(overlap.bound):>12}",
+    ]
+    if overlap.hidden_fraction < 0:
+        lines.append("  the ranks share cores with the transport, so communication slows computation down")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,27 @@
+"""Clusters of real processes, shared by all tests of a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.cluster import Cluster
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def cluster_of() -> Iterator[Callable[[int], Cluster]]:
+    """`cluster_of(2)` is a running cluster of two ranks; one that died is replaced."""
+    running: dict[int, Cluster] = {}
+
+    def get(size: int) -> Cluster:
+        if size not in running or not running[size].is_alive:
+            running[size] = Cluster(size)
+        return running[size]
+
+    yield get
+    for cluster in running.values():
+        cluster.close()

@@ -1,0 +1,113 @@
+"""A few real processes with a real gloo process group, kept alive over many tests (starting one takes seconds).
+
+A job is a module-level function of `support.jobs`, called on every rank at once with the same arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+JOB_TIMEOUT = 240
+
+
+@dataclass
+class Failure:
+    """An exception of one rank."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class JobFailed(AssertionError):
+    """At least one rank raised."""
+
+
+class Cluster:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, job: str, **arguments: Any) -> list[Any]:
+        """The results of every rank; fails if one of them raised."""
+        results = self.attempt(job, **arguments)
+        failed = {rank: result for rank, result in enumerate(results) if isinstance(result, Failure)}
+        if failed:
+            raise JobFailed("\n".join(f"rank {rank}: {failure.trace}" for rank, failure in failed.items()))
+        return results
+
+    def errors(self, job: str, **arguments: Any) -> list[Failure]:
+        """The exceptions of every rank; fails if one of them did not raise."""
+        results = self.attempt(job, **arguments)
+        assert all(isinstance(result, Failure) for result in results), results
+        return results
+
+    def attempt(self, job: str, **arguments: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((job, arguments))
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(pending, timeout=JOB_TIMEOUT)
+            if not ready:
+                self.close()
+                raise JobFailed(f"{job} hangs on ranks {sorted(set(range(self.size)) - results.keys())}")
+            for pipe in ready:
+                results[self._pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    module = importlib.import_module("support.jobs")
+    while True:
+        try:
+            job, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = getattr(module, job)(**arguments)
+        except Exception as error:
+            result = Failure(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send(result)

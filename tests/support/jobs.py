@@ -1,0 +1,108 @@
+"""What the processes of a `Cluster` run. Every function returns plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.models import arguments, llama, sequences
+from transformers import Trainer
+
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.checkpoint import whole_parameter
+from hf_helix.runtime.trace import Trace
+
+
+def make_trainer(
+    folder: str,
+    helix: dict[str, Any] | None,
+    model: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
+    **options: Any,
+) -> Trainer:
+    """A HelixTrainer, or a stock one where `helix` is None."""
+    data = {"count": 60, **(data or {})}
+    common = {
+        "model": llama(**(model or {})),
+        "args": arguments(folder, **(training or {})),
+        "train_dataset": sequences(**data),
+        "eval_dataset": sequences(**{**data, "count": 5, "seed": 9}),
+        **options,
+    }
+    return Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+
+
+def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+    """Train, evaluate and save."""
+    trainer = make_trainer(folder, helix, **options)
+    trainer.train()  # not evaluated before: the stock Trainer then forgets to wrap the model in DDP
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    result = {
+        "losses": [entry["loss"] for entry in logs],
+        "norms": [float(entry["grad_norm"]) for entry in logs],
+        "rates": [entry["learning_rate"] for entry in logs],
+        "eval": trainer.evaluate()["eval_loss"],
+        "steps": trainer.state.global_step,
+        "flos": trainer.state.total_flos,
+    }
+    trainer.save_model(folder)
+    return result
+
+
+def window_gradients(
+    folder: str, helix: dict[str, Any], num_microbatches: int, traced: bool = False, **options: Any
+) -> dict[str, Any]:
+    """One window, without an optimizer step: losses, whole gradients by name (on rank 0), trace events."""
+    trainer = make_trainer(folder, helix, **options)
+    trainer.model.train()
+    microbatches = _microbatches(trainer, num_microbatches)
+    streams = trainer.runner.executor.streams
+    streams.trace = Trace() if traced else None
+    losses = trainer.runner.train_window(microbatches)
+    events, streams.trace = (streams.trace.events if traced else []), None
+    placements = trainer.runner.stage.placements
+    gradients = {}
+    for name, parameter in trainer.model.named_parameters():
+        whole = whole_parameter(parameter.grad, placements[parameter], trainer.mesh)
+        gradients[name] = None if whole is None else whole.numpy().copy()
+    return {"losses": [loss.item() for loss in losses], "gradients": gradients, "events": events}
+
+
+def _microbatches(trainer: Any, count: int) -> list[Any]:
+    batches = iter(trainer.get_train_dataloader())
+    samples, num_items = trainer.get_batch_samples(batches, count, trainer.args.device)
+    return [
+        trainer._microbatch(trainer._prepare_inputs(batch), num_items, (0, place))
+        for place, batch in enumerate(samples)
+    ]
+
+
+def reference_gradients(folder: str, num_microbatches: int, **options: Any) -> dict[str, Any]:
+    """The same window through the unsplit model, in one process."""
+    trainer = make_trainer(folder, None, **options)
+    trainer.model.train()
+    batches = iter(trainer.get_train_dataloader())
+    samples, num_items = trainer.get_batch_samples(batches, num_microbatches, trainer.args.device)
+    losses = []
+    for batch in samples:
+        loss = trainer.model(**batch, num_items_in_batch=num_items).loss
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {name: parameter.grad.numpy().copy() for name, parameter in trainer.model.named_parameters()}
+    return {"losses": losses, "gradients": gradients}
+
+
+def save_plan(folder: str, helix: dict[str, Any], path: str) -> str:
+    """Write the plan of a run to a file (rank 0) and return its text."""
+    trainer = make_trainer(folder, helix)
+    if trainer.is_world_process_zero():
+        trainer.plan.save(path)
+    torch.distributed.barrier()
+    return trainer.plan.to_json()
+
+
+def construct(folder: str, helix: dict[str, Any], **options: Any) -> str:
+    """Only construct; for errors."""
+    make_trainer(folder, helix, **options)
+    return "constructed"
