@@ -5,7 +5,8 @@ Out:  a `Plan`: for every block, a list of entries such as `F.attn.gather` and `
 Must hold: an order holds every operator of its block once, each after what it reads; `validate_order` knows nothing
 of the rules that make orders. What an order means is the same on every device: compute operators run in this
 order on one stream; a communication operator starts once everything issued before it on the compute stream is done
-and its own stream is free; a compute operator waits for the communication whose result it reads.
+and its own stream is free; a compute operator waits for the communication whose result it reads. At the entry
+`barrier` the compute stream waits for all communication of the block.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from hf_helix.planning.graph import Graph, Operator, digest
 
 FORMAT = "hf_helix.plan/1"
 
+BARRIER = "barrier"
+
 Order = tuple[str, ...]
-"""Entries of one block: the strand's letter, a dot, the operator's name."""
+"""Entries of one block: the strand's letter, a dot, the operator's name; or `barrier`."""
 
 Rule = Callable[[Graph | None, Graph | None], Order]
 """Makes the order of a block from its forward and its backward graph (None: that strand is absent)."""
@@ -74,6 +77,8 @@ def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph 
     written = {letter: set(graph.inputs) for letter, graph in (("F", forward), ("B", backward)) if graph}
     seen: set[str] = set()
     for place, entry in enumerate(order):
+        if entry == BARRIER:
+            continue
         problem = None
         if entry not in operators:
             problem = "is not an operator of this block"

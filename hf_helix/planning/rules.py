@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from itertools import chain, zip_longest
 
 from hf_helix.planning.graph import Graph, Operator, Part
-from hf_helix.planning.plan import Order, Rule, entries
+from hf_helix.planning.plan import BARRIER, Order, Rule, entries
 
 
 def sequential(forward: Graph | None, backward: Graph | None) -> Order:
-    """The forward strand, then the backward strand, each in canonical order."""
-    return tuple(entries(forward, backward))
+    """The forward strand, a barrier, then the backward strand, a barrier; each strand in canonical order."""
+    strands = (entries(forward, None), entries(None, backward))
+    return tuple(entry for strand in strands if strand for entry in (*strand, BARRIER))
 
 
 def round_robin(forward: Graph | None, backward: Graph | None) -> Order:

@@ -22,10 +22,10 @@ from hf_helix.runtime.streams import Streams
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One entry of an order, with what the executor needs to know in advance."""
+    """One entry of an order, with what the executor needs to know in advance. A barrier has no operator."""
 
     is_forward: bool
-    operator: Operator
+    operator: Operator | None
     frees: tuple[str, ...]
 
 
@@ -41,13 +41,13 @@ def compile_order(
             for value, entry in _last_uses(order, letter, graph, operators).items():
                 if value not in graph.outputs and value not in keep:
                     frees[entry].append(value)
-    return [Step(entry[0] == "F", operators[entry], tuple(frees[entry])) for entry in order]
+    return [Step(entry[0] == "F", operators.get(entry), tuple(frees[entry])) for entry in order]
 
 
 def _last_uses(order: Order, letter: str, graph: Graph, operators: dict[str, Operator]) -> dict[str, str]:
     last: dict[str, str] = {}
     for entry in order:
-        if entry[0] == letter:
+        if entry in operators and entry[0] == letter:
             for value in (*operators[entry].writes, *operators[entry].depends_on):
                 last[value] = entry
     return last
@@ -62,6 +62,9 @@ class Executor:
     def run(self, steps: list[Step], forward: UnitRun | None, backward: UnitRun | None) -> None:
         """Issue every step of a block. `forward` runs its unit's F graph, `backward` its unit's B graph."""
         for step in steps:
+            if step.operator is None:
+                self._barrier(forward, backward)
+                continue
             run = forward if step.is_forward else backward
             assert run is not None
             if step.operator.kind.communicates:
@@ -73,10 +76,15 @@ class Executor:
                 run.events.pop(name, None)
 
     def drain(self, run: UnitRun) -> None:
-        """Wait for communication whose result nobody has read."""
+        """Let the compute stream wait for all communication of a unit run."""
         for event in run.events.values():
-            self.streams.wait(event)
+            self._wait(event)
         run.events.clear()
+
+    def _barrier(self, *runs: UnitRun | None) -> None:
+        for run in runs:
+            if run is not None:
+                self.drain(run)
 
     def _compute(self, op: Operator, run: UnitRun) -> None:
         values = run.values

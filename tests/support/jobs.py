@@ -106,3 +106,18 @@ def construct(folder: str, helix: dict[str, Any], **options: Any) -> str:
     """Only construct; for errors."""
     make_trainer(folder, helix, **options)
     return "constructed"
+
+
+def construct_with_plan_of_rank(folder: str) -> None:
+    """Every rank brings another plan."""
+    construct(folder, {"tp_size": 2, "plan": ["greedy", "round_robin"][torch.distributed.get_rank()]})
+
+
+def train_on_data_of_rank(folder: str) -> None:
+    """Every rank brings other data, as with an iterable dataset shuffled without a common seed."""
+    make_trainer(folder, {"tp_size": 2}, data={"seed": torch.distributed.get_rank()}).train()
+
+
+def call_the_cut_model(folder: str) -> None:
+    """A callback that generates with the model being trained, say."""
+    make_trainer(folder, {"tp_size": 2}).model.generate(torch.tensor([[1, 2]]), max_new_tokens=1)

@@ -1,0 +1,178 @@
+"""Bad input is refused at construction, on every rank, naming the option and a value that works."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from support.models import arguments, llama, sequences
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
+
+TRAINING = [
+    ({"bf16": True}, ["bf16", "fp32"]),
+    ({"gradient_checkpointing": True}, ["checkpointing=False"]),
+    ({"torch_compile": True}, ["torch_compile=False"]),
+    ({"label_smoothing_factor": 0.1}, ["label_smoothing_factor=0.0"]),
+    ({"neftune_noise_alpha": 5.0}, ["neftune_noise_alpha=None"]),
+    ({"auto_find_batch_size": True}, ["auto_find_batch_size=False"]),
+    ({"use_liger_kernel": True}, ["use_liger_kernel=False"]),
+    ({"bf16_full_eval": True}, ["bf16_full_eval=False"]),
+    ({"optim": "adafactor"}, ["adafactor", "adamw_torch"]),
+    ({"save_strategy": "steps"}, ["save_strategy", "save_only_model=True"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), TRAINING, ids=lambda value: str(value)[:30])
+def test_training_arguments(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot honour") as caught:
+        jobs.make_trainer(str(tmp_path), {}, training=changes)
+    for word in [*words, next(iter(changes))]:
+        assert word in str(caught.value)
+
+
+def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)label_smoothing_factor.*optim"):
+        jobs.make_trainer(str(tmp_path), {}, training={"optim": "lomo", "label_smoothing_factor": 0.1})
+
+
+def test_fields_set_by_hand_are_seen_too(tmp_path: Path) -> None:
+    args = arguments(str(tmp_path))
+    args.fp16, args.fsdp, args.deepspeed = True, "full_shard", "ds.json"
+    with pytest.raises(ValueError, match=r"(?s)fp16.*deepspeed.*fsdp"):
+        HelixTrainer(model=llama(), args=args, helix_config=HelixConfig())
+
+
+def test_unsupported_model(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel is not supported.*LlamaForCausalLM.*register_layer"):
+        HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
+
+
+def test_half_precision_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"bfloat16.*dtype=torch.float32"):
+        HelixTrainer(model=llama().bfloat16(), args=arguments(str(tmp_path)), helix_config=HelixConfig())
+
+
+def test_adapters_are_not_cut_silently(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="not supported"):
+        HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
+    with pytest.raises(ValueError, match="merge the adapters"):
+        HelixTrainer(model=model.base_model.model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
+
+
+def test_own_loss_functions(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="compute_loss_func"):
+        jobs.make_trainer(str(tmp_path), {}, compute_loss_func=lambda *_, **__: 0)
+
+    class Mine(HelixTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(ValueError, match="Mine overrides compute_loss"):
+        Mine(model=llama(), args=arguments(str(tmp_path)), helix_config=HelixConfig())
+
+
+def test_batches_without_labels(tmp_path: Path) -> None:
+    rows = [{"input_ids": row["input_ids"]} for row in sequences(4)]
+    trainer = HelixTrainer(model=llama(), args=arguments(str(tmp_path)), train_dataset=rows, helix_config=HelixConfig())
+    with pytest.raises(ValueError, match=r"no labels.*DataCollatorForLanguageModeling"):
+        trainer.train()
+
+
+def test_resuming_and_measuring_without_a_window(tmp_path: Path) -> None:
+    trainer = jobs.make_trainer(str(tmp_path), {})
+    with pytest.raises(ValueError, match="resume_from_checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="after train"):
+        trainer.measure_overlap()
+
+
+def test_one_process_and_two_ranks(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tp_size=2 must divide.*1 process.*values that work: 1\..*MULTI_GPU"):
+        jobs.make_trainer(str(tmp_path), {"tp_size": 2})
+
+
+def test_ranks_that_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes, but this one runs alone.*use_cpu=True"):
+        HelixTrainer(model=llama(), args=args, helix_config=HelixConfig(tp_size=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"helix": {"tp_size": 3}}, ["tp_size=3", "world size, 2", "1, 2"]),
+        (
+            {"helix": {"tp_size": 2}, "model": {"num_key_value_heads": 1}},
+            ["4 attention heads", "1 key-value", "work: 1"],
+        ),
+        (
+            {"helix": {"tp_size": 2}, "model": {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}},
+            ["3 attention heads", "work: 1, 3"],
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide(options: dict[str, Any], words: list[str], cluster_of: Any, tmp_path: Path) -> None:
+    for failure in cluster_of(2).errors("construct", folder=str(tmp_path), **options):
+        assert failure.kind == "ValueError"
+        for word in words:
+            assert word in failure.message
+
+
+def test_plan_files(cluster_of: Any, tmp_path: Path) -> None:
+    cluster, path = cluster_of(2), tmp_path / "plan.json"
+    text = cluster.run("save_plan", folder=str(tmp_path), helix={"tp_size": 2}, path=str(path))[0]
+
+    def message(content: str, **options: Any) -> str:
+        path.write_text(content)
+        helix = {"tp_size": 2, "plan": str(path), **options.pop("helix", {})}
+        failures = cluster.errors("construct", folder=str(tmp_path), helix=helix, **options)
+        assert len({failure.message for failure in failures}) == 1
+        assert "plan='auto'" in failures[0].message
+        return failures[0].message
+
+    data = json.loads(text)
+    assert "mesh" in message(text, helix={"tp_size": 1})
+    assert "Other" in message(json.dumps({**data, "model": "Other"}))
+    assert "format" in message(json.dumps({**data, "format": "hf_helix.plan/0"}))
+    assert "damaged" in message(text[: len(text) // 2])
+    swapped = json.loads(text)
+    order = swapped["blocks"]["F.layer | B.layer"]
+    order[0], order[-1] = order[-1], order[0]
+    assert "-->" in message(json.dumps(swapped))
+
+
+def test_plugin_and_trainer_take_options_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not both"):
+        HelixPlugin(HelixConfig(), tp_size=1)
+    with pytest.raises(ValueError, match=r"did you mean 'tp_size'"):
+        HelixPlugin(tp_sise=2)
+    with pytest.raises(TypeError, match="must be a HelixConfig"):
+        HelixTrainer(model=llama(), args=arguments(str(tmp_path)), helix_config={"tp_size": 1})  # type: ignore[arg-type]
+
+
+def test_different_plans_on_two_ranks(cluster_of: Any, tmp_path: Path) -> None:
+    for failure in cluster_of(2).errors("construct_with_plan_of_rank", folder=str(tmp_path)):
+        assert failure.kind == "ValueError"
+        assert "rank 0 and rank 1 have different plans: line" in failure.message
+
+
+def test_different_batches_on_two_ranks(cluster_of: Any, tmp_path: Path) -> None:
+    for failure in cluster_of(2).errors("train_on_data_of_rank", folder=str(tmp_path)):
+        assert failure.kind == "ValueError"
+        assert "different batches" in failure.message
+        assert "seed" in failure.message
+
+
+def test_a_cut_model_cannot_be_called(cluster_of: Any, tmp_path: Path) -> None:
+    for failure in cluster_of(2).errors("call_the_cut_model", folder=str(tmp_path)):
+        assert failure.kind == "RuntimeError"
+        assert "save_model" in failure.message

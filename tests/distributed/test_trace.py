@@ -1,0 +1,87 @@
+"""The recorded order of a real step shows the interleaving; it does not depend on how fast anything ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import jobs  # noqa: F401  (what the cluster runs)
+
+
+@pytest.fixture(scope="module")
+def events(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What rank 0's issuing thread did, by plan."""
+    found: dict[str, list[tuple[str, str]]] = {}
+
+    def get(plan: str) -> list[tuple[str, str]]:
+        if plan not in found:
+            folder = str(tmp_path_factory.mktemp("trace"))
+            run = cluster_of(2).run(
+                "window_gradients", folder=folder, helix={"tp_size": 2, "plan": plan}, num_microbatches=3, traced=True
+            )
+            found[plan] = run[0]["events"]
+        return found[plan]
+
+    return get
+
+
+def in_flight(events: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(computation, communication) for every computation that ran between a collective's issue and its wait."""
+    pairs, flying = [], []
+    for verb, label in events:
+        if verb == "issue":
+            flying.append(label)
+        elif verb == "wait" and label in flying:
+            flying.remove(label)
+        elif verb == "run":
+            pairs += [(label, other) for other in flying]
+    return pairs
+
+
+def strand(label: str) -> str:
+    """'F2' of 'F2.layers.0.attn.qkv': direction and micro-batch."""
+    return label.split(".")[0]
+
+
+@pytest.mark.parametrize("plan", ["greedy", "round_robin"])
+def test_forward_runs_while_a_collective_of_the_other_strand_is_in_flight(plan: str, events: Any) -> None:
+    pairs = [(strand(computed), strand(moved)) for computed, moved in in_flight(events(plan))]
+    for backward in (0, 1):
+        assert (f"F{backward + 1}", f"B{backward}") in pairs
+        assert (f"B{backward}", f"F{backward + 1}") in pairs
+
+
+def test_sequential_keeps_the_strands_apart(events: Any) -> None:
+    pairs = in_flight(events("sequential"))
+    assert all(strand(computed) == strand(moved) for computed, moved in pairs)
+    # W beside the collective that follows its I is all that one strand overlaps.
+    assert pairs
+    assert all(computed.endswith(".W") for computed, _ in pairs)
+
+
+@pytest.mark.parametrize("plan", ["greedy", "round_robin", "sequential"])
+def test_weight_gradients_run_after_their_input_gradient_was_consumed(plan: str, events: Any) -> None:
+    """W is really apart: what reads the result of I, in its own strand or on the wire, comes before W."""
+    order = [label for verb, label in events(plan) if verb in ("run", "issue")]
+    consumed_first = [
+        order.index(f"B0.layers.{layer}.{linear}.W") > order.index(f"B0.layers.{layer}.{consumer}")
+        for layer in range(3)
+        for linear, consumer in [("attn.qkv", "attn.gather"), ("mlp.up", "mlp.gather")]
+    ]
+    assert all(consumed_first)
+
+
+def test_greedy_defers_weight_gradients_past_the_whole_chain(events: Any) -> None:
+    order = [label for verb, label in events("greedy") if verb in ("run", "issue")]
+    assert order.index("B0.layers.1.mlp.down.W") > order.index("B0.layers.1.attention")
+
+
+def test_every_operator_runs_once_per_micro_batch(events: Any) -> None:
+    for plan in ("greedy", "round_robin", "sequential"):
+        labels = [label for verb, label in events(plan) if verb in ("run", "issue")]
+        assert len(labels) == len(set(labels))
+        assert sorted(labels) == sorted(label for verb, label in events("sequential") if verb in ("run", "issue"))
+        for k in range(3):
+            for layer in range(3):
+                ours = (f"F{k}.layers.{layer}.", f"B{k}.layers.{layer}.")
+                assert sum(label.startswith(ours) for label in labels) == 14 + 18
