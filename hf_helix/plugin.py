@@ -16,7 +16,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig
-from hf_helix.runtime.mesh import Mesh, build_mesh
+from hf_helix.runtime.mesh import Mesh, build_mesh, check_joined
 
 
 class HelixPlugin(ParallelismConfig):
@@ -84,4 +84,4 @@ class HelixPlugin(ParallelismConfig):
         return self
 
     def _validate_accelerator(self, accelerator: Any) -> None:
-        """Sizes were checked when the mesh was built."""
+        check_joined(accelerator.num_processes)

@@ -15,6 +15,7 @@ from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from hf_helix.plugin import HelixPlugin
+from hf_helix.runtime.mesh import check_joined
 
 # Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.
 ELEMENTWISE_OPTIMIZERS = (
@@ -52,6 +53,7 @@ def check_arguments(args: Any) -> None:
     Raises:
         ValueError: names every such argument and a value that works.
     """
+    check_joined(args.world_size)
     problems = [
         f"{name}={getattr(args, name)!r}: use {instead}"
         for name, bad, instead in _REFUSED

@@ -39,6 +39,7 @@ class Watch:
         self._stop = threading.Event()
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._in_step = False
+        self._failure = ""  # what another rank has said of its end
         self._thread = threading.Thread(target=self._run, name="hf_helix-liveness", daemon=True)
         self._thread.start()
 
@@ -59,10 +60,15 @@ class Watch:
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed."""
-        if not isinstance(error, RankFailure):
-            with contextlib.suppress(Exception):
-                text = f"rank {self.rank} failed: {type(error).__name__}: {error}"
-                self._store.compare_set("failed", "", text)
+        if isinstance(error, RankFailure):
+            return
+        with contextlib.suppress(Exception):
+            self._store.compare_set("failed", "", f"rank {self.rank} failed: {type(error).__name__}: {error}")
+            # The store ends with rank 0, so that waits until everybody has read it.
+            others = [f"told/{other}" for other in range(1, self.world)] if self.rank == 0 else []
+            deadline = time.monotonic() + GRACE
+            while others and time.monotonic() < deadline and not self._store.check(others):
+                time.sleep(INTERVAL / 5)
 
     def close(self) -> None:
         """Stop watching; this rank leaves in good order."""
@@ -85,7 +91,7 @@ class Watch:
             try:
                 count += 1
                 self._store.set(f"alive/{self.rank}", str(count))
-                failure = self._failure() or self._silent(DEAD_AFTER)
+                failure = self._read_failure() or self._silent(DEAD_AFTER)
             except Exception:
                 # The store lives in rank 0. It may have left in good order, so only a step that hangs is ended.
                 failure = "rank 0 died or has ended: its store is gone"
@@ -95,8 +101,11 @@ class Watch:
             if failure:
                 self._end(failure)
 
-    def _failure(self) -> str | None:
-        return self._store.get("failed").decode() if self._store.check(["failed"]) else None
+    def _read_failure(self) -> str:
+        if not self._failure and self._store.check(["failed"]):
+            self._failure = self._store.get("failed").decode()
+            self._store.set(f"told/{self.rank}", "1")
+        return self._failure
 
     def _silent(self, limit: float) -> str | None:
         now = time.monotonic()
@@ -116,13 +125,13 @@ class Watch:
         self._seen.clear()
         try:
             while time.monotonic() < deadline:
-                found = self._failure() or self._silent(4 * INTERVAL)
+                found = self._read_failure() or self._silent(4 * INTERVAL)
                 if found:
                     return found
                 time.sleep(INTERVAL)
             gone = [r for r in range(self.world) if self._store.check([f"left/{r}"])]
         except Exception:
-            return "rank 0 died: the connection to it is gone"
+            return self._failure or "rank 0 died: the connection to it is gone"
         if gone:
             return f"rank {gone[0]} has ended its script while rank {self.rank} still communicates with it"
         return f"rank {self.rank}: communication failed, though every rank is alive: {error}"

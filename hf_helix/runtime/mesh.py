@@ -58,6 +58,7 @@ def build_mesh(tp_size: int, device: torch.device | str) -> Mesh:
     """
     device = torch.device(device)
     world = world_size()
+    check_joined(world)
     check_world(world, tp_size)
     sizes = {"dp": world // tp_size, "tp": tp_size}
     if world == 1:
@@ -67,15 +68,19 @@ def build_mesh(tp_size: int, device: torch.device | str) -> Mesh:
     return Mesh(sizes, device, device_mesh, tp, device_mesh.get_group("dp_replicate") if sizes["dp"] > 1 else None)
 
 
-def check_world(world: int, tp_size: int) -> None:
-    """See `build_mesh`."""
+def check_joined(world: int) -> None:
+    """Raise ValueError if the launcher started several processes and this one counts a world of one."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world == 1:
         raise ValueError(
-            f"the launcher started {launched} processes, but this one runs alone: torch.distributed was never "
-            "initialised. On CPU, Accelerate needs both `distributed_type: MULTI_GPU` with `use_cpu: true` in the "
+            f"the launcher started {launched} processes, but this one runs alone. "
+            "On CPU, Accelerate needs both `distributed_type: MULTI_GPU` with `use_cpu: true` in the "
             "YAML and TrainingArguments(use_cpu=True) in the script"
         )
+
+
+def check_world(world: int, tp_size: int) -> None:
+    """See `build_mesh`."""
     if world % tp_size:
         works = [size for size in range(1, world + 1) if world % size == 0]
         hint = (
