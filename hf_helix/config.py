@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
@@ -76,7 +77,7 @@ class HelixConfig:
                 raise ValueError(f"{name}={getattr(self, name)} is not built yet; use {name}=1 and tp_size instead")
         if self.plan in PLANNED_PLANS:
             raise ValueError(f"plan={self.plan!r} is not built yet; use one of {', '.join(PLANS)} or a plan file")
-        if self.plan not in PLANS and not Path(self.plan).is_file():
+        if self.plan not in PLANS and not os.path.isfile(self.plan):
             raise ValueError(
                 f"plan={self.plan!r} is neither a rule nor an existing file; "
                 f"rules: {', '.join(PLANS)}{_nearest(self.plan, PLANS)}"
@@ -111,8 +112,14 @@ class HelixConfig:
     def from_file(cls, path: str | Path) -> HelixConfig:
         """From a YAML or JSON file that holds the options, alone or under `parallelism_config: helix:`."""
         options = _read_yaml(path)
-        block = helix_block(options)
-        return cls.from_mapping(options if block is None else block, str(path))
+        if not has_helix_block(options):
+            return cls.from_mapping(options, str(path))
+        beside = [key for key in options if key in {field.name for field in dataclasses.fields(cls)}]
+        if beside:
+            raise ValueError(
+                f"{path}: {', '.join(beside)} stands beside the helix block; put every option into the block"
+            )
+        return cls.from_mapping(options["parallelism_config"]["helix"], str(path))
 
 
 def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> HelixConfig:
@@ -131,19 +138,16 @@ def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> Hel
         return HelixConfig.from_file(path)
     launched = launcher_config_file()
     if launched is not None:
-        block = helix_block(_read_yaml(launched))
-        if block is not None:
-            return HelixConfig.from_mapping(block, str(launched))
+        options = _read_yaml(launched)
+        if has_helix_block(options):
+            return HelixConfig.from_mapping(options["parallelism_config"]["helix"], str(launched))
     raise ValueError(f"no helix options were given. {WHERE}")
 
 
-def helix_block(options: object) -> object | None:
-    """The block `parallelism_config: helix:` of a loaded YAML, or None."""
-    if isinstance(options, Mapping):
-        parallelism = options.get("parallelism_config")
-        if isinstance(parallelism, Mapping):
-            return parallelism.get("helix")
-    return None
+def has_helix_block(options: Any) -> bool:
+    """Whether a loaded YAML has a block `parallelism_config: helix:`."""
+    block = options.get("parallelism_config") if isinstance(options, Mapping) else None
+    return isinstance(block, Mapping) and "helix" in block
 
 
 def launcher_config_file() -> Path | None:
@@ -169,26 +173,32 @@ def launcher_config_file() -> Path | None:
 
 def config_file_of(arguments: list[str]) -> str | None:
     """The value of `--config_file` in the command line of an Accelerate launcher; None for other commands."""
-    is_launcher = any(
-        word == "accelerate.commands.launch" or Path(word).name in ("accelerate", "accelerate-launch", "launch.py")
-        for word in arguments[:3]
-    )
-    if not is_launcher:
-        return None
+    launched = False
     for place, word in enumerate(arguments):
-        if word == "--config_file" and place + 1 < len(arguments):
-            return arguments[place + 1]
-        if word.startswith("--config_file="):
-            return word.partition("=")[2]
+        name, equals, value = word.partition("=")
+        if _is_launcher(word):
+            launched = True
+        elif launched and name in ("--config_file", "--config-file"):
+            return value if equals else "".join(arguments[place + 1 : place + 2]) or None
+        elif word.endswith(".py"):  # the script; what follows is its own
+            return None
     return None
 
 
-def _read_yaml(path: str | Path) -> object:
+def _is_launcher(word: str) -> bool:
+    return (
+        word == "accelerate.commands.launch"
+        or word.endswith("accelerate/commands/launch.py")
+        or Path(word).name in ("accelerate", "accelerate-launch")
+    )
+
+
+def _read_yaml(path: str | Path) -> Any:
     import yaml
 
     try:
         return yaml.safe_load(Path(path).read_text())
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the configuration file {path}: {error}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"the configuration file {path} is not valid YAML: {error}") from error

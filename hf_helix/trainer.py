@@ -110,7 +110,7 @@ class HelixTrainerMixin:
         if not self._last_window:
             raise ValueError("measure_overlap() needs a window to repeat; call it after train()")
         with watched():
-            return measure_overlap(self.runner, self._last_window, repeats)
+            return measure_overlap({"": self.runner}, self._last_window, repeats)[""]
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A model made by `model_init` is cut like one that was passed in."""

@@ -18,7 +18,9 @@ def fold_layers(num_layers: int, num_ranks: int) -> list[range]:
         ValueError: there are no layers, or fewer than two per rank when there are several ranks.
     """
     num_stages = 2 * num_ranks
-    if num_layers < 1 or (num_ranks > 1 and num_layers < num_stages):
+    if num_layers < 1:
+        raise ValueError(f"the model has {num_layers} layers; it needs at least one")
+    if num_ranks > 1 and num_layers < num_stages:
         raise ValueError(
             f"the model has {num_layers} layers and pp_size={num_ranks} needs at least {num_stages}; "
             f"the largest pp_size that fits is {max(1, num_layers // 2)}"

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import zip_longest
 
 
 class Kind(Enum):
@@ -76,18 +77,24 @@ class Graph:
     outputs: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        known = set(self.inputs)
+        known: set[str] = set()
+        names: set[str] = set()
+        self._declare("the inputs list", self.inputs, known)
         for operator in self.operators:
+            self._declare("there are two operators called", (operator.name,), names)
             missing = [value for value in operator.depends_on if value not in known]
             if missing:
                 raise ValueError(f"graph {self.name!r}: operator {operator.name!r} reads {missing}, not yet written")
-            twice = [value for value in operator.writes if value in known]
-            if twice:
-                raise ValueError(f"graph {self.name!r}: operator {operator.name!r} writes {twice} a second time")
-            known.update(operator.writes)
+            self._declare(f"operator {operator.name!r} writes", operator.writes, known)
         missing = [value for value in self.outputs if value not in known]
         if missing:
             raise ValueError(f"graph {self.name!r}: outputs {missing} are never written")
+
+    def _declare(self, what: str, new: Iterable[str], known: set[str]) -> None:
+        for name in new:
+            if name in known:
+                raise ValueError(f"graph {self.name!r}: {what} {name!r} a second time")
+            known.add(name)
 
     def __getitem__(self, name: str) -> Operator:
         for operator in self.operators:
@@ -103,8 +110,11 @@ class Graph:
         """One line per operator; equal text means equal graphs."""
         lines = [f"{self.name}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}"]
         for op in self.operators:
-            adds = " ".join(f"+{name}" for name in op.adds if name)
-            lines.append(f"  {op.name} [{op.kind.value}] {' '.join(op.reads)} {adds} -> {' '.join(op.writes)}")
+            writes = " ".join(
+                f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.adds) if name
+            )
+            traits = f"{op.kind.value}{' split' if op.split else ''}, effort {op.effort:g}"
+            lines.append(f"  {op.name} [{traits}] {' '.join(op.reads)} -> {writes}")
         return "\n".join(lines)
 
 
@@ -158,18 +168,25 @@ def derive_backward(graph: Graph) -> Graph:
 
 
 def _readers(graph: Graph) -> dict[str, list[Operator]]:
-    """Value -> its readers in the order in which their gradients are summed: backward order, communication first,
-    because a collective cannot add."""
-    readers: dict[str, list[Operator]] = {}
+    """Value -> its readers in the order in which their gradients are summed, the order of backward."""
+    readers: dict[str, list[Operator]] = {value: [] for op in graph.operators for value in op.writes}
     for op in reversed(graph.operators):
-        for value in op.reads:
+        for value in dict.fromkeys(op.reads):
             readers.setdefault(value, []).append(op)
     for value, ops in readers.items():
-        ops.sort(key=lambda op: not (op.backward_kind or op.kind).communicates)
-        if len(ops) > 1 and (ops[1].backward_kind or ops[1].kind).communicates:
+        problem = None
+        if any((op.backward_kind or op.kind).communicates for op in ops[1:]):
+            problem = "is read by a collective and after it by another operator, and a collective cannot sum gradients"
+        elif ops and value in graph.outputs:
+            problem = "leaves the unit and is read in it"
+        elif not ops and value not in graph.outputs:
+            problem = "is written and never read"
+        elif any(op.reads.count(value) > 1 for op in ops):
+            problem = "is read twice by one operator"
+        if problem:
             raise ValueError(
-                f"graph {graph.name!r}: value {value!r} is read by two collectives ({ops[0].name}, {ops[1].name}); "
-                "a collective cannot sum gradients: let a local operator copy the value for one of them"
+                f"graph {graph.name!r}: value {value!r} {problem}, so its gradient cannot be derived; "
+                "let a local operator copy the value, or leave it out"
             )
     return readers
 

@@ -43,8 +43,9 @@ class Block:
 
     @classmethod
     def parse(cls, text: str) -> Block:
-        sides = dict(part.strip().split(".", 1) for part in text.split("|"))
-        if not sides or not sides.keys() <= {"F", "B"}:
+        parts = [part.strip().partition(".") for part in text.split("|")]
+        sides = {letter: name for letter, _, name in parts if name}
+        if len(sides) != len(parts) or not sides.keys() <= {"F", "B"}:
             raise ValueError(f"not a block: {text!r}; one looks like 'F.layer | B.layer'")
         return cls(sides.get("F"), sides.get("B"))
 
@@ -179,6 +180,10 @@ def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, m
         if data.get(key) != value:
             raise ValueError(f"plan file {path} is for {key} {data.get(key)!r}, this run has {value!r}; {remedy}")
     try:
+        absent = [key for key in ("rule", "blocks") if key not in data]
+        if absent:
+            raise ValueError(f"it lacks {', '.join(absent)}")
+        rule = data["rule"]
         orders = {Block.parse(name): tuple(order) for name, order in data["blocks"].items()}
         for block in all_blocks(pairs):
             forward = pairs[block.forward].forward if block.forward else None
@@ -186,9 +191,9 @@ def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, m
             if block not in orders:
                 raise ValueError(f"block {str(block)!r} is missing")
             validate_order(orders[block], forward, backward, block=block)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"plan file {path} is damaged: {error}\n{remedy}") from error
-    return Plan(str(data.get("rule")), model, dict(mesh), graphs, orders)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"plan file {path} is damaged: {error}; {remedy}") from error
+    return Plan(str(rule), model, dict(mesh), graphs, orders)
 
 
 def first_difference(mine: str, theirs: str) -> str:

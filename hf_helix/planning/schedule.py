@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from hf_helix.planning.fold import chunks_of_rank
+
 _ACTION = re.compile(r"^(\d+)([FB])(\d+)$")
 _FUSED = re.compile(r"^\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B$")
 
@@ -86,41 +88,55 @@ BUILDERS = {"w": w_schedule}
 
 
 def build_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule called `name`, validated."""
+    """The schedule called `name`, validated.
+
+    Raises:
+        ValueError: an unknown name, or fewer than one rank or micro-batch.
+    """
+    if name not in BUILDERS or num_ranks < 1 or num_microbatches < 1:
+        raise ValueError(
+            f"no schedule {name!r} for {num_ranks} ranks and {num_microbatches} micro-batches; "
+            f"schedules: {', '.join(BUILDERS)}, with at least one of each"
+        )
     schedule = BUILDERS[name](num_ranks, num_microbatches)
     validate(schedule, num_microbatches)
     return schedule
 
 
 def validate(schedule: Schedule, num_microbatches: int) -> None:
-    """Run the schedule on paper: each action once, each after what it needs, and no rank waits for ever.
+    """Run the schedule on paper: each action once, where its stage is, after what it needs; no rank waits for ever.
 
     Raises:
         ValueError: with the whole schedule printed and an arrow at the first slot that can never run.
     """
     num_stages = 2 * len(schedule)
-    expected = {Action(s, d, m) for s in range(num_stages) for d in "FB" for m in range(num_microbatches)}
+    expected = [
+        {Action(s, d, m) for s in chunks_of_rank(r, len(schedule)) for d in "FB" for m in range(num_microbatches)}
+        for r in range(len(schedule))
+    ]
     done: set[Action] = set()
     position = [0] * len(schedule)
     progress = True
     while progress:
         progress = False
         for rank, slots in enumerate(schedule):
-            while position[rank] < len(slots) and _can_run(slots[position[rank]], done, expected, num_stages):
+            held = expected[rank]
+            while position[rank] < len(slots) and _can_run(slots[position[rank]], done, held, num_stages):
                 done.update(slots[position[rank]].actions)
                 position[rank] += 1
                 progress = True
     stuck = {rank: place for rank, place in enumerate(position) if place < len(schedule[rank])}
     if stuck:
         raise ValueError("the schedule cannot run past the slots marked '>>>':\n" + format_schedule(schedule, stuck))
-    if done != expected:
-        missing = ", ".join(str(action) for action in sorted(expected - done)[:8])
+    missing_actions = set().union(*expected) - done
+    if missing_actions:
+        missing = ", ".join(str(action) for action in sorted(missing_actions)[:8])
         raise ValueError(f"the schedule never runs {missing}:\n{format_schedule(schedule)}")
 
 
-def _can_run(slot: Slot, done: set[Action], expected: set[Action], num_stages: int) -> bool:
-    return all(
-        action in expected and action not in done and _needs(action, num_stages) <= done for action in slot.actions
+def _can_run(slot: Slot, done: set[Action], held: set[Action], num_stages: int) -> bool:
+    return bool(slot.actions) and all(
+        action in held and action not in done and _needs(action, num_stages) <= done for action in slot.actions
     )
 
 

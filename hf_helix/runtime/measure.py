@@ -1,18 +1,20 @@
-"""Measures what overlap is worth: a window as it runs, its computation alone, its communication alone.
+"""Measures what overlap is worth: windows as they run, their computation alone, their communication alone.
 
-In:   a runner and a window of micro-batches.
-Out:  an `Overlap`, the same on every rank.
-Must hold: the three are timed in turn in one run and medians are taken, each the maximum over ranks; parameters and
+In:   runners that differ in their plan only, and a window of micro-batches.
+Out:  step times and what follows from them, the same on every rank.
+Must hold: everything is timed in turn in one run and medians are taken, each the maximum over ranks; parameters and
 gradients are left as they were found (no gradients). Times include what computation loses to traffic beside it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,20 +34,15 @@ class Overlap:
         step: the window as it runs.
         computation: the same without any communication.
         communication: its collectives one after the other, without any computation.
-        beside: share of the communication time that ran beside computation, from a trace.
+        overlapped_fraction: communication time that ran beside computation / communication time, from a trace.
         tokens: tokens of the window, over all data-parallel ranks.
     """
 
     step: float
     computation: float
     communication: float
-    beside: float
+    overlapped_fraction: float
     tokens: int
-
-    @property
-    def overlapped_fraction(self) -> float:
-        """Communication time that ran beside computation / communication time."""
-        return self.beside
 
     @property
     def exposed(self) -> float:
@@ -68,43 +65,56 @@ class Overlap:
         return self.tokens / self.step
 
 
-def measure_overlap(runner: Runner, window: Sequence[MicroBatch], repeats: int = 5) -> Overlap:
-    """Time a window. Collective; call it between optimizer steps, when there are no gradients."""
-    axis = runner.mesh.tp
-    with _silenced(axis) as silent:
-        runner.train_window(window, complete=False)
-    _forget_gradients(runner)
-    moved = list(silent.moved)
-
-    def step() -> None:
-        runner.train_window(window)
+def measure_overlap(
+    runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int = 5
+) -> dict[str, Overlap]:
+    """Time a window under every runner's plan. Collective; call it when there are no gradients."""
+    first = next(iter(runners.values()))
+    mesh, axis = first.mesh, first.mesh.tp
+    moved = _moved_by(first, window)
 
     def computation() -> None:
         with _silenced(axis):
-            runner.train_window(window, complete=False)
+            first.train_window(window, complete=False)
 
     def communication() -> None:
-        _replay(axis, moved, runner.mesh.device)
-        complete_gradients(runner.stage.placements, runner.mesh)
+        for name, out_shape, value_shape in moved:
+            out = torch.empty(out_shape, device=mesh.device)
+            getattr(axis.transport, name)(out, torch.zeros(value_shape, device=mesh.device))
+        complete_gradients(first.stage.placements, mesh)
 
-    times: dict[Callable[[], None], list[float]] = {step: [], computation: [], communication: []}
-    for _ in range(repeats):
-        for work, found in times.items():
-            # `communication` comes last, so there are gradients for it to reduce.
-            if work is step:
-                _forget_gradients(runner)
-            found.append(_timed(work, runner))
-    beside = _traced_fraction(runner, window)
+    # `communication` comes right after `computation`, so there are gradients for it to complete.
+    works: list[Callable[[], Any]] = [computation, communication]
+    works += [functools.partial(runner.train_window, window) for runner in runners.values()]
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(repeats + 1):
+        for work, found in zip(works, times, strict=True):
+            if work is not communication:
+                _forget_gradients(first)
+            found.append(_timed(work, first))
+    # The first round warms up.
+    alone, moving, *steps = [statistics.median(_maxima(found[1:])) for found in times]
+    overlapped = {name: _overlapped_fraction(runner, window) for name, runner in runners.items()}
+    _forget_gradients(first)
+    return {
+        name: Overlap(
+            step=step,
+            computation=alone,
+            communication=moving if axis.size * mesh.dp_size > 1 else 0.0,
+            overlapped_fraction=overlapped[name],
+            tokens=sum(batch.side["ids"].shape[1] * batch.side["length"] for batch in window) * mesh.dp_size,
+        )
+        for name, step in zip(runners, steps, strict=True)
+    }
+
+
+def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[tuple[str, torch.Size, torch.Size]]:
+    """The collectives of a window, in order."""
+    with _silenced(runner.mesh.tp) as silent:
+        runner.train_window(window, complete=False)
+    runner.executor.streams.synchronize()
     _forget_gradients(runner)
-    tokens = sum(batch.side["ids"].shape[1] * batch.side["length"] for batch in window) * runner.mesh.dp_size
-    medians = [statistics.median(_maxima(found)) for found in times.values()]
-    return Overlap(
-        step=medians[0],
-        computation=medians[1],
-        communication=medians[2] if axis.size * runner.mesh.dp_size > 1 else 0.0,
-        beside=max(0.0, beside),
-        tokens=tokens,
-    )
+    return silent.moved
 
 
 @contextlib.contextmanager
@@ -118,13 +128,8 @@ def _silenced(axis: Axis) -> Iterator[SilentTransport]:
         axis.transport = real
 
 
-def _replay(axis: Axis, moved: Sequence[tuple[str, torch.Size, torch.Size]], device: torch.device) -> None:
-    for name, out_shape, value_shape in moved:
-        out = torch.empty(out_shape, device=device)
-        getattr(axis.transport, name)(out, torch.zeros(value_shape, device=device))
-
-
-def _traced_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
+def _overlapped_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
+    """Mean over the ranks."""
     streams = runner.executor.streams
     streams.trace = trace = Trace()
     try:
@@ -132,12 +137,12 @@ def _traced_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
         streams.synchronize()
     finally:
         streams.trace = None
+    _forget_gradients(runner)
     busy = trace.busy(compute=False)
-    mine = trace.beside() / busy if busy else 0.0
-    return sum(_over_ranks(mine)) / len(_over_ranks(mine))
+    return statistics.fmean(_over_ranks(trace.beside() / busy if busy else 0.0))
 
 
-def _timed(work: Callable[[], None], runner: Runner) -> float:
+def _timed(work: Callable[[], Any], runner: Runner) -> float:
     runner.executor.streams.synchronize()
     if dist.is_initialized():
         dist.barrier()
@@ -152,10 +157,10 @@ def _maxima(mine: list[float]) -> list[float]:
     return [max(column) for column in zip(*_over_ranks(mine), strict=True)]
 
 
-def _over_ranks(mine: object) -> list:  # type: ignore[type-arg]
+def _over_ranks(mine: Any) -> list[Any]:
     if not dist.is_initialized():
         return [mine]
-    found: list[object] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_helix.operators.collectives import Axis, GroupTransport
+from hf_helix.operators.collectives import Axis, GlooTransport, GroupTransport
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,19 @@ def build_mesh(tp_size: int, device: torch.device | str) -> Mesh:
     if world == 1:
         return Mesh(sizes, device, None, Axis.single(), None)
     device_mesh = init_device_mesh(device.type, (sizes["dp"], tp_size), mesh_dim_names=("dp_replicate", "tp"))
-    tp = Axis(GroupTransport(device_mesh.get_group("tp"))) if tp_size > 1 else Axis.single()
+    tp = Axis(_transport(device_mesh, "tp")) if tp_size > 1 else Axis.single()
     return Mesh(sizes, device, device_mesh, tp, device_mesh.get_group("dp_replicate") if sizes["dp"] > 1 else None)
+
+
+def _transport(device_mesh: DeviceMesh, name: str) -> GroupTransport:
+    group = device_mesh.get_group(name)
+    if "gloo" not in str(dist.get_backend(group)):
+        return GroupTransport(group)
+    # Groups are made by every rank, in the same order, its own among them.
+    place = device_mesh.mesh_dim_names.index(name)  # type: ignore[union-attr]
+    rows = device_mesh.mesh.movedim(place, -1).reshape(-1, device_mesh.size(place)).tolist()
+    others = [dist.new_group(row, backend="gloo") for row in rows]
+    return GlooTransport(group, next(other for row, other in zip(rows, others, strict=True) if rank() in row))
 
 
 def check_joined(world: int) -> None:

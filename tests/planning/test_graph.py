@@ -1,0 +1,260 @@
+"""The backward graph derived from a layer is the one a person would write: its operators, their order, their sums."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_helix.planning.graph import Graph, Kind, Operator, Part, derive_backward, digest
+
+# fmt: off
+BACKWARD = [
+    "mlp.add", "mlp.scatter", "mlp.down.I", "mlp.down.W", "mlp.act", "mlp.up.I", "mlp.gather", "mlp.up.W", "mlp.norm",
+    "attn.add", "attn.scatter", "attn.out.I", "attn.out.W", "attention", "attn.qkv.I", "attn.gather", "attn.qkv.W",
+    "attn.norm",
+]
+# fmt: on
+COLLECTIVES = {"attn.gather", "attn.scatter", "mlp.gather", "mlp.scatter"}
+
+
+def compute(name: str, reads: str, writes: str = "", **options: object) -> Operator:
+    return Operator(
+        name=name, kind=Kind.COMPUTE, reads=tuple(reads.split()), writes=tuple((writes or name).split()), **options
+    )
+
+
+def linear(name: str, reads: str, writes: str = "") -> Operator:
+    return compute(name, reads, writes, split=True)
+
+
+def collective(name: str, reads: str, **options: object) -> Operator:
+    return Operator(name=name, kind=Kind.LOCAL, reads=(reads,), writes=(name,), **options)
+
+
+def llama_layer() -> Graph:
+    """A Llama layer under tensor and sequence parallelism: the 14 operators of paper section 4.2."""
+    operators = (
+        compute("attn.norm", "x"),
+        collective("attn.gather", "attn.norm"),
+        linear("attn.qkv", "attn.gather", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        compute("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        linear("attn.out", "attention"),
+        collective("attn.scatter", "attn.out"),
+        compute("attn.add", "x attn.scatter"),
+        compute("mlp.norm", "attn.add"),
+        collective("mlp.gather", "mlp.norm"),
+        linear("mlp.up", "mlp.gather", "mlp.up.gate mlp.up.up"),
+        compute("mlp.act", "mlp.up.gate mlp.up.up"),
+        linear("mlp.down", "mlp.act"),
+        collective("mlp.scatter", "mlp.down"),
+        compute("mlp.add", "attn.add mlp.scatter"),
+    )
+    return Graph("layer", operators, ("x",), ("mlp.add",))
+
+
+def llama_layer_on_one_rank() -> Graph:
+    """The same layer without its four collectives: 10 operators."""
+    operators = (
+        compute("attn.norm", "x"),
+        linear("attn.qkv", "attn.norm", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        compute("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        linear("attn.out", "attention"),
+        compute("attn.add", "x attn.out"),
+        compute("mlp.norm", "attn.add"),
+        linear("mlp.up", "mlp.norm", "mlp.up.gate mlp.up.up"),
+        compute("mlp.act", "mlp.up.gate mlp.up.up"),
+        linear("mlp.down", "mlp.act"),
+        compute("mlp.add", "attn.add mlp.down"),
+    )
+    return Graph("layer", operators, ("x",), ("mlp.add",))
+
+
+def names(graph: Graph) -> list[str]:
+    return [operator.name for operator in graph.operators]
+
+
+def test_a_layer_of_14_operators_has_a_backward_of_18():
+    forward = llama_layer()
+    assert len(forward.operators) == 14
+    assert names(derive_backward(forward)) == BACKWARD
+    assert len(BACKWARD) == 18
+
+
+def test_without_the_collectives_it_is_10_and_14():
+    forward = llama_layer_on_one_rank()
+    assert len(forward.operators) == 10
+    backward = names(derive_backward(forward))
+    assert sorted(backward) == sorted(name for name in BACKWARD if name not in COLLECTIVES)
+    assert len(backward) == 14
+    for name in ("attn.qkv", "attn.out", "mlp.up", "mlp.down"):  # no collective follows: W directly after its I
+        assert backward.index(f"{name}.W") == backward.index(f"{name}.I") + 1
+
+
+def test_the_backward_of_communication_is_communication_the_other_way():
+    backward = derive_backward(llama_layer())
+    gather = backward["attn.gather"]
+    assert (gather.kind, gather.part, gather.of) == (Kind.LOCAL, Part.B, "attn.gather")
+    assert (gather.reads, gather.writes) == (("d.attn.gather",), ("d.attn.norm",))
+    assert {op.name for op in backward.operators if op.kind.communicates} == COLLECTIVES
+
+
+def test_the_backward_of_a_local_operator_reads_every_output_and_writes_every_input():
+    attention = derive_backward(llama_layer())["attention"]
+    assert (attention.kind, attention.part) == (Kind.COMPUTE, Part.B)
+    assert attention.reads == ("d.attention",)
+    assert attention.writes == ("d.attn.qkv.q", "d.attn.qkv.k", "d.attn.qkv.v")
+
+
+def test_a_split_linear_has_an_input_gradient_and_a_weight_gradient_of_the_same_output():
+    backward = derive_backward(llama_layer())
+    dgrad, wgrad = backward["mlp.up.I"], backward["mlp.up.W"]
+    assert (dgrad.part, wgrad.part) == (Part.I, Part.W)
+    assert dgrad.of == wgrad.of == "mlp.up"
+    assert dgrad.reads == wgrad.reads == ("d.mlp.up.gate", "d.mlp.up.up")
+    assert dgrad.writes == ("d.mlp.gather",)
+    assert wgrad.writes == ()
+
+
+@pytest.mark.parametrize("name", ["attn.qkv", "attn.out", "mlp.up", "mlp.down"])
+def test_weight_gradients_follow_their_input_gradients(name: str):
+    order = names(derive_backward(llama_layer()))
+    assert order.index(f"{name}.I") < order.index(f"{name}.W")
+
+
+@pytest.mark.parametrize(("name", "gather"), [("attn.qkv", "attn.gather"), ("mlp.up", "mlp.gather")])
+def test_the_weight_gradient_waits_for_the_collective_after_its_input_gradient(name: str, gather: str):
+    order = names(derive_backward(llama_layer()))
+    place = order.index(f"{name}.I")
+    assert order[place : place + 3] == [f"{name}.I", gather, f"{name}.W"]
+
+
+def test_a_collective_that_only_happens_to_be_next_does_not_take_the_weight_gradient():
+    graph = Graph(
+        "g", (collective("gather", "y"), linear("lin", "x"), compute("add", "lin gather")), ("x", "y"), ("add",)
+    )
+    assert names(derive_backward(graph)) == ["add", "lin.I", "lin.W", "gather"]
+
+
+def test_the_backward_of_the_residual_sums_in_one_fixed_order():
+    backward = derive_backward(llama_layer())
+    for first, second, value in (("attn.add", "attn.norm", "x"), ("mlp.add", "mlp.norm", "attn.add")):
+        assert f"d.{value}@{first}" in backward[first].writes
+        assert set(backward[first].adds) == {None}
+        assert backward[second].writes == (f"d.{value}",)
+        assert backward[second].adds == (f"d.{value}@{first}",)
+
+
+def test_three_readers_make_a_chain_and_the_collective_begins_it():
+    operators = (compute("a", "x"), compute("b", "x"), collective("gather", "x"), compute("sum", "a b gather"))
+    backward = derive_backward(Graph("g", operators, ("x",), ("sum",)))
+    chain = [(backward[name].adds, backward[name].writes) for name in ("gather", "b", "a")]
+    assert chain == [
+        ((None,), ("d.x@gather",)),
+        (("d.x@gather",), ("d.x@b",)),
+        (("d.x@b",), ("d.x",)),
+    ]
+
+
+def test_a_collective_whose_backward_computes_may_share_its_value():
+    gathers = [collective(name, "x", backward_kind=Kind.COMPUTE) for name in ("left", "right")]
+    backward = derive_backward(Graph("g", (*gathers, compute("sum", "left right")), ("x",), ("sum",)))
+    assert backward["right"].kind is backward["left"].kind is Kind.COMPUTE
+    assert backward["left"].adds == ("d.x@right",)
+
+
+def test_two_collectives_that_read_one_value_are_refused():
+    operators = (collective("left", "x"), collective("right", "x"), compute("sum", "left right"))
+    with pytest.raises(ValueError, match="'x' is read by a collective and after it"):
+        derive_backward(Graph("g", operators, ("x",), ("sum",)))
+
+
+def test_two_collectives_are_refused_with_a_local_reader_between_them_too():
+    operators = (collective("left", "x"), compute("local", "x"), collective("right", "x"))
+    with pytest.raises(ValueError, match="'x' is read by a collective and after it"):
+        derive_backward(Graph("g", operators, ("x",), ("left", "local", "right")))
+
+
+def test_reading_what_is_not_yet_written_is_refused():
+    with pytest.raises(ValueError, match=r"graph 'g': operator 'a' reads \['b'\], not yet written"):
+        Graph("g", (compute("a", "x b"), compute("b", "x")), ("x",), ("a",))
+
+
+def test_adding_what_is_not_yet_written_is_refused():
+    with pytest.raises(ValueError, match=r"operator 'a' reads \['partial'\]"):
+        Graph("g", (compute("a", "x", adds=("partial",)),), ("x",), ("a",))
+
+
+@pytest.mark.parametrize("value", ["x", "a"])
+def test_writing_a_value_twice_is_refused(value: str):
+    with pytest.raises(ValueError, match=f"operator 'b' writes '{value}' a second time"):
+        Graph("g", (compute("a", "x"), compute("b", "x", value)), ("x",), ("a",))
+
+
+def test_an_output_that_is_never_written_is_refused():
+    with pytest.raises(ValueError, match=r"outputs \['y'\] are never written"):
+        Graph("g", (compute("a", "x"),), ("x",), ("y",))
+
+
+def test_the_digest_tells_graphs_apart():
+    whole, one = llama_layer(), llama_layer_on_one_rank()
+    assert digest([whole]) == digest([llama_layer()])
+    assert len({digest([whole]), digest([one]), digest([whole, one]), digest([one, whole])}) == 4
+
+
+@pytest.mark.parametrize(("size", "forward", "backward"), [(2, 14, 18), (1, 10, 14)])
+def test_the_real_llama_adapter_declares_these_layers(size: int, forward: int, backward: int):
+    from support.models import llama
+
+    from hf_helix.adapters.llama import Llama
+    from hf_helix.operators.collectives import Axis, SilentTransport
+
+    axis = Axis(SilentTransport(2, 0)) if size == 2 else Axis.single()
+    units = Llama().units(llama(), axis)
+    layers = [unit for unit in units if unit.name == "layer"]
+    assert [unit.name for unit in units] == ["embedding", "layer", "layer", "layer", "head"]
+    by_hand = llama_layer() if size == 2 else llama_layer_on_one_rank()
+    for unit in layers:
+        assert len(unit.graphs.forward.operators) == len(unit.operators) == forward
+        assert len(unit.graphs.backward.operators) == backward
+        assert shape_of(unit.graphs.forward) == shape_of(by_hand)
+        assert shape_of(unit.graphs.backward) == shape_of(derive_backward(by_hand))
+
+
+def shape_of(graph: Graph) -> list[tuple]:
+    """Everything but the efforts, which are only a rule of thumb."""
+    return [(op.name, op.of, op.part, op.kind, op.reads, op.writes, op.adds, op.split) for op in graph.operators]
+
+
+def test_a_collective_before_another_reader_is_refused_and_after_it_is_not():
+    before = (collective("gather", "x"), compute("add", "x gather"))
+    with pytest.raises(ValueError, match="'x' is read by a collective and after it"):
+        derive_backward(Graph("g", before, ("x",), ("add",)))
+    after = (compute("norm", "x"), collective("gather", "x"), compute("add", "norm gather"))
+    assert derive_backward(Graph("g", after, ("x",), ("add",)))["norm"].adds == ("d.x@gather",)
+
+
+@pytest.mark.parametrize(
+    ("operators", "outputs", "problem"),
+    [
+        ((compute("a", "x x"),), ("a",), "is read twice by one operator"),
+        ((compute("a", "x"), compute("b", "a")), ("a", "b"), "leaves the unit and is read in it"),
+        ((compute("a", "x"), compute("b", "x")), ("b",), "is written and never read"),
+    ],
+)
+def test_forwards_without_a_derivable_gradient_say_why(operators, outputs, problem):
+    with pytest.raises(ValueError, match=problem):
+        derive_backward(Graph("g", operators, ("x",), outputs))
+
+
+def test_names_are_unique():
+    with pytest.raises(ValueError, match="two operators called 'a'"):
+        Graph("g", (Operator(name="a", kind=Kind.COMPUTE, reads=("x",), writes=("y",)),) * 2, ("x",), ("y",))
+    with pytest.raises(ValueError, match="inputs list 'x' a second time"):
+        Graph("g", (), ("x", "x"), ())
+
+
+def test_the_description_tells_efforts_and_splits_apart():
+    def text(**changes):
+        op = Operator(**{"name": "a", "kind": Kind.COMPUTE, "reads": ("x",), "writes": ("y",), **changes})
+        return Graph("g", (op,), ("x",), ("y",)).describe()
+
+    assert len({text(), text(effort=2.0), text(split=True), text(kind=Kind.LOCAL)}) == 4
