@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
@@ -26,7 +27,8 @@ from pathlib import Path
 NAMESPACES = ("helix-a", "helix-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 DEVICES = ("helix-veth-a", "helix-veth-b")
-BURST = "32kb"  # a large burst would let single collectives look faster than the link is
+GSO = "32768"  # the largest packet the shaper sees; larger ones it would cut up, which costs cores
+BURST = "128kb"  # small, or single collectives look faster than the link is
 
 
 def main() -> None:
@@ -85,6 +87,7 @@ def hosts() -> Iterator[None]:
             ip("netns", "add", namespace)
             ip("link", "set", device, "netns", namespace)
             ip("-n", namespace, "addr", "add", f"{address}/24", "dev", device)
+            ip("-n", namespace, "link", "set", device, "gso_max_size", GSO)
             ip("-n", namespace, "link", "set", device, "up")
             ip("-n", namespace, "link", "set", "lo", "up")
         yield
@@ -186,8 +189,9 @@ class Bench:
         batches = []
         for place in range(count):
             ids = torch.randint(0, 4096, shape, generator=generator)
-            side = self.family.side_inputs(self.model, {"input_ids": ids, "labels": ids}, 2, scale)
-            batches.append(MicroBatch(side, (0, place)))
+            batch = {"input_ids": ids, "labels": ids}
+            prepare = functools.partial(self.family.side_inputs, self.model, batch, 2, scale)
+            batches.append(MicroBatch(prepare, (0, place), ids.numel()))
         return batches
 
     def measure(self, count: int) -> dict:

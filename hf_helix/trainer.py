@@ -188,7 +188,8 @@ class HelixTrainerMixin:
         # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp.
         copies = self._mesh.dp_size if self.args.average_tokens_across_devices else 1
         scale = torch.as_tensor(copies / num_items, dtype=torch.float32, device=self.args.device)
-        return MicroBatch(self._family.side_inputs(self.model, batch, self._mesh.tp.size, scale), key)
+        prepare = functools.partial(self._family.side_inputs, self.model, batch, self._mesh.tp.size, scale)
+        return MicroBatch(prepare, key, num_tokens=batch["input_ids"].numel())
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm = gradient_norm(self.runner.stage.placements, self._mesh)
@@ -225,7 +226,7 @@ class HelixTrainerMixin:
         found = None if labels is None else loss.detach()
         if logits is None:
             return found, None, None
-        length = microbatch.side["length"]
+        length = batch["input_ids"].shape[1]
         return found, self._whole_logits(logits)[:, :length], labels
 
     def _whole_logits(self, logits: Tensor) -> Tensor:

@@ -42,10 +42,11 @@ LIGHT = 1.0
 class Builder:
     """Collects the operators of one unit. Values are names; every method returns the names it writes."""
 
-    def __init__(self, name: str, label: str, tp: Axis) -> None:
+    def __init__(self, name: str, label: str, tp: Axis, *, repeats: bool = False) -> None:
         self.name = name
         self.label = label
         self.tp = tp
+        self.repeats = repeats
         self._declared: list[Operator] = []
         self._operators: dict[str, TensorOperator] = {}
         self._placements: dict[nn.Parameter, Placement] = {}
@@ -143,7 +144,7 @@ class Builder:
 
     def build(self, *outputs: str) -> Unit:
         """The unit, once everything is declared."""
-        forward = Graph(self.name, tuple(self._declared), tuple(self._inputs), outputs)
+        forward = Graph(self.name, tuple(self._declared), tuple(self._inputs), outputs, self.repeats)
         return Unit(
             label=self.label,
             graphs=GraphPair(forward, derive_backward(forward)),
@@ -240,7 +241,7 @@ class Family(ABC):
         self.check(model.config, tp.size)
         found = [self.embedding(Builder("embedding", "embedding", tp), model)]
         for index, layer in enumerate(self.layers(model)):
-            found.append(self.layer(Builder("layer", f"layers.{index}", tp), layer))
+            found.append(self.layer(Builder("layer", f"layers.{index}", tp, repeats=True), layer))
         found.append(self.head(Builder("head", "head", tp), model))
         return found
 
@@ -274,7 +275,6 @@ class Family(ABC):
             "ids": ids.t().contiguous(),
             "targets": functional.pad(targets, (0, extra), value=IGNORED).t().contiguous(),
             "loss_scale": loss_scale,
-            "length": length,
             **self.attention_inputs(model, ids, mask, positions),
         }
 

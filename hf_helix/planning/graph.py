@@ -69,12 +69,16 @@ class Operator:
 
 @dataclass(frozen=True)
 class Graph:
-    """Operators in their canonical order, with the values that enter and leave the unit."""
+    """Operators in their canonical order, with the values that enter and leave the unit.
+
+    `repeats`: units of this kind follow each other, what leaves one enters the next.
+    """
 
     name: str
     operators: tuple[Operator, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    repeats: bool = False
 
     def __post_init__(self) -> None:
         known: set[str] = set()
@@ -89,6 +93,8 @@ class Graph:
         missing = [value for value in self.outputs if value not in known]
         if missing:
             raise ValueError(f"graph {self.name!r}: outputs {missing} are never written")
+        if self.repeats and len(self.inputs) != len(self.outputs):
+            raise ValueError(f"graph {self.name!r} repeats, so as many values must leave it as enter it")
 
     def _declare(self, what: str, new: Iterable[str], known: set[str]) -> None:
         for name in new:
@@ -108,7 +114,8 @@ class Graph:
 
     def describe(self) -> str:
         """One line per operator; equal text means equal graphs."""
-        lines = [f"{self.name}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}"]
+        repeats = " (repeats)" if self.repeats else ""
+        lines = [f"{self.name}{repeats}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}"]
         for op in self.operators:
             writes = " ".join(
                 f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.adds) if name
@@ -164,6 +171,7 @@ def derive_backward(graph: Graph) -> Graph:
         operators=tuple(operators),
         inputs=tuple(f"d.{value}" for value in graph.outputs),
         outputs=tuple(f"d.{value}" for value in graph.inputs),
+        repeats=graph.repeats,
     )
 
 

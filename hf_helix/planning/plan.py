@@ -6,7 +6,8 @@ Must hold: an order holds every operator of its block once, each after what it r
 of the rules that make orders. What an order means is the same on every device: compute operators run in this
 order on one stream; a communication operator starts once everything issued before it on the compute stream is done
 and its own stream is free; a compute operator waits for the communication whose result it reads. At the entry
-`barrier` the compute stream waits for all communication of the block.
+`barrier` the compute stream waits for all communication. An entry that ends in `-1` stands for the operator of the
+block before, so that what one block leaves open fills the gaps of the next.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from hf_helix.planning.graph import Graph, Operator, digest
 FORMAT = "hf_helix.plan/1"
 
 BARRIER = "barrier"
+LATE = "-1"
 
 Order = tuple[str, ...]
-"""Entries of one block: the strand's letter, a dot, the operator's name; or `barrier`."""
+"""Entries of one block: the strand's letter, a dot, the operator's name, perhaps `-1`; or `barrier`."""
 
 Rule = Callable[[Graph | None, Graph | None], Order]
 """Makes the order of a block from its forward and its backward graph (None: that strand is absent)."""
@@ -67,36 +69,81 @@ def entries(forward: Graph | None, backward: Graph | None) -> dict[str, Operator
     return found
 
 
+def is_late(entry: str) -> bool:
+    """Whether an entry runs the operator of the block before."""
+    return entry.endswith(LATE)
+
+
+def on_time(entry: str) -> str:
+    """The entry without its lateness."""
+    return entry.removesuffix(LATE)
+
+
 def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph | None, *, block: object = "") -> None:
     """Check that `order` is a permutation of the block's operators in which each comes after what it reads.
+
+    A block with late entries is checked as one of many in a row, all alike.
 
     Raises:
         ValueError: with the whole order printed and an arrow at the first entry that is wrong.
     """
     order = list(order)
     operators = entries(forward, backward)
-    written = {letter: set(graph.inputs) for letter, graph in (("F", forward), ("B", backward)) if graph}
+    late = {on_time(entry) for entry in order if is_late(entry)}
+    here, before = _written_at_start(forward, backward, operators, late)
     seen: set[str] = set()
     for place, entry in enumerate(order):
         if entry == BARRIER:
             continue
+        name, written = on_time(entry), before if is_late(entry) else here
         problem = None
-        if entry not in operators:
+        if name not in operators:
             problem = "is not an operator of this block"
-        elif entry in seen:
+        elif name in seen:
             problem = "comes a second time"
         else:
-            missing = [v for v in operators[entry].depends_on if v not in written[entry[0]]]
+            missing = [v for v in operators[name].depends_on if (name[0], v) not in written]
             if missing:
                 problem = f"comes before the operator that writes {', '.join(missing)}"
         if problem:
             lines = [f"{'-->' if i == place else '   '} {line}" for i, line in enumerate(order)]
             raise ValueError(f"block {block}: {entry!r} {problem}:\n" + "\n".join(lines))
-        seen.add(entry)
-        written[entry[0]].update(operators[entry].writes)
+        seen.add(name)
+        for value in operators[name].writes:
+            written.add((name[0], value))
+            if is_late(entry):
+                here.update(_what_enters(name[0], value, forward, backward))
     left = [entry for entry in operators if entry not in seen]
     if left:
         raise ValueError(f"block {block}: the order lacks {', '.join(left)}:\n    " + "\n    ".join(order))
+
+
+Values = set[tuple[str, str]]
+
+
+def _written_at_start(
+    forward: Graph | None, backward: Graph | None, operators: Mapping[str, Operator], late: set[str]
+) -> tuple[Values, Values]:
+    """What exists of this block and of the one before when a block begins. Names are (strand, value)."""
+    graphs = [(letter, graph) for letter, graph in (("F", forward), ("B", backward)) if graph]
+    before = {(letter, value) for letter, graph in graphs for value in graph.inputs}
+    for entry, op in operators.items():
+        if entry not in late:
+            before.update((entry[0], value) for value in op.writes)
+    here = {(letter, value) for letter, graph in graphs for value in graph.inputs}
+    for letter, graph in graphs:
+        for entering, leaving in zip(graph.inputs, graph.outputs, strict=False):
+            if (letter, leaving) not in before:
+                here.discard((letter, entering))
+    return here, before
+
+
+def _what_enters(letter: str, value: str, forward: Graph | None, backward: Graph | None) -> Values:
+    """The inputs of a block that are this output of the one before."""
+    graph = forward if letter == "F" else backward
+    assert graph is not None
+    pairs = zip(graph.inputs, graph.outputs, strict=False)
+    return {(letter, entering) for entering, leaving in pairs if leaving == value}
 
 
 @dataclass(frozen=True)

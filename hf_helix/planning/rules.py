@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from itertools import chain, zip_longest
 
 from hf_helix.planning.graph import Graph, Operator, Part
-from hf_helix.planning.plan import BARRIER, Order, Rule, entries
+from hf_helix.planning.plan import BARRIER, LATE, Order, Rule, entries
 
 
 def sequential(forward: Graph | None, backward: Graph | None) -> Order:
@@ -33,74 +33,121 @@ def greedy(forward: Graph | None, backward: Graph | None) -> Order:
     """List scheduling on the dependency graph of both strands, with W as filler.
 
     Communication is issued as soon as its input exists. The next compute operator is, among those that need not
-    wait, the one with the longest path of dependents; W only where everything else would wait.
+    wait, the one with the longest path of dependents; W only where everything else would wait. Where blocks of the
+    kind follow each other, what one leaves open fills the gaps of the next.
     """
-    return _ListScheduler(entries(forward, backward)).run()
+    if forward is not None and backward is not None and forward.repeats and backward.repeats:
+        steady = _steady_state(_ListScheduler(forward, backward, copies=8).run())
+        if steady is not None:
+            return steady
+    return tuple(entry for _, entry in _ListScheduler(forward, backward, copies=1).run())
 
 
 RULES: dict[str, Rule] = {"sequential": sequential, "round_robin": round_robin, "greedy": greedy}
 
 
-class _ListScheduler:
-    """Simulates one compute stream and one stream per kind of communication, in units of `Operator.effort`."""
+Place = tuple[int, str]
+"""A copy of the block, and an entry of it."""
 
-    def __init__(self, operators: Mapping[str, Operator]) -> None:
-        self.left = dict(operators)
-        writers = {(entry[0], value): entry for entry, op in operators.items() for value in op.writes}
-        self.needs = {
-            entry: [writers[entry[0], v] for v in op.depends_on if (entry[0], v) in writers]
-            for entry, op in operators.items()
-        }
+
+def _steady_state(places: list[Place]) -> Order | None:
+    """The order of one copy from the middle, with what it left to the next as late entries; None if it does not
+    repeat from copy to copy."""
+    middle = max(copy for copy, _ in places) // 2
+    start, end = (next(i for i, (copy, _) in enumerate(places) if copy == number) for number in (middle, middle + 1))
+    period = places[start:end]
+    on_time = {entry for copy, entry in period if copy == middle}
+    late = {entry for copy, entry in period if copy == middle - 1}
+    every = {entry for _, entry in places}
+    if len(period) != len(every) or on_time & late or on_time | late != every:
+        return None
+    return tuple(entry if copy == middle else entry + LATE for copy, entry in period)
+
+
+class _ListScheduler:
+    """Simulates one compute stream and one stream per kind of communication, in units of `Operator.effort`.
+
+    Schedules several copies of the block in a row; of a copy nothing starts before the last but one is done.
+    """
+
+    def __init__(self, forward: Graph | None, backward: Graph | None, copies: int) -> None:
+        operators = entries(forward, backward)
+        self.left: dict[Place, Operator] = {(c, entry): op for c in range(copies) for entry, op in operators.items()}
+        self.needs = _needs(operators, forward, backward, copies)
         self.rank = self._path_lengths()
-        self.finish: dict[str, float] = {}
+        self.finish: dict[Place, float] = {}
+        self.open = [len(operators)] * copies  # operators left, by copy
         self.free = {op.kind: 0.0 for op in operators.values()}
         self.now = 0.0  # end of the last compute operator
-        self.order: list[str] = []
+        self.order: list[Place] = []
 
-    def run(self) -> Order:
+    def run(self) -> list[Place]:
+        """Every entry of every copy in the order of issue."""
         while self.left:
-            self._issue_communication()
-            if not self.left:
-                break
-            entry = min(self._ready(), key=self._preference)
-            operator = self.left.pop(entry)
-            self.now = max(self.now, self._inputs_at(entry)) + operator.effort
-            self.finish[entry] = self.now
-            self.order.append(entry)
-        return tuple(self.order)
+            while found := self._ready(communication=True):
+                self._issue(max(found, key=self.rank.__getitem__))
+            if self.left:
+                self._issue(min(self._ready(), key=self._preference))
+        return self.order
 
-    def _issue_communication(self) -> None:
-        while found := self._ready(communication=True):
-            entry = max(found, key=lambda entry: self.rank[entry])
-            operator = self.left.pop(entry)
-            start = max(self.now, self.free[operator.kind], self._inputs_at(entry))
-            self.finish[entry] = self.free[operator.kind] = start + operator.effort
-            self.order.append(entry)
+    def _issue(self, place: Place) -> None:
+        operator = self.left.pop(place)
+        start = max(self.now, self._inputs_at(place), self.free[operator.kind])
+        self.finish[place] = self.free[operator.kind] = start + operator.effort
+        if not operator.kind.communicates:
+            self.now = self.finish[place]
+        self.open[place[0]] -= 1
+        self.order.append(place)
 
-    def _ready(self, communication: bool = False) -> list[str]:
+    def _ready(self, communication: bool = False) -> list[Place]:
+        limit = next((copy for copy, count in enumerate(self.open) if count), 0) + 2
         return [
-            entry
-            for entry, op in self.left.items()
-            if op.kind.communicates == communication and all(need in self.finish for need in self.needs[entry])
+            place
+            for place, op in self.left.items()
+            if place[0] < limit
+            and op.kind.communicates == communication
+            and all(need in self.finish for need in self.needs[place])
         ]
 
-    def _inputs_at(self, entry: str) -> float:
-        return max((self.finish[need] for need in self.needs[entry]), default=0.0)
+    def _inputs_at(self, place: Place) -> float:
+        return max((self.finish[need] for need in self.needs[place]), default=0.0)
 
-    def _preference(self, entry: str) -> tuple[float, bool, float, str]:
+    def _preference(self, place: Place) -> tuple[float, bool, float, Place]:
         """Smaller is better: no wait, then no W, then the longest path; a W rather than a wait."""
-        is_filler = self.left[entry].part is Part.W
-        wait = max(0.0, self._inputs_at(entry) - self.now)
-        return (wait, is_filler, -self.rank[entry], entry)
+        is_filler = self.left[place].part is Part.W
+        wait = max(0.0, self._inputs_at(place) - self.now)
+        return (wait, is_filler, -self.rank[place], place)
 
-    def _path_lengths(self) -> dict[str, float]:
+    def _path_lengths(self) -> dict[Place, float]:
         """For each operator, the effort of the longest chain that starts with it (W ends a chain)."""
-        lengths: dict[str, float] = {}
-        dependents: dict[str, list[str]] = {entry: [] for entry in self.left}
-        for entry, needs in self.needs.items():
+        lengths: dict[Place, float] = {}
+        dependents: dict[Place, list[Place]] = {place: [] for place in self.left}
+        for place, needs in self.needs.items():
             for need in needs:
-                dependents[need].append(entry)
-        for entry in reversed(list(self.left)):
-            tail = max((lengths[dependent] for dependent in dependents[entry]), default=0.0)
-            lengths[entry] = self.left[entry].effort + tail
+                dependents[need].append(place)
+        for place in reversed(list(self.left)):
+            tail = max((lengths[dependent] for dependent in dependents[place]), default=0.0)
+            lengths[place] = self.left[place].effort + tail
         return lengths
+
+
+def _needs(
+    operators: Mapping[str, Operator], forward: Graph | None, backward: Graph | None, copies: int
+) -> dict[Place, list[Place]]:
+    """What each operator waits for: in its own copy, and through the inputs of the block in the copy before."""
+    writers = {(entry[0], value): entry for entry, op in operators.items() for value in op.writes}
+    entering = {
+        (letter, value): writers[letter, leaving]
+        for letter, graph in (("F", forward), ("B", backward))
+        if graph is not None
+        for value, leaving in zip(graph.inputs, graph.outputs, strict=False)
+        if (letter, leaving) in writers
+    }
+    needs: dict[Place, list[Place]] = {}
+    for copy in range(copies):
+        for entry, op in operators.items():
+            found = [(entry[0], value) for value in op.depends_on]
+            needs[copy, entry] = [(copy, writers[value]) for value in found if value in writers]
+            if copy > 0:
+                needs[copy, entry] += [(copy - 1, entering[value]) for value in found if value in entering]
+    return needs

@@ -1,143 +1,136 @@
-"""The executor: runs one block by a plan's order.
+"""The executor: runs a program.
 
-In:   the steps of a block, compiled from an order, and the unit runs of the two strands.
-Out:  their values and gradients.
-Must hold: one executor for every plan. It issues in the plan's order, waits only where a value is read, frees a value
-after its last reader, and never synchronises with the device.
+In:   instructions, the units they name, and micro-batches.
+Out:  the values that the program keeps; gradients in `parameter.grad`.
+Must hold: one executor for every plan. It issues in the program's order, waits only where a value is read, frees a
+value after its last reader, and never synchronises with the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from hf_helix.planning.graph import Graph, Operator, Part
-from hf_helix.planning.plan import GraphPair, Order, entries
-from hf_helix.runtime.strand import UnitRun
-from hf_helix.runtime.streams import Streams
+from hf_helix.operators.unit import Unit
+from hf_helix.planning.graph import Operator, Part
+from hf_helix.planning.program import Instruction, Key
+from hf_helix.runtime.strand import MicroBatch, Strand
+from hf_helix.runtime.streams import Event, Streams
 
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One entry of an order, with what the executor needs to know in advance. A barrier has no operator."""
-
-    is_forward: bool
-    operator: Operator | None
-    frees: tuple[str, ...]
-
-
-def compile_order(
-    order: Order, forward: GraphPair | None, backward: GraphPair | None, keep: Collection[str]
-) -> list[Step]:
-    """The steps of an order: which values each operator is the last to read, except for outputs and `keep`."""
-    graphs = {"F": forward.forward if forward else None, "B": backward.backward if backward else None}
-    operators = entries(graphs["F"], graphs["B"])
-    frees: dict[str, list[str]] = {entry: [] for entry in order}
-    for letter, graph in graphs.items():
-        if graph is not None:
-            for value, entry in _last_uses(order, letter, graph, operators).items():
-                if value not in graph.outputs and value not in keep:
-                    frees[entry].append(value)
-    return [Step(entry[0] == "F", operators.get(entry), tuple(frees[entry])) for entry in order]
-
-
-def _last_uses(order: Order, letter: str, graph: Graph, operators: dict[str, Operator]) -> dict[str, str]:
-    last: dict[str, str] = {}
-    for entry in order:
-        if entry in operators and entry[0] == letter:
-            for value in (*operators[entry].writes, *operators[entry].depends_on):
-                last[value] = entry
-    return last
+Kept = Mapping[int, Mapping[Key, Tensor]]
 
 
 class Executor:
-    """Runs blocks on a rank's streams."""
+    """Runs programs on a rank's streams.
 
-    def __init__(self, streams: Streams) -> None:
+    Args:
+        units: what the rank holds, in forward order.
+        seed: of the run.
+    """
+
+    def __init__(self, units: Sequence[Unit], streams: Streams, seed: int) -> None:
+        self.units = units
         self.streams = streams
+        self._seed = seed
 
-    def run(self, steps: list[Step], forward: UnitRun | None, backward: UnitRun | None) -> None:
-        """Issue every step of a block. `forward` runs its unit's F graph, `backward` its unit's B graph."""
-        for step in steps:
-            if step.operator is None:
-                self._barrier(forward, backward)
+    def run(
+        self,
+        program: Sequence[Instruction],
+        microbatches: Sequence[MicroBatch],
+        sources: Mapping[Key, Tensor],
+        training: bool,
+    ) -> Kept:
+        """Issue every instruction; returns by micro-batch the values that were never freed.
+
+        Args:
+            sources: values that every micro-batch starts with, such as the gradient of its loss.
+        """
+        strands: dict[int, Strand] = {}
+        kept: dict[int, Mapping[Key, Tensor]] = {}
+        for instruction in program:
+            op = instruction.operator
+            if op is None:
+                self._barrier(strands)
                 continue
-            run = forward if step.is_forward else backward
-            assert run is not None
-            if step.operator.kind.communicates:
-                self._communicate(step.operator, run)
+            strand = strands.get(instruction.microbatch)
+            if strand is None:
+                batch = microbatches[instruction.microbatch]
+                strand = Strand(batch.key, batch.prepare(), training, self._seed, dict(sources))
+                strands[instruction.microbatch] = strand
+            if op.kind.communicates:
+                self._communicate(instruction, op, strand)
             else:
-                self._compute(step.operator, run)
-            for name in step.frees:
-                del run.values[name]
-                run.events.pop(name, None)
+                self._compute(instruction, op, strand)
+            for key in instruction.frees:
+                del strand.values[key]
+                strand.events.pop(key, None)
+            if instruction.ends:
+                self._drain(strand)
+                kept[instruction.microbatch] = strands.pop(instruction.microbatch).values
+        return kept
 
-    def drain(self, run: UnitRun) -> None:
-        """Let the compute stream wait for all communication of a unit run."""
-        for event in run.events.values():
-            self._wait(event)
-        run.events.clear()
-
-    def _barrier(self, *runs: UnitRun | None) -> None:
-        for run in runs:
-            if run is not None:
-                self.drain(run)
-
-    def _compute(self, op: Operator, run: UnitRun) -> None:
-        values = run.values
-        if run.events:
-            for name in op.depends_on:
-                event = run.events.pop(name, None)
+    def _compute(self, instruction: Instruction, op: Operator, strand: Strand) -> None:
+        values, adds = strand.values, instruction.adds
+        if strand.events:
+            for key in instruction.needs:
+                event = strand.events.pop(key, None)
                 if event is not None:
                     self._wait(event)
-        inputs = [values[name] for name in op.reads]
+        inputs = [values[key] for key in instruction.reads]
         trace = self.streams.trace
         if trace is None:
-            outputs = _apply(op, run, inputs)
+            outputs = self._apply(instruction, op, strand, inputs)
         else:
-            label = self._label(op, run)
+            label = self._label(instruction, op, strand)
             trace.note("run", label)
-            outputs = self.streams.compute(lambda: _apply(op, run, inputs), label)
-        for place, partial in enumerate(op.adds):
-            value = outputs[place]
-            values[op.writes[place]] = value if partial is None else values[partial] + value
-        if not op.adds:
-            values.update(zip(op.writes, outputs, strict=True))
+            outputs = self.streams.compute(lambda: self._apply(instruction, op, strand, inputs), label)
+        for place, key in enumerate(instruction.writes):
+            partial = adds[place] if adds else None
+            values[key] = outputs[place] if partial is None else values[partial] + outputs[place]
 
-    def _communicate(self, op: Operator, run: UnitRun) -> None:
-        (name,), (result,) = op.reads, op.writes
+    def _communicate(self, instruction: Instruction, op: Operator, strand: Strand) -> None:
+        (source,), (result,) = instruction.reads, instruction.writes
         # What fills the input stays listed: a computation that reads it, too, waits for itself.
-        earlier = run.events.get(name)
+        earlier = strand.events.get(source)
         trace = self.streams.trace
-        label = op.name if trace is None else self._label(op, run)
+        label = op.name if trace is None else self._label(instruction, op, strand)
         if trace is not None:
             trace.note("issue", label)
-        output, work = run.unit.operators[op.of].prepare(op.part, run.values[name])  # type: ignore[union-attr]
-        run.values[result] = output
-        run.events[result] = self.streams.issue(op.kind, work, () if earlier is None else (earlier,), label)
+        operator: Any = self.units[instruction.unit].operators[op.of]
+        strand.values[result], work = operator.prepare(op.part, strand.values[source])
+        after = () if earlier is None else (earlier,)
+        strand.events[result] = self.streams.issue(op.kind, work, after, label)
 
-    def _wait(self, event: Any) -> None:
+    def _apply(self, instruction: Instruction, op: Operator, strand: Strand, inputs: list[Tensor]) -> Sequence[Tensor]:
+        unit = self.units[instruction.unit]
+        operator: Any = unit.operators[op.of]
+        call = strand.call(instruction.unit, unit, op.of)
+        if op.part is Part.F:
+            return operator.forward(call, *inputs)
+        if op.part is Part.B:
+            return operator.backward(call, *inputs)
+        if op.part is Part.I:
+            return operator.input_gradient(call, *inputs)
+        operator.weight_gradient(call, *inputs)
+        return ()
+
+    def _wait(self, event: Event) -> None:
         if self.streams.trace is not None:
             self.streams.trace.note("wait", event.label)
         self.streams.wait(event)
 
-    def _label(self, op: Operator, run: UnitRun) -> str:
+    def _drain(self, strand: Strand) -> None:
+        """Let the compute stream wait for all communication of a micro-batch."""
+        for event in strand.events.values():
+            self._wait(event)
+        strand.events.clear()
+
+    def _barrier(self, strands: Mapping[int, Strand]) -> None:
+        for strand in strands.values():
+            self._drain(strand)
+
+    def _label(self, instruction: Instruction, op: Operator, strand: Strand) -> str:
         letter = "F" if op.part is Part.F else "B"
-        return f"{letter}{run.microbatch.key[1]}.{run.unit.label}.{op.name}"
-
-
-def _apply(op: Operator, run: UnitRun, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """Run a computation. A split or whole operator only gets the parts that its graph declares."""
-    operator: Any = run.unit.operators[op.of]
-    call = run.call(op.of)
-    if op.part is Part.F:
-        return operator.forward(call, *inputs)
-    if op.part is Part.B:
-        return operator.backward(call, *inputs)
-    if op.part is Part.I:
-        return operator.input_gradient(call, *inputs)
-    operator.weight_gradient(call, *inputs)
-    return ()
+        return f"{letter}{strand.key[1]}.{self.units[instruction.unit].label}.{op.name}"

@@ -102,7 +102,7 @@ def measure_overlap(
             computation=alone,
             communication=moving if axis.size * mesh.dp_size > 1 else 0.0,
             overlapped_fraction=overlapped[name],
-            tokens=sum(batch.side["ids"].shape[1] * batch.side["length"] for batch in window) * mesh.dp_size,
+            tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
         )
         for name, step in zip(runners, steps, strict=True)
     }

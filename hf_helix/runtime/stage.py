@@ -15,6 +15,7 @@ from torch import nn
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.planning.fold import chunks_of_rank, fold_layers
 from hf_helix.planning.plan import GraphPair
+from hf_helix.planning.program import Layout
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,13 @@ class Stage:
     @property
     def units(self) -> list[Unit]:
         return [unit for chunk in self.chunks.values() for unit in chunk]
+
+    @property
+    def layout(self) -> Layout:
+        """The same by name, for planning."""
+        numbered = iter(range(len(self.units)))
+        chunks = {stage: [next(numbered) for _ in chunk] for stage, chunk in self.chunks.items()}
+        return Layout([unit.name for unit in self.units], chunks, self.graphs)
 
     @property
     def graphs(self) -> dict[str, GraphPair]:

@@ -1,14 +1,14 @@
 """Strands: micro-batches on their way through the units.
 
-In:   the side inputs of a micro-batch.
-Out:  per unit a `UnitRun`, the values that are alive, the communication not yet waited for, and what operators keep.
-Must hold: a value is dropped with its last reader; nothing of a micro-batch outlives its backward.
+In:   the side inputs of a micro-batch, made when its first operator runs.
+Out:  the values that are alive, the communication not yet waited for, and what operators keep for backward.
+Must hold: nothing of a micro-batch exists before its first operator or after its last.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Call
 from hf_helix.operators.unit import Unit
+from hf_helix.planning.program import Key
 from hf_helix.runtime.streams import Event
 
 
@@ -24,55 +25,35 @@ class MicroBatch:
     """A slice of the batch.
 
     Attributes:
-        side: tensors that carry no gradient, by name.
+        prepare: makes the tensors that carry no gradient, by name (ids, targets, masks, positions).
         key: where it stands in the run, (optimizer step, place in the window); seeds derive from it.
+        num_tokens: how many tokens it holds, for figures.
     """
 
-    side: Mapping[str, Any]
+    prepare: Callable[[], Mapping[str, Any]]
     key: tuple[int, int]
+    num_tokens: int = 0
 
 
 @dataclass(slots=True)
-class UnitRun:
-    """One unit for one micro-batch, from its forward to the end of its backward."""
+class Strand:
+    """One micro-batch, from its first operator to its last."""
 
-    unit: Unit
-    microbatch: MicroBatch
+    key: tuple[int, int]
+    side: Mapping[str, Any]
     training: bool
     seed: int
-    values: dict[str, Tensor] = field(default_factory=dict)
-    events: dict[str, Event] = field(default_factory=dict)
-    calls: dict[str, Call] = field(default_factory=dict)
+    values: dict[Key, Tensor] = field(default_factory=dict)
+    events: dict[Key, Event] = field(default_factory=dict)
+    calls: dict[tuple[int, str], Call] = field(default_factory=dict)
 
-    def call(self, operator: str) -> Call:
-        """What operator `operator` keeps for this micro-batch."""
-        found = self.calls.get(operator)
+    def call(self, index: int, unit: Unit, operator: str) -> Call:
+        """What an operator of a unit keeps for this micro-batch."""
+        found = self.calls.get((index, operator))
         if found is None:
-            seed = derive_seed(self.seed, *self.microbatch.key, self.unit.label, operator)
-            found = self.calls[operator] = Call(self.microbatch.side, seed, self.training)
+            seed = derive_seed(self.seed, *self.key, unit.label, operator)
+            found = self.calls[index, operator] = Call(self.side, seed, self.training)
         return found
-
-    def take(self, names: tuple[str, ...]) -> Carried:
-        """Remove values that leave the unit, with the communication that still fills them."""
-        return Carried(
-            [self.values.pop(name) for name in names],
-            [self.events.pop(name, None) for name in names],
-        )
-
-    def give(self, names: tuple[str, ...], carried: Carried) -> None:
-        """Values that enter the unit."""
-        for name, value, event in zip(names, carried.values, carried.events, strict=True):
-            self.values[name] = value
-            if event is not None:
-                self.events[name] = event
-
-
-@dataclass(slots=True)
-class Carried:
-    """Values between two units, and the communication that still fills them."""
-
-    values: list[Tensor]
-    events: list[Event | None]
 
 
 def derive_seed(*parts: object) -> int:

@@ -1,0 +1,175 @@
+"""Linear's explicit I and W are autograd's gradients, at whatever time W runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_helix.operators.base import Call
+from hf_helix.operators.linear import Linear
+
+FEATURES = 7
+
+
+def make(outputs: tuple[int, ...], bias: bool) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(FEATURES, n, bias=bias, dtype=torch.float64) for n in outputs]
+
+
+def values(count: int = 1) -> list[Tensor]:
+    """[sequence, batch, features] for `count` micro-batches."""
+    return list(torch.randn(count, 5, 3, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+
+def directions(linears: list[nn.Linear], seed: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(5, 3, linear.out_features, dtype=torch.float64, generator=generator) for linear in linears]
+
+
+def new_call(training: bool = True) -> Call:
+    return Call(side={}, seed=0, training=training)
+
+
+def by_autograd(linears: list[nn.Linear], value: Tensor, gradients: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Outputs and the input's gradient; parameters' gradients are added up as autograd does."""
+    leaf = value.clone().requires_grad_()
+    outputs = [linear(leaf) for linear in linears]
+    torch.autograd.backward(outputs, gradients)
+    return [output.detach() for output in outputs], leaf.grad
+
+
+def take_gradients(linears: list[nn.Linear]) -> list[Tensor | None]:
+    found = []
+    for linear in linears:
+        for parameter in linear.parameters():
+            found.append(parameter.grad)
+            parameter.grad = None
+    return found
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("outputs", [(4,), (4, 2, 2), (6, 1)])
+def test_equals_autograd_over_two_micro_batches(outputs: tuple[int, ...], bias: bool) -> None:
+    """Both W run after both I, in micro-batch order, and read only what their own forward kept."""
+    linears = make(outputs, bias)
+    expected = [by_autograd(linears, v, directions(linears, k)) for k, v in enumerate(values(2))]
+    expected_gradients = take_gradients(linears)
+
+    operator, calls = Linear(linears), [new_call(), new_call()]
+    found_outputs = [operator.forward(call, v) for call, v in zip(calls, values(2), strict=True)]
+    of_inputs = [operator.input_gradient(call, *directions(linears, k)) for k, call in enumerate(calls)]
+    assert all(parameter.grad is None for linear in linears for parameter in linear.parameters())
+    for k, call in enumerate(calls):
+        operator.weight_gradient(call, *directions(linears, k))
+        assert call.saved is None
+
+    for k, (outputs_, of_input) in enumerate(expected):
+        assert_close(list(found_outputs[k]), outputs_)
+        assert not any(output.requires_grad for output in found_outputs[k])
+        assert_close(of_inputs[k], (of_input,))
+    assert_close(take_gradients(linears), expected_gradients)
+
+
+def test_weight_gradient_may_run_before_the_input_gradient() -> None:
+    linears = make((4, 2), bias=True)
+    _, expected = by_autograd(linears, values()[0], directions(linears))
+    expected_gradients = take_gradients(linears)
+    operator, call = Linear(linears), new_call()
+    operator.forward(call, values()[0])
+    operator.weight_gradient(call, *directions(linears))
+    assert_close(operator.input_gradient(call, *directions(linears)), (expected,))
+    assert_close(take_gradients(linears), expected_gradients)
+
+
+def test_gradients_may_have_gaps_in_memory() -> None:
+    """Transposed views, as attention and scatters hand over."""
+    linears = make((4, 2), bias=True)
+    gradients = directions(linears)
+    _, expected = by_autograd(linears, values()[0], gradients)
+    expected_gradients = take_gradients(linears)
+    operator, call = Linear(linears), new_call()
+
+    def gapped(t: Tensor) -> Tensor:
+        return t.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+    operator.forward(call, gapped(values()[0]))
+    gradients = [gapped(g) for g in gradients]
+    assert not gradients[0].is_contiguous()
+    assert_close(operator.input_gradient(call, *gradients), (expected,))
+    operator.weight_gradient(call, *gradients)
+    assert_close(take_gradients(linears), expected_gradients)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    linears = make((4, 2), bias=True)
+    linears[0].weight.requires_grad_(False)
+    linears[1].bias.requires_grad_(False)
+    _, expected = by_autograd(linears, values()[0], directions(linears))
+    expected_gradients = take_gradients(linears)
+    operator, call = Linear(linears), new_call()
+    operator.forward(call, values()[0])
+    assert_close(operator.input_gradient(call, *directions(linears)), (expected,))
+    operator.weight_gradient(call, *directions(linears))
+    found = take_gradients(linears)
+    assert [gradient is None for gradient in found] == [True, False, False, True]
+    assert [gradient is None for gradient in expected_gradients] == [True, False, False, True]
+    assert_close(found[1:3], expected_gradients[1:3])
+
+
+def test_row_parallel_ranks_add_the_bias_once_and_all_have_its_gradient() -> None:
+    """Two ranks, each with half the input features: partial sums add up, and so does nothing twice."""
+    (linear,) = make((4,), bias=True)
+    (value,), gradients = values(), directions([linear])
+    (expected,), of_input = by_autograd([linear], value, gradients)
+    of_weight, of_bias = take_gradients([linear])
+    total, of_inputs, of_weights = torch.zeros_like(expected), [], []
+    for rank, columns in enumerate([slice(0, 4), slice(4, FEATURES)]):
+        half = nn.Linear(columns.stop - columns.start, 4, dtype=torch.float64)
+        half.weight.data, half.bias.data = linear.weight.data[:, columns].clone(), linear.bias.data.clone()
+        operator, call = Linear([half], adds_bias=rank == 0), new_call()
+        total += operator.forward(call, value[..., columns])[0]
+        of_inputs += operator.input_gradient(call, *gradients)
+        operator.weight_gradient(call, *gradients)
+        of_weights.append(half.weight.grad)
+        assert_close(half.bias.grad, of_bias)
+    assert_close(total, expected)
+    assert_close(torch.cat(of_inputs, -1), of_input)
+    assert_close(torch.cat(of_weights, -1), of_weight)
+
+
+def test_evaluation_keeps_nothing() -> None:
+    linears, call = make((4,), bias=True), new_call(training=False)
+    (output,) = Linear(linears).forward(call, values()[0])
+    assert call.saved is None
+    assert_close(output, linears[0](values()[0]).detach())
+
+
+@pytest.mark.parametrize("adds_bias", [True, False])
+def test_gradcheck(adds_bias: bool) -> None:
+    """I and W against finite differences. Without its bias the output does not depend on it, so W is checked apart."""
+    linears = make((3, 2), bias=adds_bias)
+    operator, parameters = Linear(linears, adds_bias), [p for linear in linears for p in linear.parameters()]
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor, *_: Tensor) -> Any:
+            ctx.call = new_call()
+            return operator.forward(ctx.call, value)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            (of_input,) = operator.input_gradient(ctx.call, *gradients)
+            call = new_call()
+            call.saved = ctx.call.saved  # gradcheck runs one backward several times
+            operator.weight_gradient(call, *gradients)
+            return of_input, *take_gradients(linears)
+
+    value = values()[0][:2, :2].clone().requires_grad_()
+    assert torch.autograd.gradcheck(Function.apply, (value, *parameters))

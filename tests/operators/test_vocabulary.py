@@ -1,0 +1,135 @@
+"""The cut vocabulary is Transformers' own: slices of logits give ForCausalLMLoss, slices of the table nn.Embedding.
+
+The ranks are simulated in one process: every slice is computed by itself, and what ranks would exchange is joined by
+hand.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hf_helix.operators.unit import cut_bounds
+from hf_helix.operators.vocabulary import IGNORED, cross_entropy, lookup, token_statistics
+
+SIZES = [1, 2, 3, 5]
+VOCABULARY, SEQUENCE, BATCH = 23, 11, 3  # 23 divides by no size but 1
+NUM_ITEMS = 41
+
+
+def logits_and_labels(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """[batch, sequence, vocabulary] and [batch, sequence], a quarter of the labels ignored."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(BATCH, SEQUENCE, VOCABULARY, generator=generator, dtype=torch.float64) * scale
+    labels = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    labels[torch.rand(BATCH, SEQUENCE, generator=generator) < 0.25] = IGNORED
+    return logits.to(dtype), labels
+
+
+def whole(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of the stock function."""
+    logits = logits.clone().requires_grad_()
+    loss = ForCausalLMLoss(logits, labels, VOCABULARY, num_items_in_batch=torch.tensor(NUM_ITEMS))
+    loss.backward()
+    return loss.detach(), logits.grad
+
+
+def in_slices(logits: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Loss and gradient by way of `size` slices, put together again."""
+    targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).t().contiguous()
+    bounds = [cut_bounds(VOCABULARY, size, rank) for rank in range(size)]
+    slices = [logits.transpose(0, 1)[..., first:last].clone().requires_grad_() for first, last in bounds]
+    pieces = [token_statistics(piece, targets, first) for piece, (first, _) in zip(slices, bounds, strict=True)]
+    loss = cross_entropy(torch.cat(pieces), targets, torch.tensor(1 / NUM_ITEMS))
+    loss.backward()
+    assert all(piece.grad.dtype == logits.dtype for piece in slices)
+    return loss.detach(), torch.cat([piece.grad for piece in slices], -1).transpose(0, 1)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative to the expected norm."""
+    found, expected = found.double(), expected.double()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_and_gradient(size: int, dtype: torch.dtype) -> None:
+    logits, labels = logits_and_labels(dtype, scale=3.0)
+    (expected, expected_gradient), (found, gradient) = whole(logits, labels), in_slices(logits, labels, size)
+    assert distance(found, expected) <= 1e-6
+    assert distance(gradient, expected_gradient) <= 1e-6
+    assert not gradient[:, -1].any()  # the last token predicts nothing
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bf16_logits(size: int) -> None:
+    """The loss is computed in fp32 all the same; the gradient is rounded to bf16 once."""
+    logits, labels = logits_and_labels(torch.bfloat16)
+    (expected, expected_gradient), (found, gradient) = whole(logits, labels), in_slices(logits, labels, size)
+    assert found.dtype == torch.float32
+    assert distance(found, expected) <= 1e-6
+    torch.testing.assert_close(gradient, expected_gradient, rtol=2**-7, atol=1e-6)
+    assert distance(gradient, expected_gradient) <= 1e-3
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", ["everywhere", "first slice only", "last column only"])
+def test_huge_logits(size: int, place: str) -> None:
+    """Slices whose maxima lie 1e4 apart neither overflow nor lose their gradient to NaN."""
+    logits, labels = logits_and_labels(scale=1e4 if place == "everywhere" else 1.0)
+    if place == "first slice only":
+        logits[..., :4] += 1e4
+    elif place == "last column only":
+        logits[..., -1] -= 1e4
+    (expected, expected_gradient), (found, gradient) = whole(logits, labels), in_slices(logits, labels, size)
+    assert torch.isfinite(gradient).all()
+    assert distance(found, expected) <= 1e-6
+    # An fp32 logit of 1e4 is exact to 1e-3 only, and so is its softmax.
+    assert distance(gradient, expected_gradient) <= (1e-6 if place == "everywhere" else 1e-3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_labels_ignored(size: int) -> None:
+    logits, labels = logits_and_labels(scale=1e4)
+    found, gradient = in_slices(logits, torch.full_like(labels, IGNORED), size)
+    assert found == 0
+    assert not gradient.any()  # and no NaN, which would count as any
+
+
+def test_ignored_tokens_do_not_count() -> None:
+    """The two other tests could not tell if labels of -100 fell on a row of the first slice."""
+    logits, labels = logits_and_labels()
+    targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    _, gradient = in_slices(logits, labels, 3)
+    assert (targets == IGNORED).sum() > BATCH
+    assert torch.equal(gradient.abs().sum(-1) > 0, targets != IGNORED)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("padding", [None, 0, 12, VOCABULARY - 1])
+def test_lookup_is_the_embedding(size: int, padding: int | None) -> None:
+    """Pieces sum to the embedding exactly; so do gradients, with the padding row in one slice and outside the others."""
+    table = nn.Embedding(VOCABULARY, 6, padding_idx=padding)
+    nn.init.normal_(table.weight)  # the padding row, too
+    ids = torch.randint(VOCABULARY, (SEQUENCE, BATCH), generator=torch.Generator().manual_seed(1))
+    ids[0] = 12 if padding is None else padding
+    expected = table(ids)
+    direction = torch.randn_like(expected)
+    expected.backward(direction)
+
+    total, gradients = torch.zeros_like(expected), []
+    for rank in range(size):
+        first, last = cut_bounds(VOCABULARY, size, rank)
+        rows = table.weight.detach()[first:last].clone().requires_grad_()
+        piece = lookup(ids, rows, first, VOCABULARY, padding)
+        piece.backward(direction)
+        total += piece.detach()
+        gradients.append(rows.grad)
+    assert torch.equal(total, expected.detach())
+    assert torch.equal(torch.cat(gradients), table.weight.grad)
+    if padding is not None:
+        assert not table.weight.grad[padding].any()
