@@ -101,7 +101,7 @@ def test_all_labels_ignored(size: int) -> None:
 
 
 def test_ignored_tokens_do_not_count() -> None:
-    """The two other tests could not tell if labels of -100 fell on a row of the first slice."""
+    """A token without a target gives no gradient to any slice, one with a target gives some."""
     logits, labels = logits_and_labels()
     targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     _, gradient = in_slices(logits, labels, 3)

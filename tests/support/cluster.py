@@ -1,6 +1,7 @@
 """A few real processes with a real gloo process group, kept alive over many tests (starting one takes seconds).
 
-A job is a module-level function of `support.jobs`, called on every rank at once with the same arguments.
+A job is a module-level function of `support.jobs`, or "module:function", called on every rank at once with the same
+arguments.
 """
 
 from __future__ import annotations
@@ -100,14 +101,14 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    module = importlib.import_module("support.jobs")
     while True:
         try:
             job, arguments = pipe.recv()
         except EOFError:
             return
         try:
-            result = getattr(module, job)(**arguments)
+            module, _, function = job.rpartition(":")
+            result = getattr(importlib.import_module(module or "support.jobs"), function)(**arguments)
         except Exception as error:
             result = Failure(type(error).__name__, str(error), traceback.format_exc())
         pipe.send(result)

@@ -1,0 +1,76 @@
+"""What the Trainer offers around the training step works on a cut model as it does on a whole one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.more_jobs import predict, train_with
+
+JOB = "support.more_jobs:"
+HELIX = {"tp_size": 2}
+PREDICTIONS: dict[str, dict[str, Any]] = {
+    "even number": {"count": 6},
+    "odd number": {"count": 5},
+    "lengths differ between batches": {"count": 7, "lengths": (17, 17, 8, 8, 13, 13)},
+    "padded left": {"count": 5, "lengths": (17, 9, 13), "padding": "left"},
+}
+
+
+@pytest.mark.parametrize("case", PREDICTIONS)
+@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 2), (2, 1), (4, 2)])
+def test_predict_and_evaluate(case: str, ranks: int, tp_size: int, cluster_of: Any, tmp_path: Any) -> None:
+    """Also on data-parallel ranks, where the last batch is filled up and every sample still counts once."""
+    expected = predict(str(tmp_path), None, **PREDICTIONS[case])
+    helix = {"tp_size": tp_size}
+    for result in cluster_of(ranks).run(f"{JOB}predict", folder=str(tmp_path), helix=helix, **PREDICTIONS[case]):
+        assert result["predicted"]["test_samples"] == PREDICTIONS[case]["count"]
+        np.testing.assert_array_equal(result["label_ids"], expected["label_ids"])
+        np.testing.assert_allclose(result["predictions"], expected["predictions"], rtol=0, atol=1e-5)
+        assert len(result["seen"]) == 2  # once by predict, once by evaluate
+        for labels in result["seen"]:
+            np.testing.assert_array_equal(labels, expected["label_ids"])
+        for kind in ("predicted", "evaluated"):
+            if ranks > tp_size:  # the stock loss is a mean over batches, which are others there
+                result[kind] = {name: value for name, value in result[kind].items() if not name.endswith("_loss")}
+            for name, value in result[kind].items():
+                assert value == pytest.approx(expected[kind][name], abs=1e-5), name
+            assert ranks > tp_size or result[kind].keys() == expected[kind].keys()
+
+
+ACCUMULATING = {"gradient_accumulation_steps": 2, "max_steps": 4}
+
+
+def test_callbacks_hear_what_they_hear_from_the_stock_trainer(cluster_of: Any, tmp_path: Any) -> None:
+    expected = train_with(str(tmp_path), None, ACCUMULATING)
+    assert expected["counts"]["on_log"] == 4 + 1  # every step, and once at the end
+    assert expected["counts"]["on_substep_end"] == expected["counts"]["on_step_end"] == 4
+    for result in cluster_of(2).run(f"{JOB}train_with", folder=str(tmp_path), helix=HELIX, training=ACCUMULATING):
+        assert result["events"] == expected["events"]
+
+
+@pytest.mark.parametrize("count", ["all", "non_padding"])
+@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 2), (2, 1), (4, 2)])
+def test_input_tokens_are_counted_once(count: str, ranks: int, tp_size: int, cluster_of: Any, tmp_path: Any) -> None:
+    """Against the stock Trainer with as many samples a step in one process."""
+    case = {"training": {**ACCUMULATING, "include_num_input_tokens_seen": count}}
+    case["data"] = {"lengths": (17, 9), "padding": "right"}
+    batch = {"per_device_train_batch_size": 2 * ranks // tp_size}
+    expected = train_with(str(tmp_path), None, {**case["training"], **batch}, data=case["data"])
+    samples = 4 * 4 * ranks // tp_size
+    assert expected["seen"] == samples * (17 if count == "all" else 13)
+    for result in cluster_of(ranks).run(f"{JOB}train_with", folder=str(tmp_path), helix={"tp_size": tp_size}, **case):
+        assert result["seen"] == expected["seen"]
+        assert result["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize("how", ["streamed", "from_init"])
+def test_iterable_datasets_and_model_init(how: str, cluster_of: Any, tmp_path: Any) -> None:
+    expected = train_with(str(tmp_path), None, ACCUMULATING, **{how: True})
+    assert len(set(expected["losses"])) == 4
+    for result in cluster_of(2).run(
+        f"{JOB}train_with", folder=str(tmp_path), helix=HELIX, training=ACCUMULATING, **{how: True}
+    ):
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)

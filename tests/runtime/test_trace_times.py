@@ -1,0 +1,49 @@
+"""Times from a trace (`busy`, `beside`, `merge`) are what counting the cells of a fine grid gives.
+
+Spans start and end on the grid, so the count is exact.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_helix.runtime.trace import Span, Trace, merge
+
+LENGTH = 40
+intervals = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(lambda pair: tuple(sorted(pair)))
+spans = st.lists(st.builds(lambda s, i: Span(s, "", *i), st.sampled_from(["compute", "local", "cross"]), intervals))
+
+
+def cells(pieces: list[tuple[int, int]]) -> set[int]:
+    """Unit cells that at least one interval covers."""
+    return {cell for start, end in pieces for cell in range(start, end)}
+
+
+def of(found: list[Span], compute: bool) -> set[int]:
+    return cells([(span.start, span.end) for span in found if (span.stream == "compute") == compute])
+
+
+@given(spans)
+def test_busy_and_beside(found: list[Span]) -> None:
+    trace = Trace(spans=found)
+    assert trace.busy(compute=True) == len(of(found, True))
+    assert trace.busy(compute=False) == len(of(found, False))
+    assert trace.beside() == len(of(found, True) & of(found, False))
+
+
+@given(st.lists(intervals))
+def test_merge(pieces: list[tuple[int, int]]) -> None:
+    """The same cells, as disjoint intervals in order that do not even touch."""
+    merged = merge(pieces)
+    assert cells(merged) == cells(pieces)
+    assert all(left[1] < right[0] for left, right in zip(merged, merged[1:], strict=False))
+
+
+def test_by_hand() -> None:
+    trace = Trace()
+    assert (trace.busy(True), trace.busy(False), trace.beside()) == (0, 0, 0)
+    trace.spans += [Span("compute", "a", 0, 4), Span("local", "b", 1, 2), Span("cross", "c", 1.5, 5)]
+    assert (trace.busy(True), trace.busy(False), trace.beside()) == (4, 4, 3)
+    trace.note("issue", "b")
+    assert trace.events == [("issue", "b")]

@@ -1,0 +1,287 @@
+"""More of what the processes of a `Cluster` run: pieces by themselves. Named "support.more_jobs:function" there."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from support.models import arguments, llama, sequences
+from tokenizers import Tokenizer, models
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
+
+from hf_helix import HelixConfig, HelixTrainer, checkpoint
+from hf_helix.operators.base import Call
+from hf_helix.operators.collectives import (
+    Gather,
+    GatherReplicated,
+    GlooTransport,
+    Scatter,
+    prepare_all_gather,
+    prepare_reduce_scatter,
+)
+from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, cut_bounds
+from hf_helix.planning.graph import Part
+from hf_helix.runtime import gradients
+from hf_helix.runtime.mesh import Mesh, build_mesh
+
+# -- collectives and gradients -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def world() -> int:
+    """The number of ranks, once training arguments have made the process group."""
+    return arguments("unused").world_size
+
+
+@functools.cache
+def mesh_of(tp_size: int) -> Mesh:
+    """One mesh for many tests, since every new one opens connections."""
+    assert world() % tp_size == 0
+    return build_mesh(tp_size, "cpu")
+
+
+def contribution(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """What a rank brings; the test knows it, too."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
+
+
+def move(shape: tuple[int, ...], dtype: str, seed: int) -> dict[str, Any]:
+    """One collective of each sort over shards of `shape`, as lists of numbers (bf16 has no numpy type)."""
+    axis = mesh_of(world()).tp
+    assert isinstance(axis.transport, GlooTransport)
+    shard = contribution(axis.rank, shape, getattr(torch, dtype), seed)
+    whole = contribution(axis.rank, (axis.size * shape[0], *shape[1:]), getattr(torch, dtype), seed)
+    gathered, gather = prepare_all_gather(axis, shard)
+    gather()
+    exchanged = torch.empty_like(whole)
+    axis.transport.exchange(exchanged, whole)
+    sums = []
+    for _ in range(2):
+        reduced, work = prepare_reduce_scatter(axis, whole)
+        work()
+        sums.append(reduced)
+    assert {t.dtype for t in (gathered, exchanged, *sums)} == {shard.dtype}
+    found = {"gathered": gathered, "exchanged": exchanged, "reduced": sums[0], "again": sums[1]}
+    return {name: value.float().numpy().copy() for name, value in found.items()}
+
+
+def inner_products(operator: str, seed: int) -> tuple[float, float]:
+    """This rank's part of <G x, y> and of <x, G^T y> in float64; y of `GatherReplicated` is the same everywhere."""
+    axis = mesh_of(world()).tp
+    shard, whole = (3, 2, 5), (3 * axis.size, 2, 5)
+    made = {"Gather": Gather, "Scatter": Scatter, "GatherReplicated": GatherReplicated}[operator](axis)
+    sizes = (whole, shard) if operator == "Scatter" else (shard, whole)
+    x = contribution(axis.rank, sizes[0], torch.float64, seed)
+    y = contribution(0 if operator == "GatherReplicated" else axis.rank, sizes[1], torch.float64, seed + 1)
+    forward, work = made.prepare(Part.F, x)
+    work()
+    if isinstance(made, GatherReplicated):
+        (backward,) = made.backward(Call({}, 0, True), y)
+        return (forward * y).sum().item() / axis.size, (x * backward).sum().item()
+    backward, work = made.prepare(Part.B, y)
+    work()
+    return (forward * y).sum().item(), (x * backward).sum().item()
+
+
+def group_ranks(tp_size: int) -> dict[str, Any]:
+    """Who shares what with this rank."""
+    mesh = mesh_of(tp_size)
+    tp = gradients.tp_group(mesh.tp)
+    return {
+        "tp": dist.get_process_group_ranks(tp) if tp is not None else None,
+        "dp": dist.get_process_group_ranks(mesh.dp_group) if mesh.dp_group is not None else None,
+        "places": (mesh.tp.rank, mesh.tp.size, mesh.dp_size),
+    }
+
+
+PLACED = {
+    "rows": ((7, 4), CUT_ROWS),
+    "columns": ((3, 5), CUT_COLUMNS),
+    "copied": ((6,), COPIED),
+    "norm": ((9,), COPIED_ON_SHARDS),
+}
+
+
+def whole_gradient(name: str, dp_rank: int) -> Tensor:
+    """What a data-parallel rank's batch gives for the uncut parameter."""
+    return contribution(dp_rank, PLACED[name][0], torch.float32, seed=len(name))
+
+
+def finish_gradients(tp_size: int, bucket_bytes: int) -> dict[str, Any]:
+    """Complete gradients of every kind of parameter, and take their norm."""
+    mesh, usual = mesh_of(tp_size), gradients.BUCKET_BYTES
+    tp, dp_rank = mesh.tp, dist.get_rank() // tp_size
+    placements = {nn.Parameter(torch.empty(2, 2), requires_grad=False): COPIED}  # a frozen one, without a gradient
+    for name, (_, placement) in PLACED.items():
+        gradient = whole_gradient(name, dp_rank)
+        if placement.dim is not None:
+            first, last = cut_bounds(gradient.shape[placement.dim], tp.size, tp.rank)
+            gradient = gradient.narrow(placement.dim, first, last - first).clone()
+        elif placement.sums_gradient:  # parts that sum to the whole
+            gradient = gradient * (tp.rank + 1) / (tp.size * (tp.size + 1) / 2)
+        parameter = nn.Parameter(torch.zeros_like(gradient))
+        parameter.grad = gradient
+        placements[parameter] = placement
+    gradients.BUCKET_BYTES = bucket_bytes
+    try:
+        gradients.complete_gradients(placements, mesh)
+    finally:
+        gradients.BUCKET_BYTES = usual
+    found = [parameter.grad.numpy().copy() for parameter in placements if parameter.grad is not None]
+    norm = gradients.gradient_norm(placements, mesh)
+    return {**dict(zip(PLACED, found, strict=True)), "norm of all": norm.item()}
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1}, "[PAD]")), pad_token="[PAD]"
+    )
+
+
+def save_untrained(
+    folder: str, tp_size: int, model: dict[str, Any], own_weights: bool = False, with_tokenizer: bool = False
+) -> None:
+    """Save a model as it was before training. `own_weights`: ranks other than 0 start from other ones."""
+    made = llama(**model)
+    if own_weights and dist.get_rank() > 0:
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.normal_()
+    options = {"processing_class": tokenizer()} if with_tokenizer else {}
+    helix = HelixConfig(tp_size=tp_size)
+    HelixTrainer(model=made, args=arguments(folder), helix_config=helix, **options).save_model()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts bytes of every storage that an operator returns, from then until it is freed; parameters' not."""
+
+    def __init__(self, existing: list[Tensor]) -> None:
+        super().__init__()
+        self._existing = {tensor.untyped_storage().data_ptr() for tensor in existing}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in self._existing:
+                reference = StorageWeakRef(leaf.untyped_storage())
+                self._live[reference.cdata] = reference, leaf.untyped_storage().nbytes()
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
+        return sum(size for _, size in self._live.values())
+
+
+def memory_of_saving(folder: str, model: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of tensors beyond the parameters: the most while a file is written, and the most at any operator."""
+    made = llama(**model)
+    trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(tp_size=2))
+    counter = LiveBytes(list(made.parameters()))
+    at_write, save_file = [], checkpoint.save_file
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        at_write.append(counter.now())
+        save_file(*args, **kwargs)
+
+    checkpoint.save_file = counted
+    try:
+        with counter:
+            trainer.save_model()
+    finally:
+        checkpoint.save_file = save_file
+    return {"at_write": at_write, "peak": counter.peak, "left": counter.now()}
+
+
+# -- the Trainer's other services --------------------------------------------------------------------------------
+
+
+def build(folder: str, helix: dict[str, Any] | None, training: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    """A HelixTrainer, or a stock one where `helix` is None, with whatever the Trainer takes."""
+    common = {"args": arguments(folder, **(training or {})), **options}
+    return Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+
+
+def predict(folder: str, helix: dict[str, Any] | None, count: int, **data: Any) -> dict[str, Any]:
+    """Logits, labels and metrics of a data set, by way of `predict` and of `evaluate`."""
+    seen = []
+
+    def metrics(found: Any) -> dict[str, float]:
+        logits = torch.from_numpy(found.predictions)
+        seen.append(found.label_ids.copy())
+        return {"samples": len(logits), "mean": logits[found.label_ids != -100].mean().item()}
+
+    dataset = sequences(count, seed=9, **data)
+    trainer = build(folder, helix, model=llama(), eval_dataset=dataset, compute_metrics=metrics)
+    output = trainer.predict(dataset)
+    evaluated = trainer.evaluate()
+    drop = ("runtime", "_per_second", "preparation_time")
+    return {
+        "predictions": output.predictions,
+        "label_ids": output.label_ids,
+        "seen": seen,
+        "predicted": {name: value for name, value in output.metrics.items() if not name.endswith(drop)},
+        "evaluated": {name: value for name, value in evaluated.items() if not name.endswith(drop)},
+    }
+
+
+class Recorder(TrainerCallback):
+    """Every event with the step it came in, and what was logged."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        return lambda args, state, control, **_: self.events.append((name, state.global_step))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def train_with(
+    folder: str,
+    helix: dict[str, Any] | None,
+    training: dict[str, Any],
+    streamed: bool = False,
+    from_init: bool = False,
+    data: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train on a list or a stream, with a model or what makes one, and record what callbacks see."""
+    rows, recorder = sequences(60, **(data or {})), Recorder()
+    model: dict[str, Any] = {"model_init": llama} if from_init else {"model": llama()}
+    trainer = build(
+        folder, helix, training, train_dataset=Stream(rows) if streamed else rows, callbacks=[recorder], **model
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in logs],
+        "norms": [float(entry["grad_norm"]) for entry in logs],
+        "tokens": [entry.get("num_input_tokens_seen") for entry in logs],
+        "seen": trainer.state.num_input_tokens_seen,
+        "events": recorder.events,
+        "counts": Counter(name for name, _ in recorder.events),
+    }
