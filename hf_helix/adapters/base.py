@@ -264,23 +264,16 @@ class Family(ABC):
         positions = batch.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=ids.device).unsqueeze(0)
-        if extra:
-            # Positions go on from the last one, so that packed sequences keep their last document in one piece.
-            more = positions[:, -1:] + torch.arange(1, extra + 1, device=ids.device)
-            positions = torch.cat((positions, more), 1)
-        mask = batch.get("attention_mask")
-        ids = functional.pad(ids, (0, extra))
-        mask = None if mask is None else functional.pad(mask, (0, extra))
         return {
-            "ids": ids.t().contiguous(),
+            "ids": functional.pad(ids, (0, extra)).t().contiguous(),
             "targets": functional.pad(targets, (0, extra), value=IGNORED).t().contiguous(),
             "loss_scale": loss_scale,
-            **self.attention_inputs(model, ids, mask, positions),
+            **self.attention_inputs(model, ids, batch.get("attention_mask"), positions),
         }
 
     @abstractmethod
     def attention_inputs(self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor) -> dict[str, Any]:
-        """Masks and positions in the form that the layers' attention takes them."""
+        """Masks and positions in the form that the layers' attention takes them, of the length without padding."""
 
 
 def _require_plain(linear: nn.Module, label: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
@@ -62,7 +63,11 @@ class Llama(Family):
 
 
 class _Attention:
-    """Rope and the attention interface over this rank's heads: q, k, v [sequence, batch, heads * head_dim]."""
+    """Rope and the attention interface over this rank's heads: q, k, v [sequence, batch, heads * head_dim].
+
+    Attention itself never sees the padding that makes the sequence divide: a row that may attend to nothing (padding
+    on the left) averages over all keys in some implementations.
+    """
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -71,7 +76,8 @@ class _Attention:
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, mask: Any, positions: Tensor
     ) -> Tensor:
         module = self.module
-        q, k, v = (self._by_heads(value) for value in (q, k, v))
+        padded, length = q.shape[0], positions.shape[-1]
+        q, k, v = (self._by_heads(value[:length]) for value in (q, k, v))
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager_attention_forward)
         out, _ = attend(
@@ -84,7 +90,8 @@ class _Attention:
             scaling=module.scaling,
             position_ids=positions,
         )
-        return out.flatten(2).transpose(0, 1).contiguous()
+        out = out.flatten(2).transpose(0, 1)
+        return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
 
     def _by_heads(self, value: Tensor) -> Tensor:
         """[sequence, batch, heads * head_dim] to [batch, heads, sequence, head_dim]."""

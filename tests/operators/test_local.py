@@ -95,10 +95,6 @@ def test_side_inputs_get_no_gradient_and_an_unused_input_gets_zeros() -> None:
     assert of_y.tolist() == [0.0, 0.0, 0.0]
 
 
-def is_freed(value: StorageWeakRef) -> bool:
-    return value.expired()
-
-
 @pytest.mark.parametrize(
     ("function", "keeps_output", "keeps_input"),
     [(lambda x: x * 2, False, False), (lambda x: x.exp(), True, False), (lambda x: x.square(), False, True)],
@@ -110,13 +106,13 @@ def test_keeps_only_what_backward_needs(function: Callable[..., Tensor], keeps_o
     (output,) = segment.forward(call, value)
     given, made = StorageWeakRef(value.untyped_storage()), StorageWeakRef(output.untyped_storage())
     del value, output
-    assert is_freed(made) != keeps_output
+    assert made.expired() != keeps_output
     if keeps_input:
-        assert not is_freed(given)
+        assert not given.expired()
     segment.backward(call, torch.ones(100))
     assert call.saved is None
-    assert is_freed(made)
-    assert is_freed(given)
+    assert made.expired()
+    assert given.expired()
 
 
 def test_evaluation_keeps_nothing() -> None:
@@ -128,7 +124,7 @@ def test_evaluation_keeps_nothing() -> None:
     assert not output.requires_grad
     given = StorageWeakRef(x.untyped_storage())
     del x
-    assert is_freed(given)
+    assert given.expired()
 
 
 def drops(seed: int, draws: bool = True, training: bool = True) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ def test_slices_cover_the_dimension_evenly(length: int, size: int) -> None:
     bounds = [cut_bounds(length, size, rank) for rank in range(size)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == length
-    assert all(left[1] == right[0] for left, right in zip(bounds, bounds[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(bounds))
     lengths = [last - first for first, last in bounds]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] - lengths[-1] <= 1

@@ -112,7 +112,7 @@ def test_ignored_tokens_do_not_count() -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("padding", [None, 0, 12, VOCABULARY - 1])
 def test_lookup_is_the_embedding(size: int, padding: int | None) -> None:
-    """Pieces sum to the embedding exactly; so do gradients, with the padding row in one slice and outside the others."""
+    """Pieces sum to the embedding exactly, and gradients are its own; the padding row lies in one slice only."""
     table = nn.Embedding(VOCABULARY, 6, padding_idx=padding)
     nn.init.normal_(table.weight)  # the padding row, too
     ids = torch.randint(VOCABULARY, (SEQUENCE, BATCH), generator=torch.Generator().manual_seed(1))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from support.models import arguments, llama, sequences
@@ -204,7 +202,7 @@ def memory_of_saving(folder: str, model: dict[str, Any]) -> dict[str, Any]:
             trainer.save_model()
     finally:
         checkpoint.save_file = save_file
-    return {"at_write": at_write, "peak": counter.peak, "left": counter.now()}
+    return {"at_write": at_write, "peak": counter.peak}
 
 
 # -- the Trainer's other services --------------------------------------------------------------------------------
@@ -271,7 +269,7 @@ def train_with(
 ) -> dict[str, Any]:
     """Train on a list or a stream, with a model or what makes one, and record what callbacks see."""
     rows, recorder = sequences(60, **(data or {})), Recorder()
-    model: dict[str, Any] = {"model_init": llama} if from_init else {"model": llama()}
+    model: dict[str, Any] = {"model_init": lambda: llama()} if from_init else {"model": llama()}
     trainer = build(
         folder, helix, training, train_dataset=Stream(rows) if streamed else rows, callbacks=[recorder], **model
     )
