@@ -48,6 +48,7 @@ class HelixConfig:
             (driven by dependencies), `round_robin` (in turn; the paper's Wavelet+), `sequential` (no overlap of
             micro-batches), or the path of a plan saved with `trainer.plan.save(path)`.
         schedule: `w`, the paper's W-shaped schedule on a folded placement (section 4.1).
+        profile: measured times to plan with. Only None so far.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -60,6 +61,7 @@ class HelixConfig:
     ep_size: int = 1
     plan: str = "auto"
     schedule: str = "w"
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
@@ -75,6 +77,10 @@ class HelixConfig:
         for name in ("pp_size", "cp_size", "ep_size"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not built yet; use {name}=1 and tp_size instead")
+        if self.profile is not None:
+            raise ValueError(
+                f"profile={self.profile!r} is not built yet; use profile=None, plans need no profile so far"
+            )
         if self.plan in PLANNED_PLANS:
             raise ValueError(f"plan={self.plan!r} is not built yet; use one of {', '.join(PLANS)} or a plan file")
         if self.plan not in PLANS and not os.path.isfile(self.plan):

@@ -185,9 +185,11 @@ class HelixTrainerMixin:
                 f"the batch has no labels, only {', '.join(batch)}; use a collator that makes them, such as "
                 "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
             )
-        # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp.
-        copies = self._mesh.dp_size if self.args.average_tokens_across_devices else 1
-        scale = torch.as_tensor(copies / num_items, dtype=torch.float32, device=self.args.device)
+        # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
+        # the count by the ranks that share a batch, also where it has not summed over them.
+        averages = self.args.average_tokens_across_devices
+        factor = self._mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
+        scale = torch.as_tensor(factor / num_items, dtype=torch.float32, device=self.args.device)
         prepare = functools.partial(self._family.side_inputs, self.model, batch, self._mesh.tp.size, scale)
         return MicroBatch(prepare, key, num_tokens=batch["input_ids"].numel())
 

@@ -43,7 +43,7 @@ class RecipeArguments:
         },
     )
     text_column: str = field(default="text", metadata={"help": "where the text is in a JSONL file or dataset"})
-    prompt: str = field(default="The", metadata={"help": "what the trained model goes on from"})
+    prompt: str = field(default="The class", metadata={"help": "what the trained model goes on from"})
     vocab_size: int = 4096
     sequence_length: int = 256
     hidden_size: int = 256
@@ -56,7 +56,7 @@ class RecipeArguments:
 DEFAULTS = {
     "output_dir": "runs/pretrain",
     "use_cpu": not torch.cuda.is_available(),
-    "max_steps": 120,
+    "max_steps": 150,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 4,
     "learning_rate": 3e-3,
@@ -103,7 +103,7 @@ def read_documents(source: str, column: str) -> list[str]:
     """The texts of a file, a dataset, or Python's documentation."""
     path = Path(source)
     if not source:
-        return list(pydoc_data.topics.topics.values())
+        return [" ".join(text.split()) for text in pydoc_data.topics.topics.values()]
     if path.suffix in (".jsonl", ".json"):
         return list(load_dataset("json", data_files=source, split="train")[column])
     if path.is_file():
@@ -163,7 +163,8 @@ def generate(folder: str, prompt: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=40, do_sample=False, repetition_penalty=1.3)
+    set_seed(0)
+    output = model.generate(**inputs, max_new_tokens=40, do_sample=True, temperature=0.7, top_k=40)
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 

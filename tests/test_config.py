@@ -367,3 +367,8 @@ def test_a_file_of_bytes_is_named(tmp_path):
     path.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ValueError, match=r"bytes\.yaml"):
         HelixConfig.from_file(path)
+
+
+def test_a_profile_is_refused_by_name():
+    with pytest.raises(ValueError, match="profile='p.json' is not built yet; use profile=None"):
+        HelixConfig(profile="p.json")

@@ -22,7 +22,7 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
     lines += [
         f"  communication alone  {_ms(overlap.communication):>12}",
         f"  overlapped           {overlap.overlapped_fraction:12.0%}   of communication ran beside computation",
-        f"  hidden               {overlap.hidden_fraction:12.0%}   of communication cost no time; "
+        f"  hidden               {overlap.hidden_fraction:12.0%}   of its time was saved; "
         f"{_ms(overlap.exposed)} are exposed",
         f"  one after the other  {_ms(overlap.computation + overlap.communication):>12}",
         f"  no plan can beat     {_ms(overlap.bound):>12}",

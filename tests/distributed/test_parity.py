@@ -25,6 +25,9 @@ CASES: dict[str, dict[str, Any]] = {
         # 11 micro-batches an epoch: windows of 5, 5 and 1.
         "training": {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 7, "max_grad_norm": 0.5},
     },
+    "tokens counted per device": {
+        "training": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+    },
     "biases, eager attention, no clipping": {
         "model": {"attention_bias": True, "mlp_bias": True, "attn_implementation": "eager"},
         "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "optim": "adamw_torch_fused"},

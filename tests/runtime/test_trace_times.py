@@ -1,7 +1,7 @@
 """Times from a trace (`busy`, `beside`, `merge`) are what counting the cells of a fine grid gives.
 
-Spans start and end on the grid, so the count is exact. (Named so since pytest wants file names that differ; the trace of
-a real run is in distributed/test_trace.py.)
+Spans start and end on the grid, so the count is exact. (The trace of a real run is
+in distributed/test_trace.py; pytest wants file names that differ.)
 """
 
 from __future__ import annotations
