@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hf_helix.operators.unit import Placement, Unit, cut_bounds
+from hf_helix.operators.unit import Placement, Unit
 from hf_helix.runtime.gradients import tp_group
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 def cut_parameters(units: Iterable[Unit], mesh: Mesh) -> None:
@@ -39,29 +41,38 @@ def cut_parameters(units: Iterable[Unit], mesh: Mesh) -> None:
         _align_with_rank_0(list(placements), mesh.device)
     for parameter, placement in placements.items():
         if placement.dim is not None and mesh.tp.size > 1:
-            first, last = cut_bounds(parameter.shape[placement.dim], mesh.tp.size, mesh.tp.rank)
+            first, last = placement.bounds(mesh.tp.size, mesh.tp.rank)
             parameter.data = parameter.data.narrow(placement.dim, first, last - first).clone()
 
 
 def whole_parameter(parameter: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
-    """The uncut parameter on the first rank of the tensor-parallel group, None on the others. Collective."""
+    """The uncut parameter on the first rank of the tensor-parallel group, None on the others. Collective.
+
+    The writing rank allocates the whole once, and one slice where slices do not lie in one piece.
+    """
     group = tp_group(mesh.tp)
     value = parameter.detach()
     if group is None or placement.dim is None:
         return value if mesh.tp.rank == 0 else None
-    lengths = [0] * mesh.tp.size
-    dist.all_gather_object(lengths, value.shape[placement.dim], group=group)
-    # Equal blocks, since a gather moves those; the shorter slices are padded.
-    rows = value.transpose(0, placement.dim)
-    padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
-    padded[: rows.shape[0]] = rows
-    is_first = mesh.tp.rank == 0
-    blocks = [torch.empty_like(padded) for _ in lengths] if is_first else None
-    dist.gather(padded, blocks, dst=dist.get_global_rank(group, 0), group=group)
-    if blocks is None:
+    ranks = dist.get_process_group_ranks(group)
+    if mesh.tp.rank > 0:
+        dist.send(value.contiguous(), ranks[0], group=group)
         return None
-    whole = torch.cat([block[:length] for block, length in zip(blocks, lengths, strict=True)])
-    return whole.transpose(0, placement.dim).contiguous()
+    shape = list(value.shape)
+    shape[placement.dim] = placement.length
+    whole = value.new_empty(shape)
+    for rank_in_group, source in enumerate(ranks):
+        first, last = placement.bounds(mesh.tp.size, rank_in_group)
+        place = whole.narrow(placement.dim, first, last - first)
+        if rank_in_group == 0:
+            place.copy_(value)
+        elif place.is_contiguous():
+            dist.recv(place, source, group=group)
+        else:
+            arrived = place.new_empty(place.shape)
+            dist.recv(arrived, source, group=group)
+            place.copy_(arrived)
+    return whole
 
 
 def save_pretrained(model: Any, units: list[Unit], mesh: Mesh, folder: str | Path) -> None:
@@ -73,8 +84,8 @@ def save_pretrained(model: Any, units: list[Unit], mesh: Mesh, folder: str | Pat
     names = {parameter: name for name, parameter in model.named_parameters()}
     writer = _Writer(folder, model) if rank() == 0 else None
     if mesh.dp_size == 1 or dist.get_rank(mesh.dp_group) == 0:
-        limit = max(_whole_bytes(unit.placements, mesh) for unit in units)
-        for group in _file_groups(units, mesh, limit):
+        limit = max(_whole_bytes(unit.placements) for unit in units)
+        for group in _file_groups(units, limit):
             tensors = {}
             for parameter, placement in group.items():
                 whole = whole_parameter(parameter, placement, mesh)
@@ -113,9 +124,9 @@ class _Writer:
         names = [SINGLE_NAME] if count == 1 else names
         for path, name in zip(self._files, names, strict=True):
             path.replace(self.folder / name)
-        for stale in self.folder.glob("model*.safetensors"):
-            if stale.name not in names:
-                stale.unlink()
+        for file in self.folder.iterdir():
+            if _WEIGHTS.fullmatch(file.name) and file.name not in names:
+                file.unlink()
         index = self.folder / INDEX_NAME
         if count == 1:
             index.unlink(missing_ok=True)
@@ -124,19 +135,20 @@ class _Writer:
             data = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
             index.write_text(json.dumps(data, indent=2) + "\n")
         self.model.config.architectures = [type(self.model).__name__]
+        self.model.config.dtype = str(self.model.dtype).removeprefix("torch.")
         self.model.config.save_pretrained(self.folder)
         if getattr(self.model, "generation_config", None) is not None:
             self.model.generation_config.save_pretrained(self.folder)
 
 
-def _file_groups(units: list[Unit], mesh: Mesh, limit: int) -> Iterator[dict[nn.Parameter, Placement]]:
+def _file_groups(units: list[Unit], limit: int) -> Iterator[dict[nn.Parameter, Placement]]:
     """Units in order, packed into files of at most `limit` bytes; a tied parameter goes where it comes first."""
     group: dict[nn.Parameter, Placement] = {}
     seen: set[nn.Parameter] = set()
     for unit in units:
         new = {p: placement for p, placement in unit.placements.items() if p not in seen}
         seen.update(new)
-        if group and _whole_bytes(group, mesh) + _whole_bytes(new, mesh) > limit:
+        if group and _whole_bytes(group) + _whole_bytes(new) > limit:
             yield group
             group = {}
         group.update(new)
@@ -144,15 +156,12 @@ def _file_groups(units: list[Unit], mesh: Mesh, limit: int) -> Iterator[dict[nn.
         yield group
 
 
-def _whole_bytes(placements: Mapping[nn.Parameter, Placement], mesh: Mesh) -> int:
-    """Bytes of uncut parameters, the same number on every rank (slices differ by a row, so it is an upper bound)."""
+def _whole_bytes(placements: Mapping[nn.Parameter, Placement]) -> int:
+    """Bytes of uncut parameters."""
     total = 0
     for parameter, placement in placements.items():
-        size = parameter.numel() * parameter.element_size()
-        if placement.dim is not None:
-            row = size // parameter.shape[placement.dim]
-            size = row * (parameter.shape[placement.dim] + 1) * mesh.tp.size
-        total += size
+        size = parameter.nbytes
+        total += size if placement.dim is None else size // parameter.shape[placement.dim] * placement.length
     return total
 
 

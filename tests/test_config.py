@@ -39,7 +39,12 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_the_defaults_are_one_rank_and_auto():
-    assert dataclasses.asdict(HelixConfig()) == {**dict.fromkeys(SIZES, 1), "plan": "auto", "schedule": "w"}
+    assert dataclasses.asdict(HelixConfig()) == {
+        **dict.fromkeys(SIZES, 1),
+        "plan": "auto",
+        "schedule": "w",
+        "profile": None,
+    }
 
 
 def test_ranks_per_batch():
@@ -370,5 +375,5 @@ def test_a_file_of_bytes_is_named(tmp_path):
 
 
 def test_a_profile_is_refused_by_name():
-    with pytest.raises(ValueError, match="profile='p.json' is not built yet; use profile=None"):
+    with pytest.raises(ValueError, match=r"profile='p\.json' is not built yet; use profile=None"):
         HelixConfig(profile="p.json")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -186,7 +187,8 @@ class Builder:
     def _place(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
         for parameter in parameters:
             if isinstance(parameter, nn.Parameter):
-                self._placements[parameter] = placement
+                length = 0 if placement.dim is None else parameter.shape[placement.dim]
+                self._placements[parameter] = replace(placement, length=length)
 
 
 class Family(ABC):

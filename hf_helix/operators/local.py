@@ -47,23 +47,28 @@ class Segment(Computation):
         leaves = tuple(value.detach().requires_grad_() for value in inputs)
         with torch.enable_grad():
             outputs = _as_tuple(self._run(call, leaves, side))
-        # Only the edges are kept: an output that backward does not need is freed with its last reader.
-        call.saved = leaves, tuple(get_gradient_edge(output) for output in outputs)
+        if leaves or self._trained():
+            # Only the edges are kept: an output that backward does not need is freed with its last reader.
+            call.saved = leaves, tuple(get_gradient_edge(output) for output in outputs)
         return tuple(output.detach() for output in outputs)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        if call.saved is None:  # nothing to differentiate, such as a frozen table
+            return ()
         leaves: Tensors
         edges: tuple[GradientEdge, ...]
         leaves, edges = call.saved
         call.saved = None
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        torch.autograd.backward(edges, gradients, inputs=[*leaves, *trained])
+        torch.autograd.backward(edges, gradients, inputs=[*leaves, *self._trained()])
         return tuple(_gradient_of(leaf) for leaf in leaves)
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def _run(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Any:
         if self.draws is None or not self.draws():
             return self.function(*inputs, **side)
-        device = inputs[0].device
+        device = next(value.device for value in (*inputs, *self.parameters) if isinstance(value, Tensor))
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
             torch.manual_seed(call.seed)
             return self.function(*inputs, **side)

@@ -25,11 +25,17 @@ class Placement:
 
     Attributes:
         dim: the dimension along which it is cut; None for a copy on every rank.
+        length: of that dimension in the whole parameter.
         sums_gradient: a copy whose gradient each rank sees only for its part of the sequence, to be summed.
     """
 
     dim: int | None = None
+    length: int = 0
     sums_gradient: bool = False
+
+    def bounds(self, size: int, rank: int) -> tuple[int, int]:
+        """The slice that a rank holds."""
+        return cut_bounds(self.length, size, rank)
 
 
 CUT_ROWS = Placement(dim=0)

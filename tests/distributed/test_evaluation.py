@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import jobs
 from support.more_jobs import predict, train_with
 
 JOB = "support.more_jobs:"
@@ -72,5 +74,14 @@ def test_iterable_datasets_and_model_init(how: str, cluster_of: Any, tmp_path: A
     for result in cluster_of(2).run(
         f"{JOB}train_with", folder=str(tmp_path), helix=HELIX, training=ACCUMULATING, **{how: True}
     ):
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
+
+
+def test_a_frozen_embedding_trains_like_the_stock_trainer(cluster_of: Any, tmp_path: Path) -> None:
+    freeze = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
+    options = {"folder": str(tmp_path), "training": {"max_steps": 5}, "freeze": freeze}
+    expected = jobs.train(helix=None, **options)
+    for result in cluster_of(2).run("train", helix={"tp_size": 2}, **options):
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)

@@ -172,7 +172,6 @@ def test_frozen_parameters_get_no_gradient() -> None:
     assert parameters[0].grad is None
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="Segment asks for an edge of what needs no gradient")
 def test_a_frozen_table_without_inputs() -> None:
     """The lookup of a frozen embedding: nothing to differentiate at all."""
     table = nn.Parameter(torch.randn(5, 3), requires_grad=False)

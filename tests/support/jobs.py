@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,18 +20,25 @@ def make_trainer(
     model: dict[str, Any] | None = None,
     data: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
+    freeze: Sequence[str] = (),
     **options: Any,
 ) -> Trainer:
-    """A HelixTrainer, or a stock one where `helix` is None."""
+    """A HelixTrainer, or a stock one where `helix` is None. `freeze` names parameters that are not trained."""
     data = {"count": 60, **(data or {})}
     common = {
-        "model": llama(**(model or {})),
+        "model": frozen(llama(**(model or {})), freeze),
         "args": arguments(folder, **(training or {})),
         "train_dataset": sequences(**data),
         "eval_dataset": sequences(**{**data, "count": 5, "seed": 9}),
         **options,
     }
     return Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+
+
+def frozen(model: Any, names: Sequence[str]) -> Any:
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return model
 
 
 def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
