@@ -18,8 +18,8 @@ from typing import Any
 
 CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
-PLANS = ("auto", "greedy", "round_robin", "sequential")
-PLANNED_PLANS = ("intra_batch", "dhelix", "search")
+PLANS = ("auto", "search", "greedy", "round_robin", "sequential")
+PLANNED_PLANS = ("intra_batch", "dhelix")
 SCHEDULES = ("w",)
 PLANNED_SCHEDULES = ("1f1b", "dualpipe_v")
 
@@ -44,9 +44,11 @@ class HelixConfig:
         pp_size: ranks of the folded pipeline. Only 1 so far.
         cp_size: ranks that share a sequence (context parallelism). Only 1 so far.
         ep_size: ranks that share the experts. Only 1 so far.
-        plan: how the operators of two micro-batches are interleaved: `auto` (today the same as `greedy`), `greedy`
-            (driven by dependencies), `round_robin` (in turn; the paper's Wavelet+), `sequential` (no overlap of
-            micro-batches), or the path of a plan saved with `trainer.plan.save(path)`.
+        plan: how the operators of two micro-batches are interleaved: `auto` (the first training window is used to
+            measure the operators, to search, and to time the plans below; the fastest is kept), `search` (the
+            searched plan, untimed), `greedy` (driven by dependencies, without measuring), `round_robin` (in turn;
+            the paper's Wavelet+), `sequential` (no overlap of micro-batches), or the path of a plan saved with
+            `trainer.plan.save(path)`.
         schedule: `w`, the paper's W-shaped schedule on a folded placement (section 4.1).
         profile: measured times to plan with. Only None so far.
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 
@@ -27,11 +28,12 @@ from hf_helix.checkpoint import cut_parameters, save_pretrained
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.operators.collectives import prepare_all_gather
 from hf_helix.operators.unit import cut_bounds
-from hf_helix.planning.plan import GraphPair, Plan, load_plan, make_plan
+from hf_helix.planning.plan import GraphPair, Plan, Times, load_plan, make_plan
 from hf_helix.planning.rules import RULES
 from hf_helix.planning.schedule import build_schedule, format_schedule
 from hf_helix.plugin import HelixPlugin
 from hf_helix.refusals import check_arguments, check_model, check_trainer
+from hf_helix.report.scorecard import format_tuning
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
 from hf_helix.runtime.gradients import gradient_norm, tp_group
 from hf_helix.runtime.liveness import start_watch, watched
@@ -41,8 +43,11 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import fold_units
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
+from hf_helix.runtime.tuning import CANDIDATES, Tuning, tune
 
-AUTO_RULE = "greedy"
+# Rules that measure wait for the first window; until then, a plan that needs no measurement serves.
+MEASURED = {"auto": CANDIDATES, "search": ("search",)}
+UNMEASURED = "greedy"
 
 
 class HelixTrainerMixin:
@@ -83,6 +88,7 @@ class HelixTrainerMixin:
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
         self._window: list[Any] | None = None
         self._last_window: list[MicroBatch] = []
+        self.tuning: Tuning | None = None  # what `plan="auto"` measured, after the first window
         start_watch()
         if model is not None:
             self._take(model, arguments)
@@ -124,7 +130,8 @@ class HelixTrainerMixin:
         self._family = family_of(model)
         self._units = self._family.units(model, self._mesh.tp)
         stage = fold_units(self._units)
-        plan = self._make_plan(type(model).__name__, stage.graphs)
+        name = UNMEASURED if self.helix_config.plan in MEASURED else self.helix_config.plan
+        plan = self._make_plan(name, type(model).__name__, stage.graphs)
         schedule = self.helix_config.schedule
         with watched():
             # All ranks agree before anything is cut or communicated by the plan.
@@ -135,13 +142,23 @@ class HelixTrainerMixin:
         if self._mesh.tp.size > 1:
             model.forward = _refuse_forward(model.forward)
 
-    def _make_plan(self, model_name: str, graphs: Mapping[str, GraphPair]) -> Plan:
-        config = self.helix_config
-        name = AUTO_RULE if config.plan == "auto" else config.plan
-        mesh = {"tp_size": config.tp_size, "pp_size": config.pp_size}
+    def _make_plan(
+        self, name: str, model_name: str, graphs: Mapping[str, GraphPair], times: Times | None = None
+    ) -> Plan:
+        mesh = {"tp_size": self.helix_config.tp_size, "pp_size": self.helix_config.pp_size}
         if name in RULES:
-            return make_plan(name, RULES[name], graphs, model=model_name, mesh=mesh)
+            return make_plan(name, RULES[name], graphs, model=model_name, mesh=mesh, times=times)
         return load_plan(name, graphs, model=model_name, mesh=mesh)
+
+    def _tune(self, window: list[MicroBatch]) -> None:
+        """Measure and choose, once, before the first window of two micro-batches or more."""
+        rules = MEASURED.get(self.helix_config.plan)
+        if rules is None or self.tuning is not None or self._mesh.tp.size == 1 or len(window) < 2:
+            return
+        name, graphs = type(self.model).__name__, self.runner.stage.graphs
+        self.tuning = tune(self.runner, window, lambda rule, times: self._make_plan(rule, name, graphs, times), rules)
+        if self.is_world_process_zero():  # type: ignore[attr-defined]
+            tqdm.write(format_tuning(self.tuning))
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -176,6 +193,7 @@ class HelixTrainerMixin:
             for place, batch in enumerate(batches)
         ]
         self._last_window = microbatches
+        self._tune(microbatches)
         losses = self.runner.train_window(microbatches)
         return torch.stack(losses).sum()
 
@@ -223,7 +241,7 @@ class HelixTrainerMixin:
         labels = batch.get("labels")
         num_items = self._get_num_items_in_batch([batch], self.args.device)  # type: ignore[attr-defined]
         microbatch = self._microbatch(batch, 1 if num_items is None else num_items, (self.state.global_step, 0))
-        with torch.no_grad():
+        with watched(), torch.no_grad():
             loss, logits = self.runner.evaluate(microbatch, keep_logits=not prediction_loss_only)
         found = None if labels is None else loss.detach()
         if logits is None:

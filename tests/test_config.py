@@ -104,7 +104,7 @@ def test_an_unknown_plan_names_the_nearest():
 
 
 def test_a_plan_that_is_near_to_nothing_lists_the_rules():
-    with pytest.raises(ValueError, match=r"rules: auto, greedy, round_robin, sequential$"):
+    with pytest.raises(ValueError, match=r"rules: auto, search, greedy, round_robin, sequential$"):
         HelixConfig(plan="xyz.json")
 
 

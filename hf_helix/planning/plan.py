@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_helix.planning.graph import Graph, Operator, digest
@@ -180,17 +180,38 @@ class Plan:
         Path(path).write_text(self.to_json())
 
 
+Times = Mapping[tuple[str, str], float]
+"""Seconds of each operator, by the name of its unit and its entry."""
+
+
 def make_plan(
-    rule_name: str, rule: Rule, pairs: Mapping[str, GraphPair], *, model: str, mesh: Mapping[str, int]
+    rule_name: str,
+    rule: Rule,
+    pairs: Mapping[str, GraphPair],
+    *,
+    model: str,
+    mesh: Mapping[str, int],
+    times: Times | None = None,
 ) -> Plan:
-    """Apply a rule to every block that the units can form, and check each order."""
+    """Apply a rule to every block that the units can form, and check each order.
+
+    Args:
+        times: what the rule reads in place of the graphs' rough efforts.
+    """
     orders = {}
     for block in all_blocks(pairs):
         forward = pairs[block.forward].forward if block.forward else None
         backward = pairs[block.backward].backward if block.backward else None
-        orders[block] = rule(forward, backward)
+        orders[block] = rule(_timed(forward, "F", times), _timed(backward, "B", times))
         validate_order(orders[block], forward, backward, block=block)
     return Plan(rule_name, model, dict(mesh), graphs_digest(pairs), orders)
+
+
+def _timed(graph: Graph | None, letter: str, times: Times | None) -> Graph | None:
+    if graph is None or times is None:
+        return graph
+    operators = [replace(op, effort=times[graph.name, f"{letter}.{op.name}"]) for op in graph.operators]
+    return replace(graph, operators=tuple(operators))
 
 
 def all_blocks(units: Iterable[str]) -> list[Block]:
@@ -239,7 +260,7 @@ def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, m
                 raise ValueError(f"block {str(block)!r} is missing")
             validate_order(orders[block], forward, backward, block=block)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"plan file {path} is damaged: {error}; {remedy}") from error
+        raise ValueError(f"plan file {path} is damaged: {error}\n{remedy}") from error
     return Plan(str(rule), model, dict(mesh), graphs, orders)
 
 

@@ -1,6 +1,6 @@
 """The scorecard: what overlap is worth, in a few lines that tell the truth.
 
-In:   an `Overlap` and the plan it was measured with.
+In:   an `Overlap` and the plan it was measured with, or what `plan="auto"` measured.
 Out:  text.
 Must hold: overlapped and hidden are always printed together, beside the bound; a loss is printed as a loss.
 """
@@ -8,6 +8,7 @@ Must hold: overlapped and hidden are always printed together, beside the bound; 
 from __future__ import annotations
 
 from hf_helix.runtime.measure import Overlap
+from hf_helix.runtime.tuning import BASELINE, Tuning
 
 
 def format_scorecard(overlap: Overlap, rule: str) -> str:
@@ -30,6 +31,26 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
     if overlap.hidden_fraction < 0:
         lines.append("  the ranks share cores with the transport, so communication slows computation down")
     return "\n".join(lines)
+
+
+def format_tuning(tuning: Tuning) -> str:
+    """What was chosen and why, in one paragraph."""
+    kept = tuning.overlaps[tuning.kept]
+    others = ", ".join(f"{rule} {_ms(overlap.step)}" for rule, overlap in tuning.overlaps.items())
+    text = (
+        f"hf_helix: plan {tuning.kept} is kept. A window takes, by plan: {others}; its computation alone "
+        f"{_ms(kept.computation)}, its communication alone {_ms(kept.communication)}. "
+        f"{kept.overlapped_fraction:.0%} of communication runs beside computation, "
+        f"{kept.hidden_fraction:.0%} of its time is saved, {_ms(kept.exposed)} are exposed."
+    )
+    baseline = tuning.overlaps.get(BASELINE)
+    if baseline is not None and baseline.step < 1.05 * kept.step:
+        share = kept.communication / (kept.computation + kept.communication)
+        text += (
+            f" The gain over {BASELINE} is small: communication is {share:.0%} of the work, or it takes the cores "
+            "that computation needs."
+        )
+    return text
 
 
 def _ms(seconds: float) -> str:

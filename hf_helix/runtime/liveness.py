@@ -46,7 +46,7 @@ class Watch:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around everything that communicates: errors of communication become errors that name a rank."""
-        self._in_step = True
+        before, self._in_step = self._in_step, True
         try:
             yield
         except RankFailure:
@@ -56,7 +56,7 @@ class Watch:
                 raise RankFailure(self._explain(error)) from error
             raise
         finally:
-            self._in_step = False
+            self._in_step = before
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed."""

@@ -90,12 +90,12 @@ def measure_overlap(
     for _ in range(repeats + 1):
         for work, found in zip(works, times, strict=True):
             if work is not communication:
-                _forget_gradients(first)
+                forget_gradients(first)
             found.append(_timed(work, first))
     # The first round warms up.
     alone, moving, *steps = [statistics.median(_maxima(found[1:])) for found in times]
     overlapped = {name: _overlapped_fraction(runner, window) for name, runner in runners.items()}
-    _forget_gradients(first)
+    forget_gradients(first)
     return {
         name: Overlap(
             step=step,
@@ -113,7 +113,7 @@ def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[tuple[str, t
     with _silenced(runner.mesh.tp) as silent:
         runner.train_window(window, complete=False)
     runner.executor.streams.synchronize()
-    _forget_gradients(runner)
+    forget_gradients(runner)
     return silent.moved
 
 
@@ -137,9 +137,9 @@ def _overlapped_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
         streams.synchronize()
     finally:
         streams.trace = None
-    _forget_gradients(runner)
+    forget_gradients(runner)
     busy = trace.busy(compute=False)
-    return statistics.fmean(_over_ranks(trace.beside() / busy if busy else 0.0))
+    return statistics.fmean(over_ranks(trace.beside() / busy if busy else 0.0))
 
 
 def _timed(work: Callable[[], Any], runner: Runner) -> float:
@@ -154,10 +154,11 @@ def _timed(work: Callable[[], Any], runner: Runner) -> float:
 
 def _maxima(mine: list[float]) -> list[float]:
     """The longest of every rank, repeat by repeat."""
-    return [max(column) for column in zip(*_over_ranks(mine), strict=True)]
+    return [max(column) for column in zip(*over_ranks(mine), strict=True)]
 
 
-def _over_ranks(mine: Any) -> list[Any]:
+def over_ranks(mine: Any) -> list[Any]:
+    """What every rank brings, in rank order. Collective."""
     if not dist.is_initialized():
         return [mine]
     found: list[Any] = [None] * dist.get_world_size()
@@ -165,6 +166,7 @@ def _over_ranks(mine: Any) -> list[Any]:
     return found
 
 
-def _forget_gradients(runner: Runner) -> None:
+def forget_gradients(runner: Runner) -> None:
+    """Leave the parameters as between two optimizer steps."""
     for parameter in runner.stage.placements:
         parameter.grad = None

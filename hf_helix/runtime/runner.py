@@ -42,6 +42,7 @@ class Runner:
         self.mesh = mesh
         self.schedule = schedule
         self.layout = stage.layout
+        self._seed = seed
         # Ranks of one batch hold different heads and tokens, so they draw different numbers.
         self.executor = Executor(stage.units, streams, seed * mesh.tp.size + mesh.tp.rank)
         self._programs: dict[object, list[Instruction]] = {}
@@ -50,6 +51,15 @@ class Runner:
         self._loss: Key = (head, loss)
         self._loss_gradient: Key = (head, f"d.{loss}")
         self._logits: Key = (head, LOGITS)
+
+    def use(self, plan: Plan) -> None:
+        """Go on with another plan. Results stay the same, bit for bit."""
+        self.plan = plan
+        self._programs.clear()
+
+    def with_plan(self, plan: Plan) -> Runner:
+        """A runner of the same stage, on the same streams, with another plan."""
+        return Runner(self.stage, plan, self.mesh, self.executor.streams, self.schedule, self._seed)
 
     def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
         """Forward and backward of a window; losses by micro-batch, gradients added to `parameter.grad`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,8 +52,13 @@ def layout(num_layers: int) -> Layout:
     return Layout(units, {0: range(half + 1), 1: range(half + 1, num_layers + 2)}, GRAPHS)
 
 
+@functools.cache
+def plan_of(rule: str) -> Plan:
+    return make_plan(rule, RULES[rule], GRAPHS, model="m", mesh={})
+
+
 def window(rule: str, num_layers: int, num_microbatches: int) -> list[Instruction]:
-    plan = make_plan(rule, RULES[rule], GRAPHS, model="m", mesh={})
+    plan = plan_of(rule)
     head = num_layers + 1
     return build_program(build_schedule("w", 1, num_microbatches)[0], layout(num_layers), plan, [(head, "loss")])
 

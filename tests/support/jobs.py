@@ -11,6 +11,8 @@ from transformers import Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint import whole_parameter
+from hf_helix.planning.plan import make_plan
+from hf_helix.planning.rules import RULES
 from hf_helix.runtime.trace import Trace
 
 
@@ -55,6 +57,9 @@ def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str
         "flos": trainer.state.total_flos,
     }
     trainer.save_model(folder)
+    if helix is not None and trainer.tuning is not None:
+        steps = {rule: overlap.step for rule, overlap in trainer.tuning.overlaps.items()}
+        result |= {"kept": trainer.tuning.kept, "steps_by_rule": steps, "plan": trainer.plan.to_json()}
     return result
 
 
@@ -102,8 +107,11 @@ def reference_gradients(folder: str, num_microbatches: int, **options: Any) -> d
 
 
 def save_plan(folder: str, helix: dict[str, Any], path: str) -> str:
-    """Write the plan of a run to a file (rank 0) and return its text."""
+    """Write the plan of a run to a file (rank 0) and return its text. The searched one goes by rough efforts."""
     trainer = make_trainer(folder, helix)
+    if helix.get("plan") == "search":
+        graphs, made = trainer.runner.stage.graphs, trainer.plan
+        trainer.runner.use(make_plan("search", RULES["search"], graphs, model=made.model, mesh=made.mesh))
     if trainer.is_world_process_zero():
         trainer.plan.save(path)
     torch.distributed.barrier()

@@ -1,0 +1,28 @@
+"""The baselines: orders that need no thought.
+
+In:   the forward and the backward graph of a block (None: that strand is absent).
+Out:  an order of their operators.
+Must hold: pure functions, the same on all ranks.
+
+`sequential` is Megatron-style: one strand after the other, with W beside the collective that follows its I.
+`round_robin` is the paper's Wavelet+: operators of the two strands in turn.
+"""
+
+from __future__ import annotations
+
+from itertools import chain, zip_longest
+
+from hf_helix.planning.graph import Graph
+from hf_helix.planning.plan import BARRIER, Order, entries
+
+
+def sequential(forward: Graph | None, backward: Graph | None) -> Order:
+    """The forward strand, a barrier, then the backward strand, a barrier; each strand in canonical order."""
+    strands = (entries(forward, None), entries(None, backward))
+    return tuple(entry for strand in strands if strand for entry in (*strand, BARRIER))
+
+
+def round_robin(forward: Graph | None, backward: Graph | None) -> Order:
+    """One operator of each strand in turn; what is left of the longer strand follows."""
+    turns = zip_longest(entries(forward, None), entries(None, backward))
+    return tuple(entry for entry in chain.from_iterable(turns) if entry is not None)
