@@ -2,8 +2,9 @@
 
 Builds two network namespaces joined by a veth pair with `tc tbf` (needs root; cleans up after itself), runs one rank
 of a tensor-parallel Llama in each, and prints per rate the step time of every plan beside the computation alone, the
-communication alone and the bound that follows. All times of a rate come from one run, in alternation; medians, the
-slower rank counts. A step here is forward, backward and gradient sums of a window, without the optimizer.
+communication alone and the bound that follows. The operators are measured on the link first; `greedy` and `search` plan
+with those times, as `plan="auto"` does, which keeps the fastest. All times of a rate come from one run, in turn;
+medians, the slower rank counts. A step here is forward, backward and gradient sums of a window, without the optimizer.
 
     sudo python benchmarks/shaped_link.py --rates 300 600 1000 --microbatches 8 16
 """
@@ -23,6 +24,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hf_helix.planning.plan import Plan, Times
 
 NAMESPACES = ("helix-a", "helix-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -35,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=int, nargs="+", default=[300, 600, 1000], help="Mbit/s each way")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--plans", nargs="+", default=["sequential", "round_robin", "greedy"])
+    parser.add_argument("--plans", nargs="+", default=["sequential", "round_robin", "greedy", "search"])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=256)
@@ -141,8 +146,6 @@ class Bench:
 
         from hf_helix.adapters import family_of
         from hf_helix.checkpoint import cut_parameters
-        from hf_helix.planning.plan import make_plan
-        from hf_helix.planning.rules import RULES
         from hf_helix.runtime.mesh import build_mesh
         from hf_helix.runtime.runner import Runner
         from hf_helix.runtime.stage import fold_units
@@ -166,17 +169,14 @@ class Bench:
         cut_parameters(units, self.mesh)
         stage = fold_units(units)
         streams = make_streams(torch.device("cpu"))
-        self.runners = {
-            name: Runner(
-                stage,
-                make_plan(name, RULES[name], stage.graphs, model="bench", mesh={"tp_size": 2}),
-                self.mesh,
-                streams,
-                "w",
-                0,
-            )
-            for name in options.plans
-        }
+        self.stage = stage
+        self.runner = Runner(stage, self.plan("sequential", None), self.mesh, streams, "w", 0)
+
+    def plan(self, rule: str, times: Times | None) -> Plan:
+        from hf_helix.planning.plan import make_plan
+        from hf_helix.planning.rules import RULES
+
+        return make_plan(rule, RULES[rule], self.stage.graphs, model="bench", mesh={"tp_size": 2}, times=times)
 
     def window(self, count: int) -> list:
         import torch
@@ -195,10 +195,10 @@ class Bench:
         return batches
 
     def measure(self, count: int) -> dict:
-        from hf_helix.runtime.measure import measure_overlap
+        from hf_helix.runtime.tuning import tune
 
-        found = measure_overlap(self.runners, self.window(count), self.options.repeats)
-        return {"plans": {name: dataclasses.asdict(overlap) for name, overlap in found.items()}}
+        tuning = tune(self.runner, self.window(count), self.plan, self.options.plans, self.options.repeats)
+        return {"plans": {name: dataclasses.asdict(overlap) for name, overlap in tuning.overlaps.items()}}
 
 
 def print_result(result: dict) -> None:
