@@ -48,6 +48,7 @@ from hf_helix.runtime.tuning import CANDIDATES, Tuning, tune
 # Rules that measure wait for the first window; until then, a plan that needs no measurement serves.
 MEASURED = {"auto": CANDIDATES, "search": ("search",)}
 UNMEASURED = "greedy"
+TUNED_MICROBATCHES = 4  # enough to see the steady state; tuning takes some 25 times as many
 
 
 class HelixTrainerMixin:
@@ -73,6 +74,9 @@ class HelixTrainerMixin:
     # Runs windows of micro-batches on this rank.
     runner: Runner
 
+    # What `plan="auto"` measured, after the first window.
+    tuning: Tuning | None
+
     def __init__(self, *args: Any, helix_config: HelixConfig | None = None, **kwargs: Any) -> None:
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is None:
@@ -88,7 +92,6 @@ class HelixTrainerMixin:
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
         self._window: list[Any] | None = None
         self._last_window: list[MicroBatch] = []
-        self.tuning: Tuning | None = None  # what `plan="auto"` measured, after the first window
         start_watch()
         if model is not None:
             self._take(model, arguments)
@@ -127,11 +130,12 @@ class HelixTrainerMixin:
     def _take(self, model: Any, args: TrainingArguments) -> None:
         """Keep this rank's part of the model, in place, before anything moves to the device; make it runnable."""
         check_model(model)
+        self.tuning = None
         self._family = family_of(model)
         self._units = self._family.units(model, self._mesh.tp)
         stage = fold_units(self._units)
         name = UNMEASURED if self.helix_config.plan in MEASURED else self.helix_config.plan
-        plan = self._make_plan(name, type(model).__name__, stage.graphs)
+        plan = self._make_plan(name, None, model_name=type(model).__name__, graphs=stage.graphs)
         schedule = self.helix_config.schedule
         with watched():
             # All ranks agree before anything is cut or communicated by the plan.
@@ -142,21 +146,20 @@ class HelixTrainerMixin:
         if self._mesh.tp.size > 1:
             model.forward = _refuse_forward(model.forward)
 
-    def _make_plan(
-        self, name: str, model_name: str, graphs: Mapping[str, GraphPair], times: Times | None = None
-    ) -> Plan:
+    def _make_plan(self, name: str, times: Times | None, *, model_name: str, graphs: Mapping[str, GraphPair]) -> Plan:
         mesh = {"tp_size": self.helix_config.tp_size, "pp_size": self.helix_config.pp_size}
         if name in RULES:
             return make_plan(name, RULES[name], graphs, model=model_name, mesh=mesh, times=times)
         return load_plan(name, graphs, model=model_name, mesh=mesh)
 
     def _tune(self, window: list[MicroBatch]) -> None:
-        """Measure and choose, once, before the first window of two micro-batches or more."""
+        """Measure and choose, once, with the start of the first window of two micro-batches or more."""
         rules = MEASURED.get(self.helix_config.plan)
         if rules is None or self.tuning is not None or self._mesh.tp.size == 1 or len(window) < 2:
             return
         name, graphs = type(self.model).__name__, self.runner.stage.graphs
-        self.tuning = tune(self.runner, window, lambda rule, times: self._make_plan(rule, name, graphs, times), rules)
+        make = functools.partial(self._make_plan, model_name=name, graphs=graphs)
+        self.tuning = tune(self.runner, window[:TUNED_MICROBATCHES], make, rules)
         if self.is_world_process_zero():  # type: ignore[attr-defined]
             tqdm.write(format_tuning(self.tuning))
 
