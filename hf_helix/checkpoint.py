@@ -125,7 +125,8 @@ class _Writer:
         for path, name in zip(self._files, names, strict=True):
             path.replace(self.folder / name)
         for file in self.folder.iterdir():
-            if _WEIGHTS.fullmatch(file.name) and file.name not in names:
+            is_left_over = file.name.startswith(".helix-") and file.name.endswith(".tmp")
+            if is_left_over or (_WEIGHTS.fullmatch(file.name) and file.name not in names):
                 file.unlink()
         index = self.folder / INDEX_NAME
         if count == 1:

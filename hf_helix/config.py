@@ -44,11 +44,14 @@ class HelixConfig:
         pp_size: ranks of the folded pipeline. Only 1 so far.
         cp_size: ranks that share a sequence (context parallelism). Only 1 so far.
         ep_size: ranks that share the experts. Only 1 so far.
-        plan: how the operators of two micro-batches are interleaved: `auto` (the first training window is used to
-            measure the operators, to search, and to time the plans below; the fastest is kept), `search` (the
-            searched plan, untimed), `greedy` (driven by dependencies, without measuring), `round_robin` (in turn;
-            the paper's Wavelet+), `sequential` (no overlap of micro-batches), or the path of a plan saved with
-            `trainer.plan.save(path)`.
+        plan: how the operators of two micro-batches are interleaved:
+            `auto`: the start of the first training window is used to measure the operators, to search, and to time the
+            plans below; the fastest is kept and said;
+            `search`: the searched plan, whether it is the fastest or not;
+            `greedy`: driven by dependencies, without measuring;
+            `round_robin`: operators in turn (the paper's Wavelet+);
+            `sequential`: one micro-batch at a time;
+            or the path of a plan saved with `trainer.plan.save(path)`.
         schedule: `w`, the paper's W-shaped schedule on a folded placement (section 4.1).
         profile: measured times to plan with. Only None so far.
 
@@ -81,7 +84,7 @@ class HelixConfig:
                 raise ValueError(f"{name}={getattr(self, name)} is not built yet; use {name}=1 and tp_size instead")
         if self.profile is not None:
             raise ValueError(
-                f"profile={self.profile!r} is not built yet; use profile=None, plans need no profile so far"
+                f"profile={self.profile!r} is not built yet; use profile=None, plan='auto' measures by itself"
             )
         if self.plan in PLANNED_PLANS:
             raise ValueError(f"plan={self.plan!r} is not built yet; use one of {', '.join(PLANS)} or a plan file")

@@ -7,13 +7,14 @@ Must hold: no argument of the stock Trainer is silently ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
+from hf_helix.operators.unit import Placement
 from hf_helix.plugin import HelixPlugin
 from hf_helix.runtime.mesh import check_joined
 
@@ -27,6 +28,8 @@ ELEMENTWISE_OPTIMIZERS = (
     "schedule_free_adamw",
     "schedule_free_sgd",
 )
+
+ELEMENTWISE_CLASSES = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
 
 # Field, whether its value is refused, what to do instead.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -43,6 +46,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("neftune_noise_alpha", lambda alpha: alpha is not None, "neftune_noise_alpha=None: not built yet"),
     ("auto_find_batch_size", bool, "auto_find_batch_size=False: ranks would find different sizes"),
     ("use_liger_kernel", bool, "use_liger_kernel=False: it replaces the layers that hf_helix cuts"),
+    ("torch_empty_cache_steps", bool, "torch_empty_cache_steps=None: memory is planned"),
+    ("save_on_each_node", bool, "save_on_each_node=False: one rank writes the model"),
     ("load_best_model_at_end", bool, "load_best_model_at_end=False: loading into a cut model is not built yet"),
 )
 
@@ -87,6 +92,11 @@ def check_model(model: Any) -> None:
     Raises:
         ValueError: says what the model is and how to load it.
     """
+    if getattr(model, "_is_cut_by_helix", False):
+        raise ValueError(
+            "the model was cut by an earlier HelixTrainer; save it with trainer.save_model(folder), and load it with "
+            "from_pretrained(folder) for the next one"
+        )
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ValueError(
             "the model was loaded with a distributed_config, so Transformers has cut it already; "
@@ -102,6 +112,36 @@ def check_model(model: Any) -> None:
             )
 
 
+def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placement]) -> None:
+    """Refuse a family's declaration that leaves parameters out: they would be neither trained nor saved.
+
+    Raises:
+        ValueError: names them.
+    """
+    stray = [name for name, parameter in model.named_parameters() if parameter not in placements]
+    if stray:
+        raise ValueError(
+            f"the declaration of {type(model).__name__} has no operator for {', '.join(stray)}; declare the module "
+            "that holds them with Builder.local, column_parallel or row_parallel"
+        )
+
+
+def check_batch(batch: Mapping[str, Any]) -> None:
+    """Refuse batches that cannot be trained on.
+
+    Raises:
+        ValueError: says what the batch holds and what makes the missing part.
+    """
+    missing = [name for name in ("input_ids", "labels") if name not in batch]
+    if "labels" in missing and "shift_labels" in batch:
+        missing.remove("labels")
+    if missing:
+        raise ValueError(
+            f"the batch has no {' and no '.join(missing)}, only {', '.join(batch)}; use a collator that makes them, "
+            "such as DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        )
+
+
 def check_trainer(trainer: Any, args: Any) -> None:
     """Refuse what can only be seen once the Trainer is built.
 
@@ -115,6 +155,7 @@ def check_trainer(trainer: Any, args: Any) -> None:
             f"{type(trainer).__name__} overrides compute_loss, which is never called: the loss is computed over a cut "
             "vocabulary; remove the override"
         )
+    _check_optimizer(trainer)
     accelerator = trainer.accelerator
     if accelerator.mixed_precision != "no":
         raise ValueError(
@@ -126,10 +167,24 @@ def check_trainer(trainer: Any, args: Any) -> None:
             "an Accelerator was made before the Trainer, with another parallelism_config; make it after, or give it "
             "the same HelixPlugin"
         )
-    dataset = trainer.train_dataset
+    datasets = (trainer.train_dataset, trainer.eval_dataset)
     repeats = args.accelerator_config.dispatch_batches is not False and trainer.mesh.dp_size > 1
-    if repeats and isinstance(dataset, torch.utils.data.IterableDataset):
+    if repeats and any(isinstance(dataset, torch.utils.data.IterableDataset) for dataset in datasets):
         raise ValueError(
             "an iterable dataset with several data-parallel ranks needs "
             "accelerator_config={'dispatch_batches': False}; otherwise every rank would get the same batches"
+        )
+
+
+def _check_optimizer(trainer: Any) -> None:
+    works = ", ".join(kind.__name__ for kind in ELEMENTWISE_CLASSES)
+    if trainer.optimizer_cls_and_kwargs is not None or type(trainer).create_optimizer is not Trainer.create_optimizer:
+        raise ValueError(
+            "optimizer_cls_and_kwargs and overrides of create_optimizer are not built yet for cut parameters; use "
+            f"TrainingArguments(optim=...) or optimizers=(...), one of {works}"
+        )
+    if trainer.optimizer is not None and not isinstance(trainer.optimizer, ELEMENTWISE_CLASSES):
+        raise ValueError(
+            f"optimizers=({type(trainer.optimizer).__name__}, ...): it may not update a slice as it would the whole; "
+            f"use one of {works}"
         )

@@ -27,12 +27,11 @@ from hf_helix.adapters import family_of
 from hf_helix.checkpoint import cut_parameters, save_pretrained
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.operators.collectives import prepare_all_gather
-from hf_helix.operators.unit import cut_bounds
 from hf_helix.planning.plan import GraphPair, Plan, Times, load_plan, make_plan
 from hf_helix.planning.rules import RULES
 from hf_helix.planning.schedule import build_schedule, format_schedule
 from hf_helix.plugin import HelixPlugin
-from hf_helix.refusals import check_arguments, check_model, check_trainer
+from hf_helix.refusals import check_arguments, check_batch, check_model, check_placements, check_trainer
 from hf_helix.report.scorecard import format_tuning
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
 from hf_helix.runtime.gradients import gradient_norm, tp_group
@@ -80,7 +79,8 @@ class HelixTrainerMixin:
     def __init__(self, *args: Any, helix_config: HelixConfig | None = None, **kwargs: Any) -> None:
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is None:
-            arguments = kwargs["args"] = TrainingArguments(output_dir="tmp_trainer")
+            arguments = TrainingArguments(output_dir="tmp_trainer", save_strategy="no")
+            args, kwargs["args"] = args[:1], arguments
         model = kwargs.get("model", args[0] if args else None)
         plugin = arguments.parallelism_config
         plugin = plugin if isinstance(plugin, HelixPlugin) else None
@@ -92,6 +92,7 @@ class HelixTrainerMixin:
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
         self._window: list[Any] | None = None
         self._last_window: list[MicroBatch] = []
+        self._said_untuned = False
         start_watch()
         if model is not None:
             self._take(model, arguments)
@@ -118,6 +119,7 @@ class HelixTrainerMixin:
         """
         if not self._last_window:
             raise ValueError("measure_overlap() needs a window to repeat; call it after train()")
+        self.model.train()
         with watched():
             return measure_overlap({"": self.runner}, self._last_window, repeats)[""]
 
@@ -134,6 +136,7 @@ class HelixTrainerMixin:
         self._family = family_of(model)
         self._units = self._family.units(model, self._mesh.tp)
         stage = fold_units(self._units)
+        check_placements(model, stage.placements)
         name = UNMEASURED if self.helix_config.plan in MEASURED else self.helix_config.plan
         plan = self._make_plan(name, None, model_name=type(model).__name__, graphs=stage.graphs)
         schedule = self.helix_config.schedule
@@ -141,9 +144,12 @@ class HelixTrainerMixin:
             # All ranks agree before anything is cut or communicated by the plan.
             agree_on_text(format_schedule(build_schedule(schedule, 1, 2)) + "\n" + plan.to_json(), "plans")
             cut_parameters(self._units, self._mesh)
+        if hasattr(self, "runner"):
+            self.runner.executor.streams.close()
         self.runner = Runner(stage, plan, self._mesh, make_streams(args.device), schedule, args.seed)
         model._is_accelerate_prepared = True  # nothing is left to wrap
-        if self._mesh.tp.size > 1:
+        model._is_cut_by_helix = self._mesh.tp.size > 1
+        if model._is_cut_by_helix:
             model.forward = _refuse_forward(model.forward)
 
     def _make_plan(self, name: str, times: Times | None, *, model_name: str, graphs: Mapping[str, GraphPair]) -> Plan:
@@ -155,12 +161,23 @@ class HelixTrainerMixin:
     def _tune(self, window: list[MicroBatch]) -> None:
         """Measure and choose, once, with the start of the first window of two micro-batches or more."""
         rules = MEASURED.get(self.helix_config.plan)
-        if rules is None or self.tuning is not None or self._mesh.tp.size == 1 or len(window) < 2:
+        if rules is None or self.tuning is not None or self._mesh.tp.size == 1:
             return
+        is_talking = self.is_world_process_zero()  # type: ignore[attr-defined]
+        if len(window) < 2:
+            if is_talking and not self._said_untuned:
+                self._said_untuned = True
+                tqdm.write(
+                    f"hf_helix: plan={self.helix_config.plan!r} waits for a window of two micro-batches; until then "
+                    f"{self.plan.rule} serves. Set gradient_accumulation_steps to 2 or more"
+                )
+            return
+        if is_talking:
+            tqdm.write("hf_helix: measuring operators and plans, once ...")
         name, graphs = type(self.model).__name__, self.runner.stage.graphs
         make = functools.partial(self._make_plan, model_name=name, graphs=graphs)
         self.tuning = tune(self.runner, window[:TUNED_MICROBATCHES], make, rules)
-        if self.is_world_process_zero():  # type: ignore[attr-defined]
+        if is_talking:
             tqdm.write(format_tuning(self.tuning))
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -190,6 +207,7 @@ class HelixTrainerMixin:
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode, too
         batches = [self._prepare_inputs(batch) for batch in window]  # type: ignore[attr-defined]
+        check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], tp_group(self._mesh.tp))
         microbatches = [
             self._microbatch(batch, num_items_in_batch, (self.state.global_step, place))
@@ -201,11 +219,6 @@ class HelixTrainerMixin:
         return torch.stack(losses).sum()
 
     def _microbatch(self, batch: Mapping[str, Any], num_items: Any, key: tuple[int, int]) -> MicroBatch:
-        if num_items is None:
-            raise ValueError(
-                f"the batch has no labels, only {', '.join(batch)}; use a collator that makes them, such as "
-                "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
-            )
         # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
         # the count by the ranks that share a batch, also where it has not summed over them.
         averages = self.args.average_tokens_across_devices
@@ -232,6 +245,11 @@ class HelixTrainerMixin:
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method; a rank that fails is named."""
+        with watched():
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
     def prediction_step(
         self,
         model: nn.Module,
@@ -244,7 +262,7 @@ class HelixTrainerMixin:
         labels = batch.get("labels")
         num_items = self._get_num_items_in_batch([batch], self.args.device)  # type: ignore[attr-defined]
         microbatch = self._microbatch(batch, 1 if num_items is None else num_items, (self.state.global_step, 0))
-        with watched(), torch.no_grad():
+        with torch.no_grad():
             loss, logits = self.runner.evaluate(microbatch, keep_logits=not prediction_loss_only)
         found = None if labels is None else loss.detach()
         if logits is None:
@@ -256,8 +274,8 @@ class HelixTrainerMixin:
         """[sequence, batch, slice] of every rank to [batch, sequence, vocabulary]."""
         tp = self._mesh.tp
         if tp.size > 1:
-            vocabulary = self.model.config.vocab_size
-            lengths = [last - first for first, last in (cut_bounds(vocabulary, tp.size, r) for r in range(tp.size))]
+            head = self.runner.stage.placements[self.model.get_output_embeddings().weight]
+            lengths = [last - first for first, last in (head.bounds(tp.size, r) for r in range(tp.size))]
             padded = nn.functional.pad(logits, (0, max(lengths) - logits.shape[-1]))
             gathered, work = prepare_all_gather(tp, padded)
             work()

@@ -43,7 +43,8 @@ class Operator:
     `reads` and `writes` name values; the gradient of value `v` is `d.v`. `adds[i]`, where it is not None, names a
     partial gradient that is added to the i-th output. `of` is the declared operator this one runs a part of.
     `split` declares a backward in two parts, I and W; `backward_kind` the kind of the backward operator
-    (None: the same as the forward's). `effort` is a rough relative time for rules that have no profile.
+    (None: the same as the forward's). `effort` is a rough relative time, or the measured one
+    where there is a measurement.
     """
 
     name: str
@@ -107,10 +108,6 @@ class Graph:
             if operator.name == name:
                 return operator
         raise KeyError(name)
-
-    def producers(self) -> dict[str, str]:
-        """Value -> name of the operator that writes it."""
-        return {value: operator.name for operator in self.operators for value in operator.writes}
 
     def describe(self) -> str:
         """One line per operator; equal text means equal graphs."""

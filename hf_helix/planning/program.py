@@ -4,8 +4,8 @@ In:   the rank's slots, the units of its chunks, and a plan.
 Out:  instructions: which operator of which unit for which micro-batch, what it reads and writes, what may be freed.
 Must hold: every operator of every micro-batch once, each after what it reads; a value is freed with its last reader,
 so what is alive follows from the program alone. An operator that a plan runs one block late (`B.mlp.down.W-1`) runs in
-the next block whatever that is; where the next block has no place for it, it runs as soon as it is needed, or after
-the block's first communication.
+the next block whatever that is; where the next block has no place for it, it runs as soon as it is needed, after the
+block's first communication, or at its end.
 """
 
 from __future__ import annotations

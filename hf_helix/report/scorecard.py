@@ -29,7 +29,7 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
         f"  no plan can beat     {_ms(overlap.bound):>12}",
     ]
     if overlap.hidden_fraction < 0:
-        lines.append("  the ranks share cores with the transport, so communication slows computation down")
+        lines.append("  communication slows computation down, as where both share the same cores")
     return "\n".join(lines)
 
 
@@ -44,7 +44,9 @@ def format_tuning(tuning: Tuning) -> str:
         f"{kept.hidden_fraction:.0%} of its time is saved, {_ms(kept.exposed)} are exposed."
     )
     baseline = tuning.overlaps.get(BASELINE)
-    if baseline is not None and baseline.step < 1.05 * kept.step:
+    if tuning.kept == BASELINE:
+        text += " No plan that overlaps is faster here."
+    elif baseline is not None and baseline.step < 1.05 * kept.step:
         share = kept.communication / (kept.computation + kept.communication)
         text += (
             f" The gain over {BASELINE} is small: communication is {share:.0%} of the work, or it takes the cores "

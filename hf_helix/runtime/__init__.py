@@ -1,1 +1,4 @@
-"""Runs plans: mesh, streams, executor (runs a plan), runner (runs a schedule). Never imports transformers."""
+"""Runs plans: mesh, streams, executor (runs a program), runner (runs a window), profiler and tuning.
+
+Never imports transformers or accelerate.
+"""

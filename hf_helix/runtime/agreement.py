@@ -55,8 +55,7 @@ def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -
         lines = ", ".join(f"{int(other[1])} micro-batches with checksum {other[0]:.0f}" for other in found)
         raise ValueError(
             f"ranks of one tensor-parallel group got different batches ({lines}); they must share every batch. "
-            "Shuffle with the same seed on every rank (TrainingArguments(seed=..., data_seed=...)), or for an "
-            "iterable dataset let rank 0 read it: accelerator_config={'dispatch_batches': True}"
+            "Shuffle with the same seed on every rank: TrainingArguments(seed=..., data_seed=...)"
         )
 
 

@@ -37,8 +37,8 @@ def complete_gradients(placements: Placements, mesh: Mesh) -> None:
 def gradient_norm(placements: Placements, mesh: Mesh) -> Tensor:
     """The 2-norm of the gradient of the whole model, as `torch.nn.utils.clip_grad_norm_` would return it."""
     trained = [parameter for parameter in placements if parameter.grad is not None]
-    cut = _squares(p.grad for p in trained if placements[p].dim is not None)
-    copied = _squares(p.grad for p in trained if placements[p].dim is None)
+    cut = _squares(p.grad for p in trained if placements[p].dim is not None).to(mesh.device)
+    copied = _squares(p.grad for p in trained if placements[p].dim is None).to(mesh.device)
     group = tp_group(mesh.tp)
     if group is not None:
         dist.all_reduce(cut, group=group)

@@ -52,9 +52,10 @@ class Watch:
         except RankFailure:
             raise
         except RuntimeError as error:
-            if _is_communication_error(error):
-                raise RankFailure(self._explain(error)) from error
-            raise
+            culprit = self._find_culprit() if _is_communication_error(error) else None
+            if culprit is None:
+                raise
+            raise RankFailure(culprit) from error
         finally:
             self._in_step = before
 
@@ -91,7 +92,7 @@ class Watch:
             try:
                 count += 1
                 self._store.set(f"alive/{self.rank}", str(count))
-                failure = self._read_failure() or self._silent(DEAD_AFTER)
+                failure = self._read_failure() or self._silent(DEAD_AFTER, self._seen)
             except Exception:
                 # The store lives in rank 0. It may have left in good order, so only a step that hangs is ended.
                 failure = "rank 0 died or has ended: its store is gone"
@@ -107,25 +108,25 @@ class Watch:
             self._store.set(f"told/{self.rank}", "1")
         return self._failure
 
-    def _silent(self, limit: float) -> str | None:
+    def _silent(self, limit: float, seen: dict[int, tuple[bytes, float]]) -> str | None:
         now = time.monotonic()
         for other in range(self.world):
             if other == self.rank or self._store.check([f"left/{other}"]):
                 continue
             beat = self._store.get(f"alive/{other}") if self._store.check([f"alive/{other}"]) else b""
-            if self._seen.get(other, (None, 0.0))[0] != beat:
-                self._seen[other] = (beat, now)
-            elif now - self._seen[other][1] > limit:
+            if seen.get(other, (None, 0.0))[0] != beat:
+                seen[other] = (beat, now)
+            elif now - seen[other][1] > limit:
                 return f"rank {other} died: no sign of life for {limit:.0f} s"
         return None
 
-    def _explain(self, error: RuntimeError) -> str:
+    def _find_culprit(self) -> str | None:
         """Whose fault a communication error is: wait until a rank has said so or has fallen silent."""
         deadline = time.monotonic() + GRACE + 4 * INTERVAL
-        self._seen.clear()
+        seen: dict[int, tuple[bytes, float]] = {}
         try:
             while time.monotonic() < deadline:
-                found = self._read_failure() or self._silent(4 * INTERVAL)
+                found = self._read_failure() or self._silent(4 * INTERVAL, seen)
                 if found:
                     return found
                 time.sleep(INTERVAL)
@@ -134,7 +135,7 @@ class Watch:
             return self._failure or "rank 0 died: the connection to it is gone"
         if gone:
             return f"rank {gone[0]} has ended its script while rank {self.rank} still communicates with it"
-        return f"rank {self.rank}: communication failed, though every rank is alive: {error}"
+        return None
 
     def _end(self, failure: str) -> None:
         """Give the main thread time to raise the error itself, then end the process."""
@@ -179,7 +180,7 @@ def _chain_excepthook() -> None:
 
 def _is_communication_error(error: RuntimeError) -> bool:
     text = str(error).lower()
-    signs = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "socket", "timed out")
+    signs = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe")
     return isinstance(error, dist.DistBackendError) or any(sign in text for sign in signs)
 
 

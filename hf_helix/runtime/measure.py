@@ -68,7 +68,13 @@ class Overlap:
 def measure_overlap(
     runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int = 5
 ) -> dict[str, Overlap]:
-    """Time a window under every runner's plan. Collective; call it when there are no gradients."""
+    """Time a window under every runner's plan. Collective; call it when there are no gradients.
+
+    Raises:
+        ValueError: fewer than one repeat.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: times need at least one repeat, such as repeats=5")
     first = next(iter(runners.values()))
     mesh, axis = first.mesh, first.mesh.tp
     moved = _moved_by(first, window)
@@ -77,10 +83,12 @@ def measure_overlap(
         with _silenced(axis):
             first.train_window(window, complete=False)
 
+    buffers = {shape: torch.zeros(shape, device=mesh.device) for _, *shapes in moved for shape in shapes}
+    outputs = {shape: torch.zeros_like(buffer) for shape, buffer in buffers.items()}
+
     def communication() -> None:
         for name, out_shape, value_shape in moved:
-            out = torch.empty(out_shape, device=mesh.device)
-            getattr(axis.transport, name)(out, torch.zeros(value_shape, device=mesh.device))
+            getattr(axis.transport, name)(outputs[out_shape], buffers[value_shape])
         complete_gradients(first.stage.placements, mesh)
 
     # `communication` comes right after `computation`, so there are gradients for it to complete.

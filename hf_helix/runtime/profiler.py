@@ -2,8 +2,8 @@
 
 In:   a runner and a window of micro-batches.
 Out:  seconds by block entry and unit kind, the same on every rank.
-Must hold: operators are timed through the executor's own issue code, in a running step, not one by one; the slowest
-rank counts, since a collective ends with it.
+Must hold: operators are timed through the executor's own issue code, in a running step, not one by one. Of a
+computation the slowest rank counts; of a collective the fastest, since the others only wait for the last to arrive.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from hf_helix.runtime.trace import Trace
 def measure_times(runner: Runner, window: Sequence[MicroBatch]) -> Times:
     """Run a window twice under the runner's plan and take the median of each operator. Collective.
 
-    Meant for a plan that overlaps nothing, so that operators are seen alone.
+    Meant for a plan that overlaps little, so that operators are seen alone; under `sequential` only the collectives
+    that weight gradients run beside are not.
     """
     mine: dict[tuple[str, str], list[float]] = {}
-    kinds = {unit.label: unit.name for unit in runner.stage.units}
+    computed: set[tuple[str, str]] = set()
+    names = {unit.label: unit.name for unit in runner.stage.units}
     streams = runner.executor.streams
     for is_warm in (False, True):
         streams.trace = trace = Trace()
@@ -35,15 +37,17 @@ def measure_times(runner: Runner, window: Sequence[MicroBatch]) -> Times:
             streams.trace = None
         forget_gradients(runner)
         for span in trace.spans if is_warm else ():
-            unit, entry = _place(span.label, kinds)
-            mine.setdefault((unit, entry), []).append(span.end - span.start)
+            key = _split_label(span.label, names)
+            mine.setdefault(key, []).append(span.end - span.start)
+            if span.stream == "compute":
+                computed.add(key)
     medians = {key: statistics.median(found) for key, found in mine.items()}
     ranks = over_ranks(medians)
-    return {key: max(found[key] for found in ranks) for key in medians}
+    return {key: (max if key in computed else min)(found[key] for found in ranks) for key in medians}
 
 
-def _place(label: str, kinds: dict[str, str]) -> tuple[str, str]:
+def _split_label(label: str, names: dict[str, str]) -> tuple[str, str]:
     """('layer', 'B.mlp.down.W') of 'B2.layers.3.mlp.down.W'."""
     strand, _, rest = label.partition(".")
-    unit = next(name for name in kinds if rest.startswith(name + "."))
-    return kinds[unit], f"{strand[0]}.{rest.removeprefix(unit + '.')}"
+    unit = next(name for name in names if rest.startswith(name + "."))
+    return names[unit], f"{strand[0]}.{rest.removeprefix(unit + '.')}"

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from hf_helix.planning.plan import Plan
-from hf_helix.planning.program import Instruction, Key, build_program
+from hf_helix.planning.program import Instruction, Key, build_program, validate_program
 from hf_helix.planning.schedule import Slot, build_schedule
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.gradients import complete_gradients
-from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import Streams
@@ -43,8 +43,8 @@ class Runner:
         self.schedule = schedule
         self.layout = stage.layout
         self._seed = seed
-        # Ranks of one batch hold different heads and tokens, so they draw different numbers.
-        self.executor = Executor(stage.units, streams, seed * mesh.tp.size + mesh.tp.rank)
+        # Ranks hold different heads, tokens or batches, so they draw different numbers.
+        self.executor = Executor(stage.units, streams, seed * world_size() + rank())
         self._programs: dict[object, list[Instruction]] = {}
         head = len(stage.units) - 1
         (loss,) = stage.units[head].graphs.forward.outputs
@@ -88,5 +88,7 @@ class Runner:
         """What is issued for a window of so many micro-batches."""
         if num_microbatches not in self._programs:
             slots = build_schedule(self.schedule, 1, num_microbatches)[0]
-            self._programs[num_microbatches] = build_program(slots, self.layout, self.plan, (self._loss,))
+            program = build_program(slots, self.layout, self.plan, (self._loss,))
+            validate_program(program, [self._loss_gradient])
+            self._programs[num_microbatches] = program
         return self._programs[num_microbatches]

@@ -1,6 +1,6 @@
 """Tuning: measures this machine, makes plans from the measurement, and keeps the one that is fastest in real steps.
 
-In:   a runner, a window of micro-batches and the plans to choose from.
+In:   a runner, a window of micro-batches, what makes plans, and the names of the rules to choose from.
 Out:  the runner with the chosen plan, and what was measured.
 Must hold: `sequential` is always among the candidates of `auto`, so overlap is never slower than none beyond noise;
 every rank chooses the same; training is left as it was found.

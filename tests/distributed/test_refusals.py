@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import jobs
 from support.models import arguments, llama, sequences
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -176,3 +177,58 @@ def test_a_cut_model_cannot_be_called(cluster_of: Any, tmp_path: Path) -> None:
     for failure in cluster_of(2).errors("call_the_cut_model", folder=str(tmp_path)):
         assert failure.kind == "RuntimeError"
         assert "save_model" in failure.message
+
+
+def test_a_model_that_was_cut_before(cluster_of: Any, tmp_path: Path) -> None:
+    for failure in cluster_of(2).errors("cut_twice", folder=str(tmp_path)):
+        assert failure.kind == "ValueError"
+        assert "cut by an earlier HelixTrainer" in failure.message
+        assert "from_pretrained" in failure.message
+
+
+def test_optimizers_that_look_at_whole_tensors(tmp_path: Path) -> None:
+    model = llama()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ValueError, match=r"optimizers=\(LBFGS, .*use one of AdamW"):
+        HelixTrainer(
+            model=model, args=arguments(str(tmp_path)), optimizers=(optimizer, None), helix_config=HelixConfig()
+        )
+    with pytest.raises(ValueError, match="optimizer_cls_and_kwargs"):
+        jobs.make_trainer(str(tmp_path), {}, optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 1e-3}))
+
+
+def test_an_optimizer_passed_in_is_used(tmp_path: Path) -> None:
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    args = arguments(str(tmp_path), max_steps=2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = HelixTrainer(
+        model=model, args=args, train_dataset=sequences(8), optimizers=(optimizer, None), helix_config=HelixConfig()
+    )
+    trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_parameters_that_no_operator_declares(tmp_path: Path) -> None:
+    model = llama()
+    model.model.layers[0].self_attn.q_norm = torch.nn.LayerNorm(8)
+    with pytest.raises(ValueError, match=r"no operator for model\.layers\.0\.self_attn\.q_norm\.weight"):
+        HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
+
+
+def test_no_training_arguments_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock Trainer makes its own; so do we, without the checkpoints that cannot be resumed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for trainer in (
+        HelixTrainer(llama(), helix_config=HelixConfig()),
+        HelixTrainer(llama(), None, helix_config=HelixConfig()),
+    ):
+        assert trainer.args.output_dir == "tmp_trainer"
+
+
+def test_repeats_of_a_measurement(cluster_of: Any, tmp_path: Path) -> None:
+    trainer = jobs.make_trainer(str(tmp_path), {}, training={"max_steps": 1})
+    trainer.train()
+    with pytest.raises(ValueError, match="repeats=0"):
+        trainer.measure_overlap(repeats=0)

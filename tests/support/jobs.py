@@ -137,3 +137,10 @@ def train_on_data_of_rank(folder: str) -> None:
 def call_the_cut_model(folder: str) -> None:
     """A callback that generates with the model being trained, say."""
     make_trainer(folder, {"tp_size": 2}).model.generate(torch.tensor([[1, 2]]), max_new_tokens=1)
+
+
+def cut_twice(folder: str) -> None:
+    """Two trainers in a row on one model."""
+    model = llama()
+    for _ in range(2):
+        HelixTrainer(model=model, args=arguments(folder), helix_config=HelixConfig(tp_size=2))
