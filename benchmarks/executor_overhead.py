@@ -165,7 +165,7 @@ def make_window(options: argparse.Namespace, tp_size: int) -> tuple[list[Unit], 
     family = family_of(model)
     ids = torch.ones(1, SEQUENCE, dtype=torch.long)
     side = family.side_inputs(model, {"input_ids": ids, "labels": ids}, tp_size, torch.tensor(1.0))
-    window = [MicroBatch(side, (0, place)) for place in range(options.micro_batches)]
+    window = [MicroBatch(lambda: side, (0, place)) for place in range(options.micro_batches)]
     return family.units(model, _axis(tp_size)), window
 
 

@@ -42,7 +42,7 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import fold_units
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
-from hf_helix.runtime.tuning import CANDIDATES, Tuning, tune
+from hf_helix.runtime.tuning import BASELINE, CANDIDATES, Tuning, tune
 
 # Rules that measure wait for the first window; until then, a plan that needs no measurement serves.
 MEASURED = {"auto": CANDIDATES, "search": ("search",)}
@@ -137,7 +137,10 @@ class HelixTrainerMixin:
         self._units = self._family.units(model, self._mesh.tp)
         stage = fold_units(self._units)
         check_placements(model, stage.placements)
-        name = UNMEASURED if self.helix_config.plan in MEASURED else self.helix_config.plan
+        name = self.helix_config.plan
+        if name in MEASURED:
+            # One rank has nothing to hide, and one strand at a time is kinder to the caches.
+            name = UNMEASURED if self._mesh.tp.size > 1 else BASELINE
         plan = self._make_plan(name, None, model_name=type(model).__name__, graphs=stage.graphs)
         schedule = self.helix_config.schedule
         with watched():
