@@ -41,7 +41,7 @@ def format_tuning(tuning: Tuning) -> str:
         f"hf_helix: plan {tuning.kept} is kept. A window takes, by plan: {others}; its computation alone "
         f"{_ms(kept.computation)}, its communication alone {_ms(kept.communication)}. "
         f"{kept.overlapped_fraction:.0%} of communication runs beside computation, "
-        f"{kept.hidden_fraction:.0%} of its time is saved, {_ms(kept.exposed)} are exposed."
+        f"{_saved(kept)}, {_ms(kept.exposed)} are exposed."
     )
     baseline = tuning.overlaps.get(BASELINE)
     if tuning.kept == BASELINE:
@@ -53,6 +53,12 @@ def format_tuning(tuning: Tuning) -> str:
             "that computation needs."
         )
     return text
+
+
+def _saved(overlap: Overlap) -> str:
+    if overlap.hidden_fraction < 0:
+        return f"none of its time is saved ({overlap.hidden_fraction:.0%}: it also slows computation down)"
+    return f"{overlap.hidden_fraction:.0%} of its time is saved"
 
 
 def _ms(seconds: float) -> str:
