@@ -68,7 +68,6 @@ class HelixTrainerMixin:
     optimizer: Any
     processing_class: Any
     data_collator: Any
-    label_names: list[str]
 
     # Runs windows of micro-batches on this rank.
     runner: Runner

@@ -136,8 +136,8 @@ def _silenced(axis: Axis) -> Iterator[SilentTransport]:
         axis.transport = real
 
 
-def _overlapped_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
-    """Mean over the ranks."""
+def trace_window(runner: Runner, window: Sequence[MicroBatch]) -> Trace:
+    """What runs, and when, in a window; gradients are left as between two optimizer steps."""
     streams = runner.executor.streams
     streams.trace = trace = Trace()
     try:
@@ -146,6 +146,12 @@ def _overlapped_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
     finally:
         streams.trace = None
     forget_gradients(runner)
+    return trace
+
+
+def _overlapped_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
+    """Mean over the ranks."""
+    trace = trace_window(runner, window)
     busy = trace.busy(compute=False)
     return statistics.fmean(over_ranks(trace.beside() / busy if busy else 0.0))
 

@@ -12,10 +12,9 @@ import statistics
 from collections.abc import Sequence
 
 from hf_helix.planning.plan import Times
-from hf_helix.runtime.measure import forget_gradients, over_ranks
+from hf_helix.runtime.measure import over_ranks, trace_window
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
-from hf_helix.runtime.trace import Trace
 
 
 def measure_times(runner: Runner, window: Sequence[MicroBatch]) -> Times:
@@ -27,20 +26,12 @@ def measure_times(runner: Runner, window: Sequence[MicroBatch]) -> Times:
     mine: dict[tuple[str, str], list[float]] = {}
     computed: set[tuple[str, str]] = set()
     names = {unit.label: unit.name for unit in runner.stage.units}
-    streams = runner.executor.streams
-    for is_warm in (False, True):
-        streams.trace = trace = Trace()
-        try:
-            runner.train_window(window, complete=False)
-            streams.synchronize()
-        finally:
-            streams.trace = None
-        forget_gradients(runner)
-        for span in trace.spans if is_warm else ():
-            key = _split_label(span.label, names)
-            mine.setdefault(key, []).append(span.end - span.start)
-            if span.stream == "compute":
-                computed.add(key)
+    trace_window(runner, window)  # warms up
+    for span in trace_window(runner, window).spans:
+        key = _split_label(span.label, names)
+        mine.setdefault(key, []).append(span.end - span.start)
+        if span.stream == "compute":
+            computed.add(key)
     medians = {key: statistics.median(found) for key, found in mine.items()}
     ranks = over_ranks(medians)
     return {key: (max if key in computed else min)(found[key] for found in ranks) for key in medians}
