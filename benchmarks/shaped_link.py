@@ -1,55 +1,65 @@
-"""Two hosts on one machine, joined by a link of a given speed: what each plan makes of it.
+"""Two hosts on one machine, joined by a link of a given speed: what each plan, and what stock software, makes of it.
 
 Builds two network namespaces joined by a veth pair with `tc tbf` (needs root; cleans up after itself), runs one rank
 of a tensor-parallel Llama in each, and prints per rate the step time of every plan beside the computation alone, the
-communication alone and the bound that follows. The operators are measured on the link first; `greedy` and `search` plan
-with those times, as `plan="auto"` does, which keeps the fastest. All times of a rate come from one run, in turn;
-medians, the slower rank counts. A step here is forward, backward and gradient sums of a window, without the optimizer.
+communication alone and the bound that follows; before them stock software with the same global batch: Transformers'
+native tensor parallelism, and DDP, which holds the whole model on every rank. Losses and gradients of all are compared
+first. The operators are measured on the link and plans are made with those times, as `plan="auto"` does; `auto` is the
+plan that it would keep of those timed here. All times of a rate come from one run, everything in turn; medians, the
+slower rank counts. A step here is forward, backward and gradient sums of a window, without the optimizer.
 
-    sudo python benchmarks/shaped_link.py --rates 300 600 1000 --microbatches 8 16
+    sudo python benchmarks/shaped_link.py --rates 300 500 600 1000 --microbatches 16
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import datetime
+import fcntl
 import functools
 import json
 import os
 import platform
+import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hf_helix.planning.plan import Plan, Times
+from typing import Any
 
 NAMESPACES = ("helix-a", "helix-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 DEVICES = ("helix-veth-a", "helix-veth-b")
-GSO = "32768"  # the largest packet the shaper sees; larger ones it would cut up, which costs cores
-BURST = "128kb"  # small, or single collectives look faster than the link is
+MTU = "65535"  # large packets: a real network card does not take the cores' time, and a small packet would
+BURST = "96kb"  # small, or single collectives look faster than the link is
+LOCK = Path(tempfile.gettempdir()) / "hf_helix_shaped_link.lock"
+PLANS = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=int, nargs="+", default=[300, 600, 1000], help="Mbit/s each way")
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--plans", nargs="+", default=["sequential", "round_robin", "greedy", "search"])
+    parser.add_argument("--rates", type=int, nargs="+", default=[300, 500, 600, 1000], help="Mbit/s each way")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[16], help="of a window, two or more")
+    parser.add_argument("--plans", nargs="+", help="besides sequential; all of hf_helix if not given")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--timeout", type=int, default=3600, help="seconds after which everything is stopped")
+    parser.add_argument("--timeout", type=int, default=3 * 3600, help="seconds after which everything is stopped")
     parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--markdown", type=Path, help="also write the tables there, with hardware and versions")
+    parser.add_argument("--profile", help="also save profiles, such as link-{rate}.json (or {rate}-{microbatches})")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if min(options.microbatches) < 2:
+        parser.error("--microbatches: DDP needs a micro-batch for each rank, so two or more")
     if options.rank is None:
         launch(options)
     else:
@@ -57,29 +67,70 @@ def main() -> None:
 
 
 def launch(options: argparse.Namespace) -> None:
-    """Make the hosts and start a rank in each."""
+    """Make the hosts and run a rank in each; leave nothing behind."""
     if os.geteuid() != 0:
         sys.exit("this needs root, for network namespaces: sudo python benchmarks/shaped_link.py")
-    with hosts():
-        ranks = []
-        for rank, (namespace, device) in enumerate(zip(NAMESPACES, DEVICES, strict=True)):
-            environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": device,
-                "MASTER_ADDR": ADDRESSES[0],
-                "MASTER_PORT": "29555",
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-            }
-            command = ["ip", "netns", "exec", namespace, sys.executable, *sys.argv, "--rank", str(rank)]
-            ranks.append(subprocess.Popen(command, env=environment))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, stop)
+    with only_run(), tempfile.TemporaryDirectory() as folder, hosts():
+        ranks: list[subprocess.Popen[bytes]] = []
         try:
-            codes = [process.wait(timeout=options.timeout) for process in ranks]
+            ranks += [start_rank(rank, folder) for rank in range(2)]
+            code = wait_for(ranks, options.timeout)
         finally:
             for process in ranks:
                 process.kill()
-    sys.exit(max(codes))
+                process.wait()
+    sys.exit(code)
+
+
+def stop(number: int, frame: object) -> None:
+    """End by way of every `finally`, once."""
+    for other in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def start_rank(rank: int, folder: str) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": DEVICES[rank],
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": "29555",
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "TMPDIR": folder,  # of both ranks
+    }
+    command = ["ip", "netns", "exec", NAMESPACES[rank], sys.executable, *sys.argv, "--rank", str(rank)]
+    die_with_parent = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    return subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
+
+
+def wait_for(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> int:
+    """Until all are done, one has failed, or time is up; the exit code."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        codes = [process.poll() for process in ranks]
+        if any(codes):
+            return 1
+        if None not in codes:
+            return 0
+        time.sleep(0.2)
+    print(f"stopped after {seconds} s", file=sys.stderr)
+    return 1
+
+
+@contextlib.contextmanager
+def only_run() -> Iterator[None]:
+    """Names and cores are those of one run."""
+    with LOCK.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit("another run of this benchmark is under way")
+        yield
 
 
 @contextlib.contextmanager
@@ -92,7 +143,7 @@ def hosts() -> Iterator[None]:
             ip("netns", "add", namespace)
             ip("link", "set", device, "netns", namespace)
             ip("-n", namespace, "addr", "add", f"{address}/24", "dev", device)
-            ip("-n", namespace, "link", "set", device, "gso_max_size", GSO)
+            ip("-n", namespace, "link", "set", device, "mtu", MTU)
             ip("-n", namespace, "link", "set", device, "up")
             ip("-n", namespace, "link", "set", "lo", "up")
         yield
@@ -101,8 +152,10 @@ def hosts() -> Iterator[None]:
 
 
 def remove_hosts() -> None:
+    """A device goes with its namespace; where it never got there, by itself."""
     for namespace in NAMESPACES:
         subprocess.run(["ip", "netns", "del", namespace], stderr=subprocess.DEVNULL, check=False)
+    subprocess.run(["ip", "link", "del", DEVICES[0]], stderr=subprocess.DEVNULL, check=False)
 
 
 def ip(*arguments: str) -> None:
@@ -121,31 +174,36 @@ def work(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[options.rank]})  # a core for each host
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
     bench = Bench(options)
+    tried = {count: bench.compare(count) for count in options.microbatches}  # while the link is fast
     results = []
     for rate in options.rates:
         shape(options.rank, rate)
         for count in options.microbatches:
-            results.append({"rate": rate, "microbatches": count, **bench.measure(count)})
+            found = bench.measure(rate, count)
+            results.append({"rate": rate, "microbatches": count, "tried": tried[count], **found})
             if options.rank == 0:
-                print_result(results[-1])
-    if options.rank == 0 and options.json:
-        options.json.write_text(
-            json.dumps({"versions": versions(), "flags": sys.argv[1:], "results": results}, indent=1)
-        )
+                print("\n" + describe(results[-1]), flush=True)
+                save(options, results)
     dist.destroy_process_group()
 
 
 class Bench:
-    """A Llama cut over two ranks, with a runner for every plan."""
+    """A Llama cut over two ranks, with a runner for every plan and with what one would use instead."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
+        from alternatives import build_models
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from hf_helix.adapters import family_of
         from hf_helix.checkpoint import cut_parameters
+        from hf_helix.planning.profile import rough_profile
+        from hf_helix.planning.rules import make_plan
         from hf_helix.runtime.mesh import build_mesh
         from hf_helix.runtime.runner import Runner
         from hf_helix.runtime.stage import fold_units
@@ -163,74 +221,143 @@ class Bench:
                 num_key_value_heads=16,
             )
         ).train()
-        self.mesh = build_mesh(2, "cpu")
+        self.alternatives = build_models(self.model, 2, Path(tempfile.gettempdir()) / "model")  # see start_rank
+        mesh = build_mesh(2, "cpu")
         self.family = family_of(self.model)
-        units = self.family.units(self.model, self.mesh.tp)
-        cut_parameters(units, self.mesh)
+        units = self.family.units(self.model, mesh.tp)
+        cut_parameters(units, mesh)
         stage = fold_units(units)
         streams = make_streams(torch.device("cpu"))
-        self.stage = stage
-        self.runner = Runner(stage, self.plan("sequential", None), self.mesh, streams, "w", 0)
+        plan = make_plan("sequential", rough_profile(stage.layout), model="bench", mesh={"tp_size": 2})
+        self.runner = Runner(stage, plan, mesh, streams, "w", 0)
 
-    def plan(self, rule: str, times: Times | None) -> Plan:
-        from hf_helix.planning.plan import make_plan
-        from hf_helix.planning.rules import RULES
+    def batches(self, count: int) -> list[dict[str, Any]]:
+        """The micro-batches of a window."""
+        import torch
 
-        return make_plan(rule, RULES[rule], self.stage.graphs, model="bench", mesh={"tp_size": 2}, times=times)
+        generator = torch.Generator().manual_seed(1)
+        shape = (self.options.batch, self.options.sequence)
+        ids = [torch.randint(0, 4096, shape, generator=generator) for _ in range(count)]
+        return [{"input_ids": found, "labels": found} for found in ids]
 
-    def window(self, count: int) -> list:
+    def window(self, count: int) -> list[Any]:
+        """The same, as our runners take them."""
         import torch
 
         from hf_helix.runtime.strand import MicroBatch
 
-        generator = torch.Generator().manual_seed(1)
-        shape = (self.options.batch, self.options.sequence)
-        scale = torch.tensor(1.0 / (count * shape[0] * (shape[1] - 1)))
-        batches = []
-        for place in range(count):
-            ids = torch.randint(0, 4096, shape, generator=generator)
-            batch = {"input_ids": ids, "labels": ids}
-            prepare = functools.partial(self.family.side_inputs, self.model, batch, 2, scale)
-            batches.append(MicroBatch(prepare, (0, place), ids.numel()))
-        return batches
+        scale = torch.tensor(1.0 / (count * self.options.batch * (self.options.sequence - 1)))
+        prepare = functools.partial(self.family.side_inputs, self.model)
+        return [
+            MicroBatch(functools.partial(prepare, batch, 2, scale), (0, place), batch["input_ids"].numel())
+            for place, batch in enumerate(self.batches(count))
+        ]
 
-    def measure(self, count: int) -> dict:
-        from hf_helix.runtime.tuning import tune
+    def others(self, count: int) -> dict[str, Any]:
+        """What one would use instead, for a window."""
+        from alternatives import Alternative
 
-        tuning = tune(self.runner, self.window(count), self.plan, self.options.plans, self.options.repeats)
-        return {"plans": {name: dataclasses.asdict(overlap) for name, overlap in tuning.overlaps.items()}}
+        batches, rank = self.batches(count), self.options.rank
+        return {key: Alternative(model, batches, self.runner, rank, 2) for key, model in self.alternatives.items()}
+
+    def compare(self, count: int) -> dict[str, dict[str, float]]:
+        """A window of each: they must do the same work."""
+        from alternatives import try_windows
+
+        return try_windows(self.runner, self.model, self.others(count), self.window(count), DEVICES[self.options.rank])
+
+    def measure(self, rate: int, count: int) -> dict[str, Any]:
+        """Measure the operators, make the plans, time everything in turn."""
+        from hf_helix.planning.rules import RULES
+        from hf_helix.runtime.measure import measure_overlap
+        from hf_helix.runtime.profiler import measure_profile
+        from hf_helix.runtime.tuning import BASELINE, CANDIDATES, TIMED, planned, predict_window
+
+        window, others = self.window(count), self.others(count)
+        profile = measure_profile(self.runner, window, {"link": f"{rate} Mbit/s"})
+        if self.options.profile and self.options.rank == 0:
+            profile.save(self.options.profile.format(rate=rate, microbatches=count))
+        rules = self.options.plans or [rule for rule in PLANS if rule in RULES]
+        runners = planned(self.runner, list(dict.fromkeys([BASELINE, *rules])), profile)
+        predicted = {rule: predict_window(runner, profile, count) for rule, runner in runners.items()}
+        overlaps = measure_overlap({**runners, **others}, window, self.options.repeats)
+        # As `tune` does: the best of those that are predicted to be fastest.
+        automatic = sorted((rule for rule in runners if rule in CANDIDATES), key=lambda rule: predicted[rule])
+        timed = {BASELINE, *[rule for rule in automatic if rule != BASELINE][:TIMED]}
+        return {
+            "plans": {rule: dataclasses.asdict(overlaps[rule]) for rule in runners},
+            "predicted": predicted,
+            "auto": min(timed, key=lambda rule: overlaps[rule].step),
+            "alternatives": {name: {"step": overlaps[name].step} for name in others},
+        }
 
 
-def print_result(result: dict) -> None:
-    plans = result["plans"]
-    base = plans.get("sequential", next(iter(plans.values())))
+def describe(result: dict[str, Any]) -> str:
+    """The table of a rate and a window."""
+    plans, predicted, others, tried = (result[key] for key in ("plans", "predicted", "alternatives", "tried"))
+    base, best = plans["sequential"], plans[result["auto"]]
     compute, moved = base["computation"], base["communication"]
     bound = max(compute, moved)
-    print(
-        f"\n{result['rate']} Mbit/s, M={result['microbatches']}: computation {compute:.2f} s, "
-        f"communication {moved:.2f} s, one after the other {compute + moved:.2f} s, bound {bound:.2f} s"
-    )
-    print(f"  {'plan':<12} {'step s':>8} {'speed-up':>9} {'of bound':>9} {'hidden':>7} {'overlapped':>11}")
-    for name, plan in plans.items():
-        step = plan["step"]
-        hidden = 1 - (step - compute) / moved
-        print(
-            f"  {name:<12} {step:8.2f} {base['step'] / step:8.2f}x {bound / step:9.2f} {hidden:7.0%} "
-            f"{plan['overlapped_fraction']:11.0%}",
-            flush=True,
+    losses = ", ".join(f"{name} {found['loss']:.4f}" for name, found in tried.items())
+    sent = ", ".join(f"{name} {found['sent']:.0f}" for name, found in tried.items())
+    lines = [
+        f"{result['rate']} Mbit/s, M={result['microbatches']}: computation {compute:.2f} s, "
+        f"communication {moved:.2f} s, one after the other {compute + moved:.2f} s, bound {bound:.2f} s",
+        f"mean loss: {losses}; MiB that a rank sends in a step: {sent}",
+        f"  {'':<20} {'step s':>8} {'predicted':>9} {'speed-up':>9} {'of bound':>9} {'hidden':>7} {'overlapped':>11}",
+    ]
+    for name, found in others.items():
+        step = found["step"]
+        lines.append(f"  {name:<20} {step:8.2f} {'-':>9} {base['step'] / step:8.2f}x {'-':>9} {'-':>7} {'-':>11}")
+    rows = {**{rule: rule for rule in plans}, f"auto ({result['auto']})": result["auto"]}
+    for name, rule in rows.items():
+        step = plans[rule]["step"]
+        lines.append(
+            f"  {name:<20} {step:8.2f} {predicted[rule]:9.2f} {base['step'] / step:8.2f}x {bound / step:9.2f} "
+            f"{1 - (step - compute) / moved:7.0%} {plans[rule]['overlapped_fraction']:11.0%}"
         )
+    errors = [abs(predicted[rule] / plans[rule]["step"] - 1) for rule in plans]
+    lines.append(f"Predicted times are off by {sum(errors) / len(errors):.1%} of the measured ones on average.")
+    lines += [verdict(name, found["step"], best["step"]) for name, found in others.items()]
+    fastest = min(others, key=lambda name: others[name]["step"])
+    lines.append(f"The fastest alternative at this rate is {fastest}.")
+    return "\n".join(lines)
+
+
+def verdict(name: str, other: float, ours: float) -> str:
+    """How an alternative compares with our automatic plan."""
+    if other < ours:
+        return f"{name} WINS: {other:.2f} s; ours takes {ours / other:.2f} times as long ({ours:.2f} s)."
+    return f"Ours is {other / ours:.2f} times as fast as {name} ({ours:.2f} s instead of {other:.2f} s)."
+
+
+def save(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    """Write the files that were asked for, with what there is so far."""
+    about = {**versions(), "flags": shlex.join(sys.argv[1:-2])}  # without --rank
+    if options.json:
+        options.json.write_text(json.dumps({"about": about, "results": results}, indent=1))
+    if options.markdown:
+        facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
+        tables = "\n\n".join(describe(result) for result in results)
+        title = f"# A shaped link, {about['date']}"
+        how = (__doc__ or "").split("\n\n")[1]
+        options.markdown.write_text(f"{title}\n\n{how}\n\n{facts}\n\n```\n{tables}\n```\n")
 
 
 def versions() -> dict[str, str]:
     import torch
     import transformers
 
+    cpu = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     return {
         "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip() or "unknown",
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "cpus": str(os.cpu_count()),
+        "cpus": f'{os.cpu_count()} {platform.machine()}, "{cpu}"; a core and a thread for each rank',
+        "kernel": platform.release(),
     }
 
 

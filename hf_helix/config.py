@@ -18,8 +18,8 @@ from typing import Any
 
 CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
-PLANS = ("auto", "search", "greedy", "round_robin", "sequential")
-PLANNED_PLANS = ("intra_batch", "dhelix")
+PLANS = ("auto", "search", "greedy", "dhelix", "round_robin", "intra_batch", "sequential")
+ABLATIONS = ("local", "cross", "comm_beside_comm", "wgrad")
 SCHEDULES = ("w",)
 PLANNED_SCHEDULES = ("1f1b", "dualpipe_v")
 
@@ -46,14 +46,21 @@ class HelixConfig:
         ep_size: ranks that share the experts. Only 1 so far.
         plan: how the operators of two micro-batches are interleaved:
             `auto`: the start of the first training window is used to measure the operators, to search, and to time the
-            plans below; the fastest is kept and said;
+            most promising of the plans below; the fastest is kept and said;
             `search`: the searched plan, whether it is the fastest or not;
-            `greedy`: driven by dependencies, without measuring;
+            `greedy`: list scheduling of the whole window;
+            `dhelix`: the paper's paired segments with barriers (section 4.2);
             `round_robin`: operators in turn (the paper's Wavelet+);
-            `sequential`: one micro-batch at a time;
-            or the path of a plan saved with `trainer.plan.save(path)`.
+            `intra_batch`: one micro-batch at a time, collectives cut into tiles beside their GEMM (MegaScale's way);
+            `sequential`: one micro-batch at a time (Megatron's way);
+            or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
         schedule: `w`, the paper's W-shaped schedule on a folded placement (section 4.1).
-        profile: measured times to plan with. Only None so far.
+        profile: path of a profile made with `hf-helix profile`, to plan with instead of measuring.
+        without: what plans must not use, for ablations (the paper's figure 15): `local` or `cross` (communication of
+            that kind is never overlapped), `comm_beside_comm` (both kinds share one stream), `wgrad` (weight gradients
+            stay where they are). Given in YAML as a list.
+        cache: keep measurements and chosen plans on disk, so that the next run of the same case starts at once; in
+            `$HELIX_CACHE`, by default the folder `hf_helix` in Hugging Face's cache.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -67,6 +74,8 @@ class HelixConfig:
     plan: str = "auto"
     schedule: str = "w"
     profile: str | None = None
+    without: tuple[str, ...] = ()
+    cache: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
@@ -76,18 +85,29 @@ class HelixConfig:
             if not isinstance(value, str) or not value:
                 example = "auto" if name == "plan" else "w"
                 raise TypeError(f"{name} must be a string, such as {example!r}; got {value!r}")
+        if not isinstance(self.cache, bool):
+            raise TypeError(f"cache must be true or false, such as cache=True; got {self.cache!r}")
+        self._check_without()
         self._check_built()
+
+    def _check_without(self) -> None:
+        if isinstance(self.without, list):
+            object.__setattr__(self, "without", tuple(self.without))
+        if not isinstance(self.without, tuple):
+            raise TypeError(f"without must be a list, such as without=['wgrad']; got {self.without!r}")
+        for name in self.without:
+            if name not in ABLATIONS:
+                raise ValueError(f"without={name!r} is unknown; use some of {', '.join(ABLATIONS)}")
 
     def _check_built(self) -> None:
         for name in ("pp_size", "cp_size", "ep_size"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not built yet; use {name}=1 and tp_size instead")
-        if self.profile is not None:
+        if self.profile is not None and not (isinstance(self.profile, str) and os.path.isfile(self.profile)):
             raise ValueError(
-                f"profile={self.profile!r} is not built yet; use profile=None, plan='auto' measures by itself"
+                f"profile={self.profile!r} is not an existing file; make one with `hf-helix profile --output PATH`, or "
+                "use profile=None: plan='auto' measures by itself"
             )
-        if self.plan in PLANNED_PLANS:
-            raise ValueError(f"plan={self.plan!r} is not built yet; use one of {', '.join(PLANS)} or a plan file")
         if self.plan not in PLANS and not os.path.isfile(self.plan):
             raise ValueError(
                 f"plan={self.plan!r} is neither a rule nor an existing file; "

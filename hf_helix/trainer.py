@@ -13,41 +13,43 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.utils.logging import get_logger
 
 from hf_helix.adapters import family_of
 from hf_helix.checkpoint import cut_parameters, save_pretrained
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.operators.collectives import prepare_all_gather
-from hf_helix.planning.plan import GraphPair, Plan, Times, load_plan, make_plan
-from hf_helix.planning.rules import RULES
+from hf_helix.planning.plan import Plan
 from hf_helix.planning.schedule import build_schedule, format_schedule
 from hf_helix.plugin import HelixPlugin
 from hf_helix.refusals import check_arguments, check_batch, check_model, check_placements, check_trainer
-from hf_helix.report.scorecard import format_tuning
+from hf_helix.report.flops import peak_tflops, token_flops
+from hf_helix.report.live import LiveScore
+from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
 from hf_helix.runtime.gradients import gradient_norm, tp_group
 from hf_helix.runtime.liveness import start_watch, watched
-from hf_helix.runtime.measure import Overlap, measure_overlap
-from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.measure import Overlap, measure_overlap, over_ranks, trace_window
+from hf_helix.runtime.mesh import Mesh, world_size
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import fold_units
 from hf_helix.runtime.strand import MicroBatch
-from hf_helix.runtime.streams import make_streams
-from hf_helix.runtime.tuning import BASELINE, CANDIDATES, Tuning, tune
+from hf_helix.runtime.streams import make_streams, prepare_cuda
+from hf_helix.runtime.trace import Trace
+from hf_helix.runtime.tuning import Tuning
+from hf_helix.tuner import Tuner, describe
 
-# Rules that measure wait for the first window; until then, a plan that needs no measurement serves.
-MEASURED = {"auto": CANDIDATES, "search": ("search",)}
-UNMEASURED = "greedy"
-TUNED_MICROBATCHES = 4  # enough to see the steady state; tuning takes some 25 times as many
+logger = get_logger(__name__)
 
 
 class HelixTrainerMixin:
@@ -72,10 +74,10 @@ class HelixTrainerMixin:
     # Runs windows of micro-batches on this rank.
     runner: Runner
 
-    # What `plan="auto"` measured, after the first window.
-    tuning: Tuning | None
-
     def __init__(self, *args: Any, helix_config: HelixConfig | None = None, **kwargs: Any) -> None:
+        notice = prepare_cuda()
+        if notice:
+            logger.warning(notice)
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is None:
             arguments = TrainingArguments(output_dir="tmp_trainer", save_strategy="no")
@@ -89,9 +91,9 @@ class HelixTrainerMixin:
             plugin = arguments.parallelism_config = HelixPlugin(config)
         self.helix_config = config
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
+        self._last_alone: Overlap | None = None
         self._window: list[Any] | None = None
         self._last_window: list[MicroBatch] = []
-        self._said_untuned = False
         start_watch()
         if model is not None:
             self._take(model, arguments)
@@ -110,6 +112,11 @@ class HelixTrainerMixin:
         """The plan in use; `trainer.plan.save(path)` writes a file that `HelixConfig(plan=path)` takes."""
         return self.runner.plan
 
+    @property
+    def tuning(self) -> Tuning | None:
+        """What `plan="auto"` measured, or an earlier run of the same case; None before the first window."""
+        return self._tuner.tuning
+
     def measure_overlap(self, repeats: int = 5) -> Overlap:
         """How much communication the plan hides, measured on the last window that was trained. Collective.
 
@@ -120,7 +127,22 @@ class HelixTrainerMixin:
             raise ValueError("measure_overlap() needs a window to repeat; call it after train()")
         self.model.train()
         with watched():
-            return measure_overlap({"": self.runner}, self._last_window, repeats)[""]
+            self._last_alone = measure_overlap({"": self.runner}, self._last_window, repeats)[""]
+        return self._last_alone
+
+    def trace(self, path: str | Path) -> None:
+        """Write a trace of the last window for https://ui.perfetto.dev, a track per stream. Collective.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        if not self._last_window:
+            raise ValueError("trace() needs a window to repeat; call it after train()")
+        self.model.train()
+        with watched():
+            spans = over_ranks(trace_window(self.runner, self._last_window).spans)
+        if self.is_world_process_zero():  # type: ignore[attr-defined]
+            write_perfetto(path, spans)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A model made by `model_init` is cut like one that was passed in."""
@@ -131,16 +153,15 @@ class HelixTrainerMixin:
     def _take(self, model: Any, args: TrainingArguments) -> None:
         """Keep this rank's part of the model, in place, before anything moves to the device; make it runnable."""
         check_model(model)
-        self.tuning = None
         self._family = family_of(model)
-        self._units = self._family.units(model, self._mesh.tp)
+        self._units = [unit.without(self.helix_config.without) for unit in self._family.units(model, self._mesh.tp)]
         stage = fold_units(self._units)
         check_placements(model, stage.placements)
-        name = self.helix_config.plan
-        if name in MEASURED:
-            # One rank has nothing to hide, and one strand at a time is kinder to the caches.
-            name = UNMEASURED if self._mesh.tp.size > 1 else BASELINE
-        plan = self._make_plan(name, None, model_name=type(model).__name__, graphs=stage.graphs)
+        name = type(model).__name__
+        self._tuner = Tuner(self.helix_config, name, describe(model, self._mesh))
+        plan = self._tuner.first_plan(stage.layout)
+        peak = peak_tflops(torch.cuda.get_device_name(args.device)) if args.device.type == "cuda" else None
+        self._live = LiveScore(token_flops(model), world_size(), self._mesh.dp_size, peak)
         schedule = self.helix_config.schedule
         with watched():
             # All ranks agree before anything is cut or communicated by the plan.
@@ -153,34 +174,6 @@ class HelixTrainerMixin:
         model._is_cut_by_helix = self._mesh.tp.size > 1
         if model._is_cut_by_helix:
             model.forward = _refuse_forward(model.forward)
-
-    def _make_plan(self, name: str, times: Times | None, *, model_name: str, graphs: Mapping[str, GraphPair]) -> Plan:
-        mesh = {"tp_size": self.helix_config.tp_size, "pp_size": self.helix_config.pp_size}
-        if name in RULES:
-            return make_plan(name, RULES[name], graphs, model=model_name, mesh=mesh, times=times)
-        return load_plan(name, graphs, model=model_name, mesh=mesh)
-
-    def _tune(self, window: list[MicroBatch]) -> None:
-        """Measure and choose, once, with the start of the first window of two micro-batches or more."""
-        rules = MEASURED.get(self.helix_config.plan)
-        if rules is None or self.tuning is not None or self._mesh.tp.size == 1:
-            return
-        is_talking = self.is_world_process_zero()  # type: ignore[attr-defined]
-        if len(window) < 2:
-            if is_talking and not self._said_untuned:
-                self._said_untuned = True
-                tqdm.write(
-                    f"hf_helix: plan={self.helix_config.plan!r} waits for a window of two micro-batches; until then "
-                    f"{self.plan.rule} serves. Set gradient_accumulation_steps to 2 or more"
-                )
-            return
-        if is_talking:
-            tqdm.write("hf_helix: measuring operators and plans, once ...")
-        name, graphs = type(self.model).__name__, self.runner.stage.graphs
-        make = functools.partial(self._make_plan, model_name=name, graphs=graphs)
-        self.tuning = tune(self.runner, window[:TUNED_MICROBATCHES], make, rules)
-        if is_talking:
-            tqdm.write(format_tuning(self.tuning))
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -216,9 +209,32 @@ class HelixTrainerMixin:
             for place, batch in enumerate(batches)
         ]
         self._last_window = microbatches
-        self._tune(microbatches)
-        losses = self.runner.train_window(microbatches)
+        self.runner = self._tuner.decide(self.runner, microbatches)
+        losses = self._train_window(microbatches, length=max(batch["input_ids"].shape[-1] for batch in batches))
         return torch.stack(losses).sum()
+
+    def _train_window(self, window: list[MicroBatch], length: int) -> list[Tensor]:
+        """Train, counted for the logs; the first window after each log is traced."""
+        tokens = sum(batch.num_tokens for batch in window)
+        if not self._live.wants_trace:
+            return self._live.add(tokens, length, lambda: self.runner.train_window(window))
+        streams = self.runner.executor.streams
+        streams.trace = trace = Trace()
+        start = time.perf_counter()
+        try:
+            losses = self._live.add(tokens, length, lambda: self.runner.train_window(window))
+            streams.synchronize()
+        finally:
+            streams.trace = None
+        self._live.add_trace(trace, tokens, time.perf_counter() - start)
+        return losses
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the stock method, with the scorecard beside the training loss."""
+        if "loss" in logs:
+            tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
+            logs = {**logs, **self._live.entries(self._last_alone or tuned)}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _microbatch(self, batch: Mapping[str, Any], num_items: Any, key: tuple[int, int]) -> MicroBatch:
         # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
@@ -227,7 +243,8 @@ class HelixTrainerMixin:
         factor = self._mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
         scale = torch.as_tensor(factor / num_items, dtype=torch.float32, device=self.args.device)
         prepare = functools.partial(self._family.side_inputs, self.model, batch, self._mesh.tp.size, scale)
-        return MicroBatch(prepare, key, num_tokens=batch["input_ids"].numel())
+        ids = batch["input_ids"]
+        return MicroBatch(prepare, key, num_tokens=ids.numel(), shape=" x ".join(map(str, ids.shape)))
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm = gradient_norm(self.runner.stage.placements, self._mesh)

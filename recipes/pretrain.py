@@ -44,6 +44,7 @@ class RecipeArguments:
     )
     text_column: str = field(default="text", metadata={"help": "where the text is in a JSONL file or dataset"})
     prompt: str = field(default="The class", metadata={"help": "what the trained model goes on from"})
+    trace: str = field(default="", metadata={"help": "write a trace of a window there, for https://ui.perfetto.dev"})
     vocab_size: int = 4096
     sequence_length: int = 256
     hidden_size: int = 256
@@ -91,6 +92,8 @@ def main() -> None:
     trainer.train()
     metrics = trainer.evaluate()
     overlap = trainer.measure_overlap()
+    if recipe.trace:
+        trainer.trace(recipe.trace)
     trainer.save_model()
     if trainer.is_world_process_zero():
         print(f"\nloss on held-out text: {metrics['eval_loss']:.3f}")

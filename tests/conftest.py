@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from support.cluster import Cluster
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["HELIX_CACHE"] = tempfile.mkdtemp(prefix="hf_helix-cache-")  # what one test measures, others find
 
 
 @pytest.fixture(scope="session")

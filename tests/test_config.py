@@ -10,8 +10,8 @@ import pytest
 
 from hf_helix import config
 from hf_helix.config import (
+    ABLATIONS,
     CONFIG_FILE_VARIABLE,
-    PLANNED_PLANS,
     PLANNED_SCHEDULES,
     PLANS,
     HelixConfig,
@@ -44,6 +44,8 @@ def test_the_defaults_are_one_rank_and_auto():
         "plan": "auto",
         "schedule": "w",
         "profile": None,
+        "without": (),
+        "cache": True,
     }
 
 
@@ -79,12 +81,6 @@ def test_sizes_that_are_not_built_are_refused_by_name(name: str):
         HelixConfig(**{name: 2})
 
 
-@pytest.mark.parametrize("plan", PLANNED_PLANS)
-def test_plans_that_are_not_built_are_refused_by_name(plan: str):
-    with pytest.raises(ValueError, match=f"^plan='{plan}' is not built yet; use one of {', '.join(PLANS)}"):
-        HelixConfig(plan=plan)
-
-
 @pytest.mark.parametrize("schedule", PLANNED_SCHEDULES)
 def test_schedules_that_are_not_built_are_refused_by_name(schedule: str):
     with pytest.raises(ValueError, match=f"^schedule='{schedule}' is not built yet; use schedule='w'$"):
@@ -104,7 +100,7 @@ def test_an_unknown_plan_names_the_nearest():
 
 
 def test_a_plan_that_is_near_to_nothing_lists_the_rules():
-    with pytest.raises(ValueError, match=r"rules: auto, search, greedy, round_robin, sequential$"):
+    with pytest.raises(ValueError, match=r"rules: auto, search, greedy, dhelix, round_robin, intra_batch, sequential$"):
         HelixConfig(plan="xyz.json")
 
 
@@ -113,6 +109,55 @@ def test_a_plan_may_be_an_existing_file_but_not_a_folder(tmp_path: Path):
     assert HelixConfig(plan=path).plan == path
     with pytest.raises(ValueError, match="neither a rule nor an existing file"):
         HelixConfig(plan=str(tmp_path))
+
+
+@pytest.mark.parametrize("plan", ["intra_batch", "dhelix"])
+def test_the_papers_rules_are_built(plan: str):
+    assert plan in PLANS
+
+
+@pytest.mark.parametrize("value", [True, 5, "absent.json", "", ["profile.json"]])
+def test_a_profile_must_be_an_existing_file(value: object):
+    with pytest.raises((TypeError, ValueError), match=r"^profile=.*hf-helix profile.*profile=None") as caught:
+        HelixConfig(profile=value)
+    assert repr(value) in str(caught.value)
+
+
+def test_a_profile_may_be_an_existing_file_but_not_a_folder(tmp_path: Path):
+    path = str(write(tmp_path / "profile.json", "{}"))
+    assert HelixConfig(profile=path).profile == path
+    with pytest.raises(ValueError, match="is not an existing file"):
+        HelixConfig(profile=str(tmp_path))
+
+
+@pytest.mark.parametrize("names", [(), ABLATIONS, *((name,) for name in ABLATIONS)])
+def test_every_ablation_is_taken_as_a_tuple_or_a_list(names: tuple[str, ...]):
+    assert HelixConfig(without=names).without == names
+    config = HelixConfig(without=list(names))
+    assert config.without == names
+    assert hash(config) == hash(HelixConfig(without=names))
+
+
+@pytest.mark.parametrize("value", ["wgrad", None, 1, {"wgrad"}, {"wgrad": True}])
+def test_ablations_that_are_no_list_are_refused(value: object):
+    with pytest.raises(TypeError, match=r"^without must be a list, such as without=\['wgrad'\]; got ") as error:
+        HelixConfig(without=value)
+    assert str(error.value).endswith(repr(value))
+
+
+@pytest.mark.parametrize("name", ["wgrads", "", None, 1, True, ["wgrad"]])
+def test_unknown_ablations_are_refused_by_name(name: object):
+    for names in ([name], ["wgrad", name], (name,)):
+        with pytest.raises(ValueError, match=r"^without=.* is unknown; use some of local, cross, ") as error:
+            HelixConfig(without=names)
+        assert str(error.value).startswith(f"without={name!r} is unknown")
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", None, []])
+def test_a_cache_that_is_no_yes_or_no_is_refused(value: object):
+    with pytest.raises(TypeError, match="^cache must be true or false, such as cache=True; got ") as error:
+        HelixConfig(cache=value)
+    assert str(error.value).endswith(repr(value))
 
 
 def test_an_unknown_schedule_lists_the_known():
@@ -374,6 +419,30 @@ def test_a_file_of_bytes_is_named(tmp_path):
         HelixConfig.from_file(path)
 
 
-def test_a_profile_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"profile='p\.json' is not built yet; use profile=None"):
-        HelixConfig(profile="p.json")
+@pytest.mark.parametrize(
+    "text",
+    ["tp_size: 2\nwithout: [wgrad, local]\ncache: no\n", "tp_size: 2\ncache: false\nwithout:\n  - wgrad\n  - local\n"],
+)
+def test_ablations_and_cache_in_yaml(tmp_path: Path, text: str):
+    config = HelixConfig.from_file(write(tmp_path / "helix.yaml", text))
+    assert config == HelixConfig(tp_size=2, without=("wgrad", "local"), cache=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("without: wgrad", TypeError, "without must be a list"),
+        ("without:", TypeError, "without must be a list.*got None"),
+        ("without: [wgrat]", ValueError, "without='wgrat' is unknown"),
+        ("without: [yes]", ValueError, "without=True is unknown"),
+        ("cache: 1", TypeError, "cache must be true or false"),
+        ("profile: absent.json", ValueError, "profile='absent.json' is not an existing file"),
+    ],
+)
+def test_wrong_ablations_and_caches_in_yaml_name_the_file(
+    tmp_path: Path, text: str, error: type[Exception], message: str
+):
+    path = write(tmp_path / "helix.yaml", text)
+    with pytest.raises(error, match=message) as caught:
+        HelixConfig.from_file(path)
+    assert str(caught.value).startswith(f"{path}: ")

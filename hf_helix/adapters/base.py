@@ -31,8 +31,7 @@ from hf_helix.operators.unit import (
     cut_bounds,
 )
 from hf_helix.operators.vocabulary import IGNORED, cross_entropy, lookup, token_statistics
-from hf_helix.planning.graph import Graph, Kind, Operator, derive_backward
-from hf_helix.planning.plan import GraphPair
+from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator
 
 GEMM = 4.0
 ATTENTION = 4.0
@@ -148,7 +147,7 @@ class Builder:
         forward = Graph(self.name, tuple(self._declared), tuple(self._inputs), outputs, self.repeats)
         return Unit(
             label=self.label,
-            graphs=GraphPair(forward, derive_backward(forward)),
+            graphs=GraphPair.of(forward),
             operators=self._operators,
             placements=self._placements,
         )

@@ -76,3 +76,16 @@ class Communication(ABC):
     @abstractmethod
     def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
         """The output, not yet filled, and the work that fills it. `part` is F or B."""
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        """The same on the compute stream, where a plan may not overlap it."""
+        return self._now(Part.F, *inputs)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        """See `forward`."""
+        return self._now(Part.B, *gradients)
+
+    def _now(self, part: Part, value: Tensor) -> Tensors:
+        out, work = self.prepare(part, value)
+        work()
+        return (out,)

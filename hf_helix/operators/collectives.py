@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Computation, Tensors
+from hf_helix.operators.base import Call, Communication, Tensors
 from hf_helix.planning.graph import Part
 
 # Renamed in torch 2.13, where the old names warn.
@@ -113,7 +113,8 @@ def _finish(pending: Sequence[dist.Work | None]) -> None:
 class SilentTransport(Transport):
     """Stands for a group of `size` ranks without moving anything between them: for timing computation alone.
 
-    Values stay finite and shapes right; results mean nothing. `moved` lists what would have been carried.
+    Values stay finite and shapes right; results mean nothing. `moved` lists what would have been carried, and
+    `bytes_sent` counts what this rank would have sent.
     """
 
     def __init__(self, size: int, rank: int, prefers_exchange: bool = False) -> None:
@@ -121,21 +122,26 @@ class SilentTransport(Transport):
         self.rank = rank
         self._prefers_exchange = prefers_exchange
         self.moved: list[tuple[str, torch.Size, torch.Size]] = []
+        self.bytes_sent = 0
 
     def all_gather(self, out: Tensor, value: Tensor) -> None:
-        self.moved.append(("all_gather", out.shape, value.shape))
+        self._note("all_gather", out, value, value.nbytes * (self.size - 1))
         out.view(self.size, *value.shape).copy_(value.expand(self.size, *value.shape))
 
     def exchange(self, out: Tensor, value: Tensor) -> None:
-        self.moved.append(("exchange", out.shape, value.shape))
+        self._note("exchange", out, value, value.nbytes * (self.size - 1) // self.size)
         out.copy_(value)
 
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
-        self.moved.append(("reduce_scatter", out.shape, value.shape))
+        self._note("reduce_scatter", out, value, value.nbytes * (self.size - 1) // self.size)
         out.copy_(value[: out.shape[0]])
 
     def prefers_exchange(self, value: Tensor) -> bool:
         return self._prefers_exchange
+
+    def _note(self, name: str, out: Tensor, value: Tensor, sent: int) -> None:
+        self.moved.append((name, out.shape, value.shape))
+        self.bytes_sent += sent
 
 
 class Axis:
@@ -182,7 +188,7 @@ class Scatter(Communication):
         return prepare_all_gather(self.axis, value)
 
 
-class GatherReplicated(Communication, Computation):
+class GatherReplicated(Communication):
     """Like `Gather`, for values that every rank then uses in the same way (the loss): backward takes its own slice."""
 
     def __init__(self, axis: Axis) -> None:
@@ -190,9 +196,6 @@ class GatherReplicated(Communication, Computation):
 
     def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
         return prepare_all_gather(self.axis, value)
-
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        raise NotImplementedError("its forward communicates")
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         return (gradients[0].chunk(self.axis.size)[self.axis.rank],)

@@ -8,13 +8,13 @@ Must hold: units of the same name have equal graphs, so one order serves them al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from hf_helix.operators.base import Communication, Computation, SplitComputation
-from hf_helix.planning.plan import GraphPair
+from hf_helix.planning.graph import GraphPair
 
 TensorOperator = Computation | SplitComputation | Communication
 
@@ -70,3 +70,7 @@ class Unit:
     @property
     def name(self) -> str:
         return self.graphs.forward.name
+
+    def without(self, names: Collection[str]) -> Unit:
+        """The unit with less freedom for plans, see `GraphPair.without`."""
+        return replace(self, graphs=self.graphs.without(names)) if names else self

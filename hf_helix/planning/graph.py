@@ -9,7 +9,7 @@ several operators is summed in one fixed order, so that results do not depend on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import zip_longest
@@ -43,8 +43,8 @@ class Operator:
     `reads` and `writes` name values; the gradient of value `v` is `d.v`. `adds[i]`, where it is not None, names a
     partial gradient that is added to the i-th output. `of` is the declared operator this one runs a part of.
     `split` declares a backward in two parts, I and W; `backward_kind` the kind of the backward operator
-    (None: the same as the forward's). `effort` is a rough relative time, or the measured one
-    where there is a measurement.
+    (None: the same as the forward's). `after` names operators of the graph that come first although nothing of them is
+    read: parts of one weight's gradient add up in order. `effort` is a rough relative time.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Operator:
     split: bool = False
     backward_kind: Kind | None = None
     adds: tuple[str | None, ...] = ()
+    after: tuple[str, ...] = ()
     effort: float = 1.0
 
     def __post_init__(self) -> None:
@@ -88,6 +89,7 @@ class Graph:
         for operator in self.operators:
             self._declare("there are two operators called", (operator.name,), names)
             missing = [value for value in operator.depends_on if value not in known]
+            missing += [name for name in operator.after if name not in names]
             if missing:
                 raise ValueError(f"graph {self.name!r}: operator {operator.name!r} reads {missing}, not yet written")
             self._declare(f"operator {operator.name!r} writes", operator.writes, known)
@@ -118,8 +120,38 @@ class Graph:
                 f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.adds) if name
             )
             traits = f"{op.kind.value}{' split' if op.split else ''}, effort {op.effort:g}"
-            lines.append(f"  {op.name} [{traits}] {' '.join(op.reads)} -> {writes}")
+            after = f" after {' '.join(op.after)}" if op.after else ""
+            lines.append(f"  {op.name} [{traits}] {' '.join(op.reads)} -> {writes}{after}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class GraphPair:
+    """A unit's forward graph and the backward graph derived from it."""
+
+    forward: Graph
+    backward: Graph
+
+    @classmethod
+    def of(cls, forward: Graph) -> GraphPair:
+        """The pair of a declared graph."""
+        return cls(forward, derive_backward(forward))
+
+    def without(self, names: Collection[str]) -> GraphPair:
+        """The pair with less freedom, for ablations (paper, figure 15).
+
+        Args:
+            names: `local`, `cross`: communication of that kind runs on the compute stream; `comm_beside_comm`: all
+                communication shares one stream; `wgrad`: weight gradients stay at their canonical places.
+        """
+        kinds = {kind: Kind.COMPUTE for kind in (Kind.LOCAL, Kind.CROSS) if kind.value in names}
+        if "comm_beside_comm" in names:
+            kinds.setdefault(Kind.CROSS, Kind.LOCAL)
+        forward, backward = (
+            replace(graph, operators=tuple(replace(op, kind=kinds.get(op.kind, op.kind)) for op in graph.operators))
+            for graph in (self.forward, self.backward)
+        )
+        return GraphPair(forward, _hold_weights(backward) if "wgrad" in names else backward)
 
 
 def digest(graphs: Iterable[Graph]) -> str:
@@ -132,11 +164,13 @@ def derive_backward(graph: Graph) -> Graph:
     """The backward graph of `graph`: edges reversed, communication replaced by its dual, linears split in I and W.
 
     The W of a linear follows its I; where communication follows the I, W comes after it, so that even a single
-    strand computes W beside it (the paper's "self-overlap", section 4.2).
+    strand computes W beside it (the paper's "self-overlap", section 4.2). Of tiles in a row (see `after`),
+    communication comes as early as it can, and W's after the I's that communication follows.
     """
     readers = _readers(graph)
+    followers = _followers(graph)
     operators: list[Operator] = []
-    waiting: Operator | None = None  # the W of the linear just passed
+    weights: dict[str, Operator] = {}
     for op in reversed(graph.operators):
         gradients = tuple(f"d.{value}" for value in op.writes)
         writes, adds = _gradient_names(op, readers, graph)
@@ -149,27 +183,75 @@ def derive_backward(graph: Graph) -> Graph:
             reads=gradients,
             writes=writes,
             adds=adds,
+            after=() if op.split else tuple(followers.get(op.name, ())),
             # A segment's backward is about twice its forward; the parts of a split linear cost one forward each.
             effort=op.effort if op.split or op.kind.communicates else 2 * op.effort,
         )
         operators.append(main)
-        if waiting is not None:
-            operators.append(waiting)
-            waiting = None
         if op.split:
-            waiting = replace(main, name=f"{op.name}.W", part=Part.W, writes=(), adds=())
-            if not _next_communicates(graph, op):
-                operators.append(waiting)
-                waiting = None
-    if waiting is not None:
-        operators.append(waiting)
+            after = tuple(f"{name}.W" for name in followers.get(op.name, ()))
+            weights[main.name] = replace(main, name=f"{op.name}.W", part=Part.W, writes=(), adds=(), after=after)
     return Graph(
         name=graph.name,
-        operators=tuple(operators),
+        operators=tuple(_with_weights(_early_tiles(operators), weights)),
         inputs=tuple(f"d.{value}" for value in graph.outputs),
         outputs=tuple(f"d.{value}" for value in graph.inputs),
         repeats=graph.repeats,
     )
+
+
+def _early_tiles(operators: list[Operator]) -> list[Operator]:
+    """Each communication that is one of several in a row directly after what it needs."""
+    in_row = {name for op in operators if op.kind.communicates and op.after for name in (op.name, *op.after)}
+    found: list[Operator] = []
+    for op in operators:
+        place = len(found)
+        while (
+            op.name in in_row
+            and place > 0
+            and found[place - 1].name not in op.after
+            and not set(found[place - 1].writes) & set(op.depends_on)
+        ):
+            place -= 1
+        found.insert(place, op)
+    return found
+
+
+def _with_weights(operators: list[Operator], weights: dict[str, Operator]) -> list[Operator]:
+    """Each W after its I, or after the communication that follows it and all further tiles of which this is true."""
+    found: list[Operator] = []
+    waiting: list[Operator] = []
+    for op, following in zip_longest(operators, operators[1:]):
+        found.append(op)
+        if op.name in weights:
+            waiting.append(weights[op.name])
+            if following and following.kind.communicates and set(following.reads) & set(op.writes):
+                continue
+        further = weights.get(following.name) if following else None
+        if op.kind.communicates and further and any(weight.name in further.after for weight in waiting):
+            continue
+        found += waiting
+        waiting = []
+    return found
+
+
+def _hold_weights(graph: Graph) -> Graph:
+    """Every weight gradient before the operators that stand behind it."""
+    operators: list[Operator] = []
+    held: str | None = None
+    for op in graph.operators:
+        operators.append(replace(op, after=(*op.after, held)) if held else op)
+        held = op.name if op.part is Part.W else held
+    return replace(graph, operators=tuple(operators))
+
+
+def _followers(graph: Graph) -> dict[str, list[str]]:
+    """Operator -> those that are declared to come after it; backward they come before."""
+    found: dict[str, list[str]] = {}
+    for op in graph.operators:
+        for name in op.after:
+            found.setdefault(name, []).append(op.name)
+    return found
 
 
 def _readers(graph: Graph) -> dict[str, list[Operator]]:
@@ -208,12 +290,3 @@ def _gradient_names(
         writes.append(f"d.{value}" if is_last else f"d.{value}@{op.name}")
         adds.append(f"d.{value}@{chain[place - 1]}" if place else None)
     return tuple(writes), tuple(adds)
-
-
-def _next_communicates(graph: Graph, op: Operator) -> bool:
-    """Whether the operator that backward runs after `op` is communication that reads `op`'s input gradient."""
-    place = graph.operators.index(op)
-    if place == 0:
-        return False
-    before = graph.operators[place - 1]
-    return (before.backward_kind or before.kind).communicates and bool(set(before.writes) & set(op.reads))

@@ -1,33 +1,37 @@
-"""Plans: the static order in which one rank issues a block's operators.
+"""Plans: the static order in which one rank issues operators.
 
-In:   the graphs of the units that meet in a block, and a rule (or a file).
-Out:  a `Plan`: for every block, a list of entries such as `F.attn.gather` and `B.mlp.down.W`.
+In:   the graphs of the units that meet, a profile, and a rule (or a file).
+Out:  a `Plan`: for every block a list of entries such as `F.attn.gather` and `B.mlp.down.W`, or a flow, which orders
+      whole windows (`hf_helix.planning.flow`).
 Must hold: an order holds every operator of its block once, each after what it reads; `validate_order` knows nothing
 of the rules that make orders. What an order means is the same on every device: compute operators run in this
 order on one stream; a communication operator starts once everything issued before it on the compute stream is done
 and its own stream is free; a compute operator waits for the communication whose result it reads. At the entry
-`barrier` the compute stream waits for all communication. An entry that ends in `-1` stands for the operator of the
-block before, so that what one block leaves open fills the gaps of the next.
+`barrier` the compute stream waits for all communication.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hf_helix.planning.graph import Graph, Operator, digest
+from hf_helix.planning.flow import Flow
+from hf_helix.planning.graph import Graph, GraphPair, Operator, digest
+from hf_helix.planning.profile import Profile, format_json
+from hf_helix.planning.tiling import tile_graph
 
-FORMAT = "hf_helix.plan/1"
+FORMAT = "hf_helix.plan/2"
 
 BARRIER = "barrier"
-LATE = "-1"
 
 Order = tuple[str, ...]
-"""Entries of one block: the strand's letter, a dot, the operator's name, perhaps `-1`; or `barrier`."""
+"""Entries of one block: the strand's letter, a dot, the operator's name; or `barrier`."""
 
-Rule = Callable[[Graph | None, Graph | None], Order]
+Rule = Callable[[Graph | None, Graph | None, Profile], Order]
 """Makes the order of a block from its forward and its backward graph (None: that strand is absent)."""
 
 
@@ -52,14 +56,6 @@ class Block:
         return cls(sides.get("F"), sides.get("B"))
 
 
-@dataclass(frozen=True)
-class GraphPair:
-    """A unit's forward graph and the backward graph derived from it."""
-
-    forward: Graph
-    backward: Graph
-
-
 def entries(forward: Graph | None, backward: Graph | None) -> dict[str, Operator]:
     """Every operator of a block by its entry in a plan, each strand in canonical order."""
     found = {}
@@ -69,88 +65,47 @@ def entries(forward: Graph | None, backward: Graph | None) -> dict[str, Operator
     return found
 
 
-def is_late(entry: str) -> bool:
-    """Whether an entry runs the operator of the block before."""
-    return entry.endswith(LATE)
-
-
-def on_time(entry: str) -> str:
-    """The entry without its lateness."""
-    return entry.removesuffix(LATE)
-
-
 def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph | None, *, block: object = "") -> None:
     """Check that `order` is a permutation of the block's operators in which each comes after what it reads.
-
-    A block with late entries is checked as one of many in a row, all alike.
 
     Raises:
         ValueError: with the whole order printed and an arrow at the first entry that is wrong.
     """
     order = list(order)
     operators = entries(forward, backward)
-    late = {on_time(entry) for entry in order if is_late(entry)}
-    here, before = _written_at_start(forward, backward, operators, late)
+    written = {(letter, v) for letter, graph in (("F", forward), ("B", backward)) if graph for v in graph.inputs}
     seen: set[str] = set()
     for place, entry in enumerate(order):
         if entry == BARRIER:
             continue
-        name, written = on_time(entry), before if is_late(entry) else here
         problem = None
-        if name not in operators:
+        if entry not in operators:
             problem = "is not an operator of this block"
-        elif name in seen:
+        elif entry in seen:
             problem = "comes a second time"
         else:
-            missing = [v for v in operators[name].depends_on if (name[0], v) not in written]
+            missing = [v for v in operators[entry].depends_on if (entry[0], v) not in written]
+            early = [name for name in operators[entry].after if f"{entry[0]}.{name}" not in seen]
             if missing:
                 problem = f"comes before the operator that writes {', '.join(missing)}"
+            elif early:
+                problem = f"comes before {', '.join(early)}"
         if problem:
             lines = [f"{'-->' if i == place else '   '} {line}" for i, line in enumerate(order)]
             raise ValueError(f"block {block}: {entry!r} {problem}:\n" + "\n".join(lines))
-        seen.add(name)
-        for value in operators[name].writes:
-            written.add((name[0], value))
-            if is_late(entry):
-                here.update(_what_enters(name[0], value, forward, backward))
+        seen.add(entry)
+        written.update((entry[0], value) for value in operators[entry].writes)
     left = [entry for entry in operators if entry not in seen]
     if left:
         raise ValueError(f"block {block}: the order lacks {', '.join(left)}:\n    " + "\n    ".join(order))
 
 
-Values = set[tuple[str, str]]
-
-
-def _written_at_start(
-    forward: Graph | None, backward: Graph | None, operators: Mapping[str, Operator], late: set[str]
-) -> tuple[Values, Values]:
-    """What exists of this block and of the one before when a block begins. Names are (strand, value)."""
-    graphs = [(letter, graph) for letter, graph in (("F", forward), ("B", backward)) if graph]
-    before = {(letter, value) for letter, graph in graphs for value in graph.inputs}
-    for entry, op in operators.items():
-        if entry not in late:
-            before.update((entry[0], value) for value in op.writes)
-    here = {(letter, value) for letter, graph in graphs for value in graph.inputs}
-    for letter, graph in graphs:
-        for entering, leaving in zip(graph.inputs, graph.outputs, strict=False):
-            if (letter, leaving) not in before:
-                here.discard((letter, entering))
-    return here, before
-
-
-def _what_enters(letter: str, value: str, forward: Graph | None, backward: Graph | None) -> Values:
-    """The inputs of a block that are this output of the one before."""
-    graph = forward if letter == "F" else backward
-    assert graph is not None
-    pairs = zip(graph.inputs, graph.outputs, strict=False)
-    return {(letter, entering) for entering, leaving in pairs if leaving == value}
-
-
 @dataclass(frozen=True)
 class Plan:
-    """The order of every block a schedule can ask for.
+    """The order of every block a schedule can ask for, or a flow.
 
-    `rule` names how it was made; `model`, `mesh` and `graphs` (a digest) say what it is for.
+    `rule` names how it was made; `model`, `mesh` and `graphs` (a digest) say what it is for. `tiles` above 1: it is for
+    the graphs with their collectives cut into so many tiles (`hf_helix.planning.tiling`).
     """
 
     rule: str
@@ -158,6 +113,8 @@ class Plan:
     mesh: Mapping[str, int]
     graphs: str
     orders: Mapping[Block, Order]
+    flow: Flow | None = None
+    tiles: int = 1
 
     def order(self, forward: str | None, backward: str | None) -> Order:
         """The order of the block in which these two units meet."""
@@ -165,53 +122,46 @@ class Plan:
 
     def to_json(self) -> str:
         """The text form that is kept in files: JSON, one operator a line."""
-        data = {
+        data: dict[str, Any] = {
             "format": FORMAT,
             "rule": self.rule,
             "model": self.model,
             "mesh": dict(self.mesh),
             "graphs": self.graphs,
-            "blocks": {str(block): list(order) for block, order in self.orders.items()},
+            "tiles": self.tiles,
         }
-        return json.dumps(data, indent=1) + "\n"
+        if self.flow is None:
+            data["blocks"] = {str(block): list(order) for block, order in self.orders.items()}
+        else:
+            data["flow"] = _flow_data(self.flow)
+        return format_json(data) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file that `HelixConfig(plan=path)` takes."""
         Path(path).write_text(self.to_json())
 
 
-Times = Mapping[tuple[str, str], float]
-"""Seconds of each operator, by the name of its unit and its entry."""
-
-
-def make_plan(
-    rule_name: str,
-    rule: Rule,
-    pairs: Mapping[str, GraphPair],
-    *,
-    model: str,
-    mesh: Mapping[str, int],
-    times: Times | None = None,
-) -> Plan:
-    """Apply a rule to every block that the units can form, and check each order.
-
-    Args:
-        times: what the rule reads in place of the graphs' rough efforts.
-    """
-    orders = {}
+def block_plan(name: str, rule: Rule, profile: Profile, *, model: str, mesh: Mapping[str, int], tiles: int = 1) -> Plan:
+    """Apply a rule to every block that the units of a profile can form, and check each order."""
+    pairs, orders = profile.layout.graphs, {}
     for block in all_blocks(pairs):
-        forward = pairs[block.forward].forward if block.forward else None
-        backward = pairs[block.backward].backward if block.backward else None
-        orders[block] = rule(_timed(forward, "F", times), _timed(backward, "B", times))
+        forward, backward = _graphs_of(block, pairs)
+        orders[block] = rule(forward, backward, profile)
         validate_order(orders[block], forward, backward, block=block)
-    return Plan(rule_name, model, dict(mesh), graphs_digest(pairs), orders)
+    return Plan(name, model, dict(mesh), graphs_digest(pairs), orders, tiles=tiles)
 
 
-def _timed(graph: Graph | None, letter: str, times: Times | None) -> Graph | None:
-    if graph is None or times is None:
-        return graph
-    operators = [replace(op, effort=times[graph.name, f"{letter}.{op.name}"]) for op in graph.operators]
-    return replace(graph, operators=tuple(operators))
+def _graphs_of(block: Block, pairs: Mapping[str, GraphPair]) -> tuple[Graph | None, Graph | None]:
+    forward = pairs[block.forward].forward if block.forward else None
+    backward = pairs[block.backward].backward if block.backward else None
+    return forward, backward
+
+
+def tile_pairs(pairs: Mapping[str, GraphPair], tiles: int) -> Mapping[str, GraphPair]:
+    """The graphs with their collectives cut into tiles."""
+    if tiles == 1:
+        return pairs
+    return {name: GraphPair.of(tile_graph(pair.forward, tiles)) for name, pair in pairs.items()}
 
 
 def all_blocks(units: Iterable[str]) -> list[Block]:
@@ -232,36 +182,81 @@ def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, m
     Raises:
         ValueError: damaged, of another version, or for another model or mesh; says which and how to get a new one.
     """
-    remedy = "save a new one with `trainer.plan.save(path)`, or use one of the rules by name, such as plan='auto'"
     try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"plan={str(path)!r} is neither the name of a rule nor a readable file: {error}") from error
+    try:
+        return parse_plan(text, pairs, model=model, mesh=mesh)
     except ValueError as error:
-        raise ValueError(f"plan file {path} is damaged ({error}); {remedy}") from error
+        raise ValueError(
+            f"plan file {path} {error}\nMake a new one with `hf-helix plan` or `trainer.plan.save(path)`, or use one "
+            "of the rules by name, such as plan='auto'"
+        ) from error
+
+
+def parse_plan(text: str, pairs: Mapping[str, GraphPair], *, model: str, mesh: Mapping[str, int]) -> Plan:
+    """A plan from its text form. Raises ValueError as `load_plan`."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is damaged: {error}") from error
     version = data.get("format") if isinstance(data, dict) else None
     if version != FORMAT:
-        raise ValueError(f"plan file {path} has format {version!r}, this version reads {FORMAT!r}; {remedy}")
+        raise ValueError(f"has format {version!r}, this version reads {FORMAT!r}")
+    tiles = data.get("tiles", 1)
+    if not isinstance(tiles, int) or tiles < 1:
+        raise ValueError(f"is damaged: tiles must be a whole number of at least 1, got {tiles!r}")
+    pairs = tile_pairs(pairs, tiles)
     graphs = graphs_digest(pairs)
     wanted = {"model": model, "mesh": dict(mesh), "graphs": graphs}
     for key, value in wanted.items():
         if data.get(key) != value:
-            raise ValueError(f"plan file {path} is for {key} {data.get(key)!r}, this run has {value!r}; {remedy}")
+            raise ValueError(f"is for {key} {data.get(key)!r}, this run has {value!r}")
     try:
-        absent = [key for key in ("rule", "blocks") if key not in data]
-        if absent:
-            raise ValueError(f"it lacks {', '.join(absent)}")
-        rule = data["rule"]
+        if "rule" not in data or ("blocks" in data) == ("flow" in data):
+            raise ValueError("it needs `rule`, and either `blocks` or `flow`")
+        rule = str(data["rule"])
+        if "flow" in data:
+            return Plan(rule, model, dict(mesh), graphs, {}, _flow_from(data["flow"], pairs), tiles)
         orders = {Block.parse(name): tuple(order) for name, order in data["blocks"].items()}
         for block in all_blocks(pairs):
-            forward = pairs[block.forward].forward if block.forward else None
-            backward = pairs[block.backward].backward if block.backward else None
             if block not in orders:
                 raise ValueError(f"block {str(block)!r} is missing")
-            validate_order(orders[block], forward, backward, block=block)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"plan file {path} is damaged: {error}\n{remedy}") from error
-    return Plan(str(rule), model, dict(mesh), graphs, orders)
+            validate_order(orders[block], *_graphs_of(block, pairs), block=block)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"is damaged: {what}") from error
+    return Plan(rule, model, dict(mesh), graphs, orders, tiles=tiles)
+
+
+def _flow_data(flow: Flow) -> dict[str, Any]:
+    operators: dict[str, dict[str, Any]] = {}
+    for (unit, entry), seconds in flow.times.items():
+        figures = {"ms": seconds * 1e3, "bias_ms": flow.bias.get((unit, entry), 0.0) * 1e3}
+        operators.setdefault(unit, {})[entry] = figures
+    return {"extra_layers": flow.extra_layers, "operators": operators}
+
+
+def _flow_from(data: Mapping[str, Any], pairs: Mapping[str, GraphPair]) -> Flow:
+    times, bias = {}, {}
+    for unit, pair in pairs.items():
+        known = entries(pair.forward, pair.backward)
+        found = data["operators"].get(unit, {})
+        strange = sorted(found.keys() - known.keys())
+        missing = [entry for entry in known if entry not in found]
+        if strange or missing:
+            what = f"has no operator {strange[0]!r}" if strange else f"lacks the operator {missing[0]!r}"
+            raise ValueError(f"the flow of unit {unit!r} {what}" if missing else f"unit {unit!r} {what}")
+        for entry in known:
+            seconds, urgency = (float(found[entry][key]) / 1e3 for key in ("ms", "bias_ms"))
+            if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(urgency)):
+                raise ValueError(f"impossible figures of {unit} {entry}: {found[entry]}")
+            times[unit, entry], bias[unit, entry] = seconds, urgency
+    extra = data["extra_layers"]
+    if not isinstance(extra, int) or extra < 0:
+        raise ValueError(f"extra_layers must be a whole number of at least 0, got {extra!r}")
+    return Flow(times, bias, extra)
 
 
 def first_difference(mine: str, theirs: str) -> str:

@@ -1,15 +1,65 @@
-"""The rules by the names that `HelixConfig(plan=...)` takes."""
+"""The rules by the names that `HelixConfig(plan=...)` takes.
+
+In:   a rule's name and a profile.
+Out:  a plan.
+Must hold: every rule makes its plan from the profile alone, so a plan can be made where no model is.
+"""
 
 from __future__ import annotations
 
-from hf_helix.planning.baselines import round_robin, sequential
-from hf_helix.planning.greedy import greedy
-from hf_helix.planning.plan import Rule
-from hf_helix.planning.search import search
+from collections.abc import Mapping, Sequence
 
-RULES: dict[str, Rule] = {
+from hf_helix.planning.baselines import round_robin, sequential
+from hf_helix.planning.cost import Timeline, simulate, work_of
+from hf_helix.planning.pairing import dhelix
+from hf_helix.planning.plan import Plan, Rule, block_plan, graphs_digest
+from hf_helix.planning.profile import Profile
+from hf_helix.planning.program import build_program
+from hf_helix.planning.schedule import Slot
+from hf_helix.planning.search import Progress, greedy, search
+from hf_helix.planning.tiling import tile_profile
+from hf_helix.planning.window import Instruction
+
+TILED = "intra_batch"
+BLOCK_RULES: dict[str, Rule] = {
     "sequential": sequential,
+    TILED: sequential,
     "round_robin": round_robin,
-    "greedy": greedy,
-    "search": search,
+    "dhelix": dhelix,
 }
+FLOW_RULES = ("greedy", "search")
+RULES = (*BLOCK_RULES, *FLOW_RULES)
+
+
+def make_plan(
+    rule: str,
+    profile: Profile,
+    *,
+    model: str,
+    mesh: Mapping[str, int],
+    slots: Sequence[Slot] | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The plan of a rule.
+
+    Raises:
+        KeyError: no rule has this name.
+    """
+    if rule in FLOW_RULES:
+        flow = greedy(profile) if rule == "greedy" else search(profile, slots, progress=progress)
+        return Plan(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), {}, flow)
+    tiles = mesh["tp_size"] if rule == TILED else 1
+    return block_plan(rule, BLOCK_RULES[rule], tiled(profile, tiles), model=model, mesh=mesh, tiles=tiles)
+
+
+def tiled(profile: Profile, tiles: int) -> Profile:
+    """The profile of the graphs with their collectives cut into tiles."""
+    return profile if tiles == 1 else tile_profile(profile, tiles)
+
+
+def predict_plan(plan: Plan, profile: Profile, slots: Sequence[Slot]) -> tuple[list[Instruction], Timeline]:
+    """The program of a plan for these slots, and what the cost function says of it."""
+    profile = tiled(profile, plan.tiles)
+    program = build_program(slots, profile.layout, plan)
+    work = work_of(program, profile.layout, profile.times)
+    return program, simulate(work, profile.slowdown if profile.pairs else None)

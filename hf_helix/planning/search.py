@@ -1,158 +1,151 @@
-"""Search: a better order of a repeating block than list scheduling finds.
+"""Search: how urgent every operator is, so that a window is short.
 
-In:   the forward and the backward graph of a block, with times in `Operator.effort`.
-Out:  an order without barriers whose steady state is short; whatever pays may run one block late.
-Must hold: by `steady_period` the result is never slower than what `greedy` makes of the same times; it is the same on
-every rank (a fixed seed). Blocks that do not repeat are left to `greedy`.
+In:   what a rank holds, its slots, and a profile.
+Out:  a `Flow`, with its predicted time and the bound that no order can beat.
+Must hold: the same on every machine for the same profile; within the memory that `extra_layers` allows; never longer,
+by the cost function, than `greedy` on the same profile.
 
-Annealing over circular orders: an operator is taken out and put back anywhere between what it reads and what reads
-it, in its own block or the next. The cost of an order is the time that one more block adds to many.
+Annealing over the biases of a flow. A candidate is judged by the cost function on a window of a few micro-batches and
+layers, contention included; steady state, ends and boundaries between layers all count, as they do in a real window.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from hf_helix.planning.graph import Graph, Kind, Part
-from hf_helix.planning.greedy import block_needs, greedy
-from hf_helix.planning.plan import BARRIER, LATE, Order, entries, is_late, on_time
+from hf_helix.planning.cost import Timeline, Work, simulate, work_of
+from hf_helix.planning.flow import EXTRA_LAYERS, Bias, Flow, Window
+from hf_helix.planning.graph import Graph, Part
+from hf_helix.planning.profile import Name, Profile, named_operators
+from hf_helix.planning.schedule import Slot, build_schedule
+from hf_helix.planning.window import Layout, window_instructions
 
-STEPS = 8000
-COPIES = 6
+EFFORT = 3_000_000  # instructions ordered and simulated in one search
+MOST_STEPS = 6000
+TUNED_LAYERS = 3  # of a chunk; more of the same need no search of their own
+TUNED_MICROBATCHES = 5
+
+Progress = Callable[[float], object]
+"""Told how much of a search is done, from 0 to 1."""
 
 
-def search(forward: Graph | None, backward: Graph | None) -> Order:
-    """The best order found for a block."""
-    start = greedy(forward, backward)
-    if forward is None or backward is None or not (forward.repeats and backward.repeats):
-        return start
-    return _Annealer(_Block(forward, backward), start, lower_bound(forward, backward)).run()
+def greedy(profile: Profile, extra_layers: int = EXTRA_LAYERS) -> Flow:
+    """The flow without a search: what can start soonest, then the shortest; weight gradients last."""
+    longest = max(profile.times.values())
+    bias = {
+        name: 1e-3 * (profile.times[name] + (longest if op.part is Part.W else 0.0))
+        for name, op in named_operators(profile.layout)
+    }
+    return Flow(profile.times, bias, extra_layers)
 
 
-def steady_period(order: Order, forward: Graph, backward: Graph) -> float:
-    """The time that one more block of this order adds to many of them in a row.
+def search(
+    profile: Profile,
+    slots: Sequence[Slot] | None = None,
+    extra_layers: int = EXTRA_LAYERS,
+    progress: Progress | None = None,
+) -> Flow:
+    """The best flow found.
 
-    One compute stream and one stream per kind of communication, each in order; a transfer starts behind everything
-    computed before it, a computation behind the transfers that it reads.
+    Args:
+        slots: what the rank runs, for the judgement; by default a few micro-batches of the W schedule on one rank.
     """
-    return _period([entry for entry in order if entry != BARRIER], _Block(forward, backward))
+    layout = shorten(profile.layout)
+    slots = slots or build_schedule("w", 1, TUNED_MICROBATCHES)[0]
+    program = window_instructions(slots, layout)
+    window = Window(program, slots, layout, profile.times, extra_layers)
+    slowdown = profile.slowdown if profile.pairs else None
+
+    def cost(bias: Bias) -> float:
+        return simulate(window.work, slowdown, window.order(bias)).seconds
+
+    flow = greedy(profile, extra_layers)
+    steps = min(MOST_STEPS, EFFORT // (2 * len(program)))
+    best = _anneal(flow.bias, max(profile.times.values()), cost, steps, bound(window.work, layout), progress)
+    return replace(flow, bias=best)
 
 
-def lower_bound(forward: Graph, backward: Graph) -> float:
-    """No order of a repeating block adds less: the busiest stream, and each strand's way from block to block."""
-    block = _Block(forward, backward)
-    load: dict[Kind, float] = {}
-    for op in block.operators.values():
-        load[op.kind] = load.get(op.kind, 0.0) + op.effort
-    return max(*load.values(), block.way("F"), block.way("B"))
+def predict(flow: Flow, profile: Profile, slots: Sequence[Slot]) -> Timeline:
+    """What the cost function says of a window under a flow."""
+    program = window_instructions(slots, profile.layout)
+    window = Window(program, slots, profile.layout, flow.times, flow.extra_layers)
+    work = work_of(program, profile.layout, profile.times)
+    return simulate(work, profile.slowdown if profile.pairs else None, window.order(flow.bias))
 
 
-class _Block:
-    """A block's operators, with what each waits for in its own block and in the one before."""
-
-    def __init__(self, forward: Graph, backward: Graph) -> None:
-        self.operators = entries(forward, backward)
-        needs = block_needs(self.operators, forward, backward, copies=2)
-        self.here = {entry: [need for copy, need in needs[1, entry] if copy == 1] for entry in self.operators}
-        self.before = {entry: [need for copy, need in needs[1, entry] if copy == 0] for entry in self.operators}
-        self.readers: dict[str, list[str]] = {entry: [] for entry in self.operators}
-        self.next_readers: dict[str, list[str]] = {entry: [] for entry in self.operators}
-        for entry in self.operators:
-            for need in self.here[entry]:
-                self.readers[need].append(entry)
-            for need in self.before[entry]:
-                self.next_readers[need].append(entry)
-
-    def way(self, strand: str) -> float:
-        """The longest chain of a strand from what enters a block to what leaves it."""
-        reached: dict[str, float] = {}
-        longest = 0.0
-        for entry, op in self.operators.items():
-            if entry[0] == strand and op.part is not Part.W:
-                ways = [reached[need] for need in self.here[entry] if need in reached]
-                if ways or self.before[entry]:
-                    reached[entry] = op.effort + max(ways, default=0.0)
-                    longest = max(longest, reached[entry] if self.next_readers[entry] else 0.0)
-        return longest
+def bound(work: Work, layout: Layout) -> float:
+    """No order of a window takes less: the busiest stream, and each strand's way through its layers, W off it."""
+    return max(max(work.loads().values()), *(_way(work, layout, letter) for letter in "FB"))
 
 
-def _period(order: Sequence[str], block: _Block) -> float:
-    steps = [(on_time(entry), is_late(entry), block.operators[on_time(entry)]) for entry in order]
-    finish: dict[tuple[int, str], float] = {}
-    free: dict[Kind, float] = {}
-    computed, ends = 0.0, []
-    for copy in range(COPIES):
-        for entry, late, op in steps:
-            mine = copy - late
-            if mine < 0:
-                continue
-            ready = computed
-            for need in block.here[entry]:
-                ready = max(ready, finish[mine, need])
-            for need in block.before[entry]:
-                ready = max(ready, finish.get((mine - 1, need), 0.0))
-            if op.kind is Kind.COMPUTE:
-                computed = finish[mine, entry] = ready + op.effort
-            else:
-                finish[mine, entry] = free[op.kind] = max(ready, free.get(op.kind, 0.0)) + op.effort
-        ends.append(max(computed, *free.values()) if free else computed)
-    half = COPIES // 2
-    return (ends[-1] - ends[half - 1]) / (COPIES - half)
+def _way(work: Work, layout: Layout, strand: str) -> float:
+    """Seconds of the longest chain through every repeating unit of a strand, one after the other."""
+    times = dict(zip(work.entries, work.seconds, strict=True))
+    seconds = {name: times[number] for number, name in enumerate(work.names)}
+    total = 0.0
+    for unit, pair in layout.graphs.items():
+        graph = pair.forward if strand == "F" else pair.backward
+        first = (unit, f"{strand}.{graph.operators[0].name}")
+        if graph.repeats and first in seconds:
+            visits = work.entries.count(work.names.index(first))
+            total += visits * longest_way(
+                graph, {op.name: seconds[unit, f"{strand}.{op.name}"] for op in graph.operators}
+            )
+    return total
 
 
-class _Annealer:
-    """Orders as circles: an operator's place is its index, plus the length of the circle where it runs late."""
+def longest_way(graph: Graph, seconds: dict[str, float]) -> float:
+    """The longest chain from what enters a unit to what leaves it."""
+    reached = dict.fromkeys(graph.inputs, 0.0)
+    for op in graph.operators:
+        ways = [reached[value] for value in op.depends_on if value in reached]
+        if ways and op.part is not Part.W:
+            reached.update(dict.fromkeys(op.writes, max(ways) + seconds[op.name]))
+    return max((reached[value] for value in graph.outputs if value in reached), default=0.0)
 
-    def __init__(self, block: _Block, start: Order, goal: float) -> None:
-        self.block = block
-        self.goal = goal
-        self.random = random.Random(0)
-        self.best = self.order = list(start)
-        self.best_cost = self.cost = _period(start, block)
 
-    def run(self) -> Order:
-        """The best order seen."""
-        warmth = 0.02 * self.cost
-        for step in range(STEPS):
-            if self.best_cost <= self.goal * (1 + 1e-6):
-                break
-            candidate = self._neighbour()
-            if candidate is None:
-                continue
-            cost = _period(candidate, self.block)
-            heat = warmth * (1 - step / STEPS) + 1e-12
-            if cost <= self.cost or self.random.random() < math.exp((self.cost - cost) / heat):
-                self.order, self.cost = candidate, cost
-                if cost < self.best_cost * (1 - 1e-9):
-                    self.best, self.best_cost = candidate, cost
-        return tuple(self.best)
+def shorten(layout: Layout) -> Layout:
+    """The layout with at most `TUNED_LAYERS` repeating units in a chunk."""
+    units: list[str] = []
+    chunks: dict[int, list[int]] = {}
+    for stage, members in layout.chunks.items():
+        chunks[stage], seen = [], 0
+        for unit in members:
+            repeats = layout.graphs[layout.units[unit]].forward.repeats
+            seen += repeats
+            if not repeats or seen <= TUNED_LAYERS:
+                chunks[stage].append(len(units))
+                units.append(layout.units[unit])
+    return Layout(units, chunks, layout.graphs)
 
-    def _neighbour(self) -> list[str] | None:
-        """The order with one operator elsewhere."""
-        order = self.order
-        chosen = self.random.randrange(len(order))
-        entry = on_time(order[chosen])
-        rest = order[:chosen] + order[chosen + 1 :]
-        length = len(rest)
-        place = {on_time(e): i + (length if is_late(e) else 0) for i, e in enumerate(rest)}
-        block = self.block
-        lowest = max(
-            [place[need] + 1 for need in block.here[entry]]
-            + [place[need] + 1 - length for need in block.before[entry] if need != entry],
-            default=0,
-        )
-        highest = min(
-            [place[reader] for reader in block.readers[entry]]
-            + [place[reader] + length for reader in block.next_readers[entry] if reader != entry],
-            default=2 * length,
-        )
-        lowest, highest = max(lowest, 0), min(highest, 2 * length)
-        if lowest > highest:
-            return None
-        target = self.random.randint(lowest, highest)
-        late = target > length or (target == length and self.random.random() < 0.5)
-        index = target - length if late else target
-        moved = [*rest[:index], entry + LATE if late else entry, *rest[index:]]
-        return moved
+
+def _anneal(
+    start: Bias, scale: float, cost: Callable[[Bias], float], steps: int, goal: float, progress: Progress | None
+) -> dict[Name, float]:
+    """The best bias seen; one operator's changes at a time."""
+    dice = random.Random(0)
+    names = list(start)
+    current = dict(start)
+    lowest = now = cost(current)
+    best = current
+    for step in range(steps):
+        if progress is not None and step % 50 == 0:
+            progress(step / steps)
+        if lowest <= goal * (1 + 1e-4):
+            break
+        name = dice.choice(names)
+        candidate = dict(current)
+        if dice.random() < 0.3:
+            candidate[name] = scale * dice.uniform(-1, 1)
+        else:
+            candidate[name] += scale * dice.uniform(-1, 1) * dice.choice((0.03, 0.15, 0.6))
+        seconds = cost(candidate)
+        heat = 0.001 * lowest * (1 - step / steps) + 1e-12
+        if seconds <= now or dice.random() < math.exp((now - seconds) / heat):
+            current, now = candidate, seconds
+            if now < lowest:
+                best, lowest = current, now
+    return best

@@ -33,26 +33,66 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
     return "\n".join(lines)
 
 
-def format_tuning(tuning: Tuning) -> str:
-    """What was chosen and why, in one paragraph."""
+def format_tuning(tuning: Tuning, share_of_step: float = 1.0) -> str:
+    """What was chosen and why, in one paragraph.
+
+    Args:
+        share_of_step: the part of an optimizer step's micro-batches that was timed.
+    """
     kept = tuning.overlaps[tuning.kept]
-    others = ", ".join(f"{rule} {_ms(overlap.step)}" for rule, overlap in tuning.overlaps.items())
-    text = (
-        f"hf_helix: plan {tuning.kept} is kept. A window takes, by plan: {others}; its computation alone "
-        f"{_ms(kept.computation)}, its communication alone {_ms(kept.communication)}. "
-        f"{kept.overlapped_fraction:.0%} of communication runs beside computation, "
-        f"{_saved(kept)}, {_ms(kept.exposed)} are exposed."
-    )
+    others = ", ".join(_timed(rule, tuning) for rule in tuning.overlaps)
     baseline = tuning.overlaps.get(BASELINE)
-    if tuning.kept == BASELINE:
-        text += " No plan that overlaps is faster here."
-    elif baseline is not None and baseline.step < 1.05 * kept.step:
-        share = kept.communication / (kept.computation + kept.communication)
-        text += (
-            f" The gain over {BASELINE} is small: communication is {share:.0%} of the work, or it takes the cores "
-            "that computation needs."
-        )
-    return text
+    gain = f", {baseline.step / kept.step:.2f} times as fast as {BASELINE}" if baseline is not None else ""
+    when = f" (measured {tuning.measured})" if tuning.measured else ""
+    sentences = [
+        f"hf_helix: plan {tuning.kept} is kept{gain}{when}.",
+        f"A window takes: {others}; its computation alone {_ms(kept.computation)}, its communication alone "
+        f"{_ms(kept.communication)}, and no plan can beat {_ms(kept.bound)}.",
+        f"{kept.overlapped_fraction:.0%} of communication runs beside computation{_by_kind(kept)}, {_saved(kept)}, "
+        f"{_ms(kept.exposed)} are exposed.",
+        *_why_small(tuning),
+        *_alternative(tuning, share_of_step),
+    ]
+    return " ".join(sentences)
+
+
+def _timed(rule: str, tuning: Tuning) -> str:
+    predicted = tuning.predicted.get(rule)
+    said = f" (predicted {_ms(predicted)})" if predicted is not None else ""
+    return f"{rule} {_ms(tuning.overlaps[rule].step)}{said}"
+
+
+def _by_kind(overlap: Overlap) -> str:
+    if len(overlap.overlapped_by_kind) < 2:
+        return ""
+    return f" ({', '.join(f'{kind} {share:.0%}' for kind, share in overlap.overlapped_by_kind.items())})"
+
+
+def _why_small(tuning: Tuning) -> list[str]:
+    """The reason, where there is little or no gain."""
+    kept, baseline = tuning.overlaps[tuning.kept], tuning.overlaps.get(BASELINE)
+    if baseline is None or baseline.step >= 1.05 * kept.step:
+        return []
+    start = "No plan that overlaps is faster here" if tuning.kept == BASELINE else f"The gain over {BASELINE} is small"
+    share = kept.communication / (kept.computation + kept.communication)
+    if share < 0.1:
+        return [f"{start}: communication is only {share:.0%} of the work."]
+    if kept.overlapped_fraction - max(0.0, kept.hidden_fraction) > 0.3:
+        return [f"{start}: communication runs beside computation, but takes the cores or the memory that it needs."]
+    return [f"{start}: communication is {share:.0%} of the work, and computation waits for it."]
+
+
+def _alternative(tuning: Tuning, share_of_step: float) -> list[str]:
+    """Where another layout would be faster, say so."""
+    kept = tuning.overlaps[tuning.kept]
+    step = kept.step / share_of_step
+    other = kept.computation / share_of_step + tuning.gradient_seconds
+    if tuning.ranks == 1 or other >= step:
+        return []
+    return [
+        f"Data parallelism alone (tp_size=1) would take about {_ms(other)} a step instead of {_ms(step)} (an estimate "
+        "from these figures), if the whole model fits on every rank."
+    ]
 
 
 def _saved(overlap: Overlap) -> str:

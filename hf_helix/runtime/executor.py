@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph import Operator, Part
-from hf_helix.planning.program import Instruction, Key
+from hf_helix.planning.window import Instruction, Key
 from hf_helix.runtime.strand import MicroBatch, Strand
 from hf_helix.runtime.streams import Event, Streams
 
@@ -56,8 +56,7 @@ class Executor:
                 continue
             strand = strands.get(instruction.microbatch)
             if strand is None:
-                batch = microbatches[instruction.microbatch]
-                strand = Strand(batch.key, batch.prepare(), training, self._seed, dict(sources))
+                strand = self.strand(microbatches[instruction.microbatch], sources, training)
                 strands[instruction.microbatch] = strand
             if op.kind.communicates:
                 self._communicate(instruction, op, strand)
@@ -71,6 +70,14 @@ class Executor:
                 kept[instruction.microbatch] = strands.pop(instruction.microbatch).values
         return kept
 
+    def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
+        """A micro-batch before its first operator."""
+        return Strand(batch.key, batch.prepare(), training, self._seed, dict(sources))
+
+    def label(self, microbatch: int, unit: int, op: Operator) -> str:
+        """What an operator is called in a trace, such as `B2.layers.3.mlp.down.W`."""
+        return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
+
     def _compute(self, instruction: Instruction, op: Operator, strand: Strand) -> None:
         values, adds = strand.values, instruction.adds
         if strand.events:
@@ -83,7 +90,7 @@ class Executor:
         if trace is None:
             outputs = self._apply(instruction, op, strand, inputs)
         else:
-            label = self._label(instruction, op, strand)
+            label = self.label(strand.key[1], instruction.unit, op)
             trace.note("run", label)
             outputs = self.streams.compute(lambda: self._apply(instruction, op, strand, inputs), label)
         for place, key in enumerate(instruction.writes):
@@ -95,7 +102,7 @@ class Executor:
         # What fills the input stays listed: a computation that reads it, too, waits for itself.
         earlier = strand.events.get(source)
         trace = self.streams.trace
-        label = op.name if trace is None else self._label(instruction, op, strand)
+        label = op.name if trace is None else self.label(strand.key[1], instruction.unit, op)
         if trace is not None:
             trace.note("issue", label)
         operator: Any = self.units[instruction.unit].operators[op.of]
@@ -130,7 +137,3 @@ class Executor:
     def _barrier(self, strands: Mapping[int, Strand]) -> None:
         for strand in strands.values():
             self._drain(strand)
-
-    def _label(self, instruction: Instruction, op: Operator, strand: Strand) -> str:
-        letter = "F" if op.part is Part.F else "B"
-        return f"{letter}{strand.key[1]}.{self.units[instruction.unit].label}.{op.name}"

@@ -13,7 +13,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Overlap:
         communication: its collectives one after the other, without any computation.
         overlapped_fraction: communication time that ran beside computation / communication time, from a trace.
         tokens: tokens of the window, over all data-parallel ranks.
+        bytes_moved: what a rank sends in the window, the sums of gradients at its end left out.
+        overlapped_by_kind: the overlapped fraction of each kind of communication.
     """
 
     step: float
@@ -43,6 +45,8 @@ class Overlap:
     communication: float
     overlapped_fraction: float
     tokens: int
+    bytes_moved: int = 0
+    overlapped_by_kind: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def exposed(self) -> float:
@@ -66,7 +70,10 @@ class Overlap:
 
 
 def measure_overlap(
-    runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int = 5
+    runners: Mapping[str, Runner],
+    window: Sequence[MicroBatch],
+    repeats: int = 5,
+    progress: Callable[[float], object] | None = None,
 ) -> dict[str, Overlap]:
     """Time a window under every runner's plan. Collective; call it when there are no gradients.
 
@@ -77,7 +84,8 @@ def measure_overlap(
         raise ValueError(f"repeats={repeats}: times need at least one repeat, such as repeats=5")
     first = next(iter(runners.values()))
     mesh, axis = first.mesh, first.mesh.tp
-    moved = _moved_by(first, window)
+    silent = _moved_by(first, window)
+    moved = silent.moved
 
     def computation() -> None:
         with _silenced(axis):
@@ -95,34 +103,38 @@ def measure_overlap(
     works: list[Callable[[], Any]] = [computation, communication]
     works += [functools.partial(runner.train_window, window) for runner in runners.values()]
     times: list[list[float]] = [[] for _ in works]
-    for _ in range(repeats + 1):
+    for round_ in range(repeats + 1):
+        if progress is not None:
+            progress(round_ / (repeats + 1))
         for work, found in zip(works, times, strict=True):
             if work is not communication:
                 forget_gradients(first)
             found.append(_timed(work, first))
     # The first round warms up.
     alone, moving, *steps = [statistics.median(_maxima(found[1:])) for found in times]
-    overlapped = {name: _overlapped_fraction(runner, window) for name, runner in runners.items()}
+    overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
     forget_gradients(first)
     return {
         name: Overlap(
             step=step,
             computation=alone,
             communication=moving if axis.size * mesh.dp_size > 1 else 0.0,
-            overlapped_fraction=overlapped[name],
+            overlapped_fraction=overlapped[name].pop(""),
             tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
+            bytes_moved=silent.bytes_sent,
+            overlapped_by_kind=overlapped[name],
         )
         for name, step in zip(runners, steps, strict=True)
     }
 
 
-def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[tuple[str, torch.Size, torch.Size]]:
-    """The collectives of a window, in order."""
+def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> SilentTransport:
+    """What the collectives of a window move."""
     with _silenced(runner.mesh.tp) as silent:
         runner.train_window(window, complete=False)
     runner.executor.streams.synchronize()
     forget_gradients(runner)
-    return silent.moved
+    return silent
 
 
 @contextlib.contextmanager
@@ -149,11 +161,15 @@ def trace_window(runner: Runner, window: Sequence[MicroBatch]) -> Trace:
     return trace
 
 
-def _overlapped_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
-    """Mean over the ranks."""
+def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[str, float]:
+    """By stream, and of all under "": means over the ranks."""
     trace = trace_window(runner, window)
-    busy = trace.busy(compute=False)
-    return statistics.fmean(over_ranks(trace.beside() / busy if busy else 0.0))
+    mine = {}
+    for stream in (None, *trace.communicating()):
+        busy = trace.busy(compute=False, stream=stream)
+        mine[stream or ""] = trace.beside(stream) / busy if busy else 0.0
+    ranks = over_ranks(mine)
+    return {stream: statistics.fmean(found[stream] for found in ranks) for stream in mine}
 
 
 def _timed(work: Callable[[], Any], runner: Runner) -> float:

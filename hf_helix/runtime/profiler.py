@@ -1,43 +1,276 @@
-"""The profiler: how long each operator takes on this machine, at these shapes, on this mesh.
+"""The profiler: how long each operator takes on this machine, at these shapes, on this mesh, alone and beside another.
 
 In:   a runner and a window of micro-batches.
-Out:  seconds by block entry and unit kind, the same on every rank.
-Must hold: operators are timed through the executor's own issue code, in a running step, not one by one. Of a
-computation the slowest rank counts; of a collective the fastest, since the others only wait for the last to arrive.
+Out:  a `Profile`, the same on every rank.
+Must hold: operators are timed through the executor's own issue code, on the rank's own streams. Computations are timed
+in a running step; collectives, and pairs, in trains of repeats, since a single collective can look faster than a link
+is. Of a computation the slowest rank counts; of a collective the fastest, since the others only wait for the last to
+arrive. Gradients are left as between two optimizer steps.
 """
 
 from __future__ import annotations
 
+import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hf_helix.planning.plan import Times
-from hf_helix.runtime.measure import over_ranks, trace_window
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_helix.planning.graph import Kind, Operator, Part
+from hf_helix.planning.profile import Name, Pair, Profile, named_operators
+from hf_helix.planning.program import build_program
+from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
+from hf_helix.runtime.measure import forget_gradients, over_ranks, trace_window
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
+from hf_helix.runtime.trace import Span, Trace
+
+TRAIN = 6  # repeats in a row; the first warms up
+SHORTEST = 0.02  # computations shorter than this part of a collective are not paired with it: it would be noise
+
+Progress = Callable[[float], object]
+"""Told how much of the work is done, from 0 to 1."""
 
 
-def measure_times(runner: Runner, window: Sequence[MicroBatch]) -> Times:
-    """Run a window twice under the runner's plan and take the median of each operator. Collective.
+@dataclass(frozen=True)
+class _Timed:
+    """An operator as it is timed: of which unit of the rank, and what must run before."""
 
-    Meant for a plan that overlaps little, so that operators are seen alone; under `sequential` only the collectives
-    that weight gradients run beside are not.
+    name: Name
+    unit: int
+    op: Operator
+
+
+def measure_profile(
+    runner: Runner,
+    window: Sequence[MicroBatch],
+    about: Mapping[str, str] | None = None,
+    pairs: bool = True,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure every operator and every pair that can meet. Collective; call it when there are no gradients.
+
+    Args:
+        runner: under `sequential`, so that computations are seen alone.
+        about: what the door knows: model, mesh, shapes.
+        pairs: whether to measure operators beside each other, too.
     """
-    mine: dict[tuple[str, str], list[float]] = {}
-    computed: set[tuple[str, str]] = set()
-    names = {unit.label: unit.name for unit in runner.stage.units}
+    mine = _in_steps(runner, window)
+    bench = _Bench(runner, window[0])
+    for timed in bench.moving:
+        mine[timed.name] = bench.train(timed)
+    medians = {name: statistics.median(found) for name, found in mine.items()}
+    names = [name for name, _ in named_operators(runner.layout)]
+    ranks = over_ranks((medians, {name: _spread(found) for name, found in mine.items()}))
+    kinds = {name: op.kind for name, op in named_operators(runner.layout)}
+    times = {name: _agreed(kinds[name], [found[name] for found, _ in ranks]) for name in names}
+    spread = {name: max(found[name] for _, found in ranks) for name in names}
+    like = bench.alike()
+    found = _measure_pairs(bench, times, like, progress) if pairs else {}
+    forget_gradients(runner)
+    return Profile({**machine(runner), **(about or {})}, runner.layout, times, spread, found, like)
+
+
+def machine(runner: Runner) -> dict[str, str]:
+    """The hardware and the versions that times depend on, of rank 0."""
+    device = runner.mesh.device
+    cuda = device.type == "cuda"
+    known = {
+        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
+        "threads": "" if cuda else str(torch.get_num_threads()),
+        "backend": str(dist.get_backend()) if dist.is_initialized() else "none",
+        "hosts": str(len(set(over_ranks(platform.node())))),
+        "torch": torch.__version__,
+    }
+    return over_ranks({key: value for key, value in known.items() if value})[0]
+
+
+def _in_steps(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:
+    """Seconds of every operator in a running window."""
     trace_window(runner, window)  # warms up
+    names = {unit.label: unit.name for unit in runner.stage.units}
+    found: dict[Name, list[float]] = {}
     for span in trace_window(runner, window).spans:
-        key = _split_label(span.label, names)
-        mine.setdefault(key, []).append(span.end - span.start)
-        if span.stream == "compute":
-            computed.add(key)
-    medians = {key: statistics.median(found) for key, found in mine.items()}
-    ranks = over_ranks(medians)
-    return {key: (max if key in computed else min)(found[key] for found in ranks) for key in medians}
+        found.setdefault(_split_label(span.label, names), []).append(span.seconds)
+    return found
 
 
-def _split_label(label: str, names: dict[str, str]) -> tuple[str, str]:
+def _measure_pairs(
+    bench: _Bench, times: Mapping[Name, float], like: Mapping[Name, Name], progress: Progress | None
+) -> dict[tuple[Name, Name], Pair]:
+    """Every computation of a layer beside every collective, and what does not pay, to show it: like beside like."""
+    moving = [timed for timed in bench.moving if timed.name not in like and bench.repeats(timed)]
+    shortest = SHORTEST * max((times[timed.name] for timed in moving), default=0.0)
+    computing = [timed for timed in bench.computing if bench.repeats(timed) and times[timed.name] > shortest]
+    couples = [(a, b) for a in computing for b in moving]
+    couples += [(a, b) for a in moving for b in moving if a.op.kind is Kind.LOCAL and b.op.kind is Kind.CROSS]
+    couples += [(a, a) for a in moving]
+    longest = sorted(computing, key=lambda timed: -times[timed.name])[:3]
+    couples += [(a, b) for a in longest for b in longest if a.name <= b.name]
+    found = {}
+    for place, (a, b) in enumerate(couples):
+        spans = bench.together(a, b)
+        mine = [(max(x.end, y.end) - min(x.start, y.start), x.seconds, y.seconds) for x, y in spans]
+        ranks = over_ranks([statistics.median(column) for column in zip(*mine, strict=True)])
+        together, first, second = zip(*ranks, strict=True)
+        found[a.name, b.name] = Pair(max(together), _agreed(a.op.kind, first), _agreed(b.op.kind, second))
+        if progress is not None:
+            progress((place + 1) / len(couples))
+    return found
+
+
+class _Bench:
+    """Runs one or two operators again and again, with the values they have in a step."""
+
+    def __init__(self, runner: Runner, batch: MicroBatch) -> None:
+        self.runner = runner
+        self.batch = batch
+        self.values = _capture(runner, batch)
+        self.first = {name: runner.layout.units.index(name) for name in runner.layout.graphs}
+        every = [_Timed(name, self.first[name[0]], op) for name, op in named_operators(runner.layout)]
+        self.computing = [timed for timed in every if timed.op.kind is Kind.COMPUTE]
+        self.moving = [timed for timed in every if timed.op.kind is not Kind.COMPUTE]
+
+    def repeats(self, timed: _Timed) -> bool:
+        """Whether it belongs to a decoder layer."""
+        return self.runner.layout.graphs[timed.name[0]].forward.repeats
+
+    def alike(self) -> dict[Name, Name]:
+        """Collectives that move the same as an earlier one."""
+        first: dict[object, Name] = {}
+        found = {}
+        for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
+            operator: Any = self.runner.executor.units[timed.unit].operators[timed.op.of]
+            (source,) = self._instruction(0, timed).reads
+            out, _ = operator.prepare(timed.op.part, self.values[source])
+            moves = (timed.op.kind, tuple(out.shape), tuple(self.values[source].shape), out.dtype)
+            other = first.setdefault(moves, timed.name)
+            if other != timed.name:
+                found[timed.name] = other
+        return found
+
+    def train(self, timed: _Timed) -> list[float]:
+        """Seconds of an operator, `TRAIN` times in a row."""
+        program: list[Instruction] = []
+        for repeat in range(TRAIN):
+            program += [*self._before(repeat, timed), BARRIER_INSTRUCTION, self._instruction(repeat, timed, ends=True)]
+        label = self._label(timed)
+        return [span.seconds for span in self._run(program) if span.label == label][1:]
+
+    def together(self, first: _Timed, second: _Timed) -> list[tuple[Span, Span]]:
+        """The spans of two operators that start together on every rank, `TRAIN` times."""
+        if first.op.kind is second.op.kind:
+            return self._aside(first, second)
+        # Communication is issued first: a computation issued before it would hold it up.
+        issue = sorted((first, second), key=lambda timed: timed.op.kind is Kind.COMPUTE)
+        program = [*self._before(0, first), *self._before(0, second), BARRIER_INSTRUCTION]
+        program += [self._instruction(0, timed, ends=timed is issue[-1]) for timed in issue]
+        rows = []
+        for _ in range(TRAIN):
+            spans = {span.label: span for span in self._run(program)}
+            rows.append((spans[self._label(first)], spans[self._label(second)]))
+        return rows[1:]
+
+    def _aside(self, first: _Timed, second: _Timed) -> list[tuple[Span, Span]]:
+        """Two operators of one kind: the second goes through the stream of another kind."""
+        streams = self.runner.executor.streams
+        rows = []
+        for _ in range(TRAIN):
+            works = [self._work(timed) for timed in (first, second)]
+            _meet(self.runner)
+            streams.trace = trace = Trace()
+            try:
+                side = Kind.LOCAL if first.op.kind is Kind.COMPUTE else Kind.CROSS
+                event = streams.issue(side, works[1], (), "second")
+                if first.op.kind is Kind.COMPUTE:
+                    streams.compute(works[0], "first")
+                else:
+                    streams.wait(streams.issue(first.op.kind, works[0], (), "first"))
+                streams.wait(event)
+                streams.synchronize()
+            finally:
+                streams.trace = None
+            by_label = {span.label: span for span in trace.spans}
+            rows.append((by_label["first"], by_label["second"]))
+        return rows[1:]
+
+    def _work(self, timed: _Timed) -> Callable[[], object]:
+        unit = self.runner.executor.units[timed.unit]
+        operator: Any = unit.operators[timed.op.of]
+        inputs = [self.values[key] for key in self._instruction(0, timed).reads]
+        if timed.op.kind.communicates:
+            return operator.prepare(timed.op.part, *inputs)[1]
+        call = self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, unit, timed.op.of)
+        for setup in self._before(0, timed):
+            operator.forward(call, *(self.values[key] for key in setup.reads))
+        run = {Part.F: "forward", Part.B: "backward", Part.I: "input_gradient", Part.W: "weight_gradient"}
+        return lambda: getattr(operator, run[timed.op.part])(call, *inputs)
+
+    def _before(self, repeat: int, timed: _Timed) -> list[Instruction]:
+        """The forward that a backward operator needs."""
+        if timed.op.part is Part.F or timed.op.kind.communicates:
+            return []
+        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=True)
+        return [i for i in made if i.operator and i.operator.name == timed.op.of and not i.operator.kind.communicates]
+
+    def _instruction(self, repeat: int, timed: _Timed, ends: bool = False) -> Instruction:
+        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=timed.op.part is Part.F)
+        found = next(i for i in made if i.operator is not None and i.operator.name == timed.op.name)
+        return replace(found, ends=ends)
+
+    def _run(self, program: Sequence[Instruction]) -> list[Span]:
+        streams = self.runner.executor.streams
+        _meet(self.runner)
+        streams.trace = trace = Trace()
+        try:
+            self.runner.executor.run(program, [self.batch] * TRAIN, self.values, training=True)
+            streams.synchronize()
+        finally:
+            streams.trace = None
+        return sorted(trace.spans, key=lambda span: span.start)
+
+    def _label(self, timed: _Timed) -> str:
+        return self.runner.executor.label(self.batch.key[1], timed.unit, timed.op)
+
+
+def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
+    """Every value of a micro-batch in the first unit of each name, forward and backward."""
+    layout = runner.layout
+    units = [layout.units.index(name) for name in layout.graphs]
+    keep: set[Key] = set()
+    for unit in units:
+        for forward in (True, False):
+            for instruction in unit_instructions(layout, (0, unit), forward):
+                keep.update(instruction.needs + instruction.writes)
+    program = build_program(runner.slots(1), layout, runner.plan, keep)
+    values = runner.executor.run(program, [batch], runner.sources(), training=True)[0]
+    forget_gradients(runner)
+    return {key: value for key, value in values.items() if key in keep}
+
+
+def _meet(runner: Runner) -> None:
+    runner.executor.streams.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _agreed(kind: Kind, ranks: Sequence[float]) -> float:
+    return (max if kind is Kind.COMPUTE else min)(ranks)
+
+
+def _spread(found: Sequence[float]) -> float:
+    """The distance between the quartiles, in parts of the median."""
+    if len(found) < 2:
+        return 0.0
+    first, middle, third = statistics.quantiles(found, n=4)
+    return (third - first) / middle
+
+
+def _split_label(label: str, names: dict[str, str]) -> Name:
     """('layer', 'B.mlp.down.W') of 'B2.layers.3.mlp.down.W'."""
     strand, _, rest = label.partition(".")
     unit = next(name for name in names if rest.startswith(name + "."))

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hf_helix.operators.tiling import tile_unit
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.planning.fold import chunks_of_rank, fold_layers
-from hf_helix.planning.plan import GraphPair
-from hf_helix.planning.program import Layout
+from hf_helix.planning.graph import GraphPair
+from hf_helix.planning.window import Layout
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,10 @@ class Stage:
     def placements(self) -> dict[nn.Parameter, Placement]:
         """Every parameter of the rank, once."""
         return {parameter: placement for unit in self.units for parameter, placement in unit.placements.items()}
+
+    def tiled(self, tiles: int) -> Stage:
+        """The same with collectives and the linears beside them cut into tiles (`hf_helix.operators.tiling`)."""
+        return Stage({stage: [tile_unit(unit, tiles) for unit in chunk] for stage, chunk in self.chunks.items()})
 
 
 def fold_units(units: Sequence[Unit], pp_rank: int = 0, pp_size: int = 1) -> Stage:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Call
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.program import Key
+from hf_helix.planning.window import Key
 from hf_helix.runtime.streams import Event
 
 
@@ -28,11 +28,13 @@ class MicroBatch:
         prepare: makes the tensors that carry no gradient, by name (ids, targets, masks, positions).
         key: where it stands in the run, (optimizer step, place in the window); seeds derive from it.
         num_tokens: how many tokens it holds, for figures.
+        shape: of its token ids as text, such as "2 x 256"; times are measured for it.
     """
 
     prepare: Callable[[], Mapping[str, Any]]
     key: tuple[int, int]
     num_tokens: int = 0
+    shape: str = ""
 
 
 @dataclass(slots=True)

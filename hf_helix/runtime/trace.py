@@ -20,6 +20,10 @@ class Span:
     start: float
     end: float
 
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
 
 @dataclass
 class Trace:
@@ -31,19 +35,27 @@ class Trace:
     def note(self, verb: str, label: str) -> None:
         self.events.append((verb, label))
 
-    def busy(self, compute: bool) -> float:
-        """Seconds in which at least one operator of the kind ran."""
-        return sum(end - start for start, end in self._union(compute))
+    def busy(self, compute: bool, stream: str | None = None) -> float:
+        """Seconds in which at least one operator of the kind ran; of one stream, if it is given."""
+        return sum(end - start for start, end in self._union(compute, stream))
 
-    def beside(self) -> float:
-        """Seconds of communication that ran beside computation."""
+    def beside(self, stream: str | None = None) -> float:
+        """Seconds of communication that ran beside computation; of one stream, if it is given."""
         total, rest = 0.0, self._union(compute=True)
-        for start, end in self._union(compute=False):
+        for start, end in self._union(compute=False, stream=stream):
             total += sum(max(0.0, min(end, b) - max(start, a)) for a, b in rest if b > start and a < end)
         return total
 
-    def _union(self, compute: bool) -> list[tuple[float, float]]:
-        return merge((s.start, s.end) for s in self.spans if (s.stream == "compute") == compute)
+    def communicating(self) -> list[str]:
+        """The streams on which anything was communicated."""
+        return sorted({span.stream for span in self.spans} - {"compute"})
+
+    def _union(self, compute: bool, stream: str | None = None) -> list[tuple[float, float]]:
+        return merge(
+            (s.start, s.end)
+            for s in self.spans
+            if (s.stream == "compute") == compute and (stream is None or s.stream == stream)
+        )
 
 
 def merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

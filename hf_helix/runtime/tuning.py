@@ -1,51 +1,140 @@
 """Tuning: measures this machine, makes plans from the measurement, and keeps the one that is fastest in real steps.
 
-In:   a runner, a window of micro-batches, what makes plans, and the names of the rules to choose from.
-Out:  the runner with the chosen plan, and what was measured.
+In:   a runner, a window of micro-batches, and the names of the rules to choose from.
+Out:  the runner with the chosen plan, and what was measured and predicted.
 Must hold: `sequential` is always among the candidates of `auto`, so overlap is never slower than none beyond noise;
-every rank chooses the same; training is left as it was found.
+every rank has the same plans, which rank 0 makes; training is left as it was found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hf_helix.planning.plan import Plan, Times
-from hf_helix.runtime.agreement import agree_on_text
+import torch.distributed as dist
+
+from hf_helix.planning.cost import work_of
+from hf_helix.planning.plan import parse_plan
+from hf_helix.planning.profile import Profile, rough_profile
+from hf_helix.planning.rules import make_plan, predict_plan
+from hf_helix.planning.search import bound
+from hf_helix.planning.window import window_instructions
 from hf_helix.runtime.measure import Overlap, measure_overlap
-from hf_helix.runtime.profiler import measure_times
+from hf_helix.runtime.mesh import rank
+from hf_helix.runtime.profiler import measure_profile
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
 
 BASELINE = "sequential"
-CANDIDATES = (BASELINE, "round_robin", "greedy", "search")
+CANDIDATES = (BASELINE, "intra_batch", "round_robin", "dhelix", "greedy", "search")
+TIMED = 3  # of the candidates, besides the baseline, those that are predicted to be fastest
 
-PlanMaker = Callable[[str, Times | None], Plan]
+Progress = Callable[[str, float], object]
+"""Told what is being done, and how much of it is done, from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured: by rule, a window under each candidate's plan; and the rule that was kept."""
+    """What was found.
+
+    Attributes:
+        kept: the rule of the plan that is in use.
+        overlaps: by rule, a window under each candidate's plan that was timed.
+        predicted: by rule, what the cost function said of the same window, in seconds.
+        bound: what no plan can beat by the measured operator times.
+        profile: the measurement.
+        measured: the day, as text.
+        gradient_bytes: of the whole model, what data parallelism would sum at the end of a step.
+        ranks: of the tensor-parallel group.
+    """
 
     kept: str
     overlaps: Mapping[str, Overlap]
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    bound: float = 0.0
+    profile: Profile | None = None
+    measured: str = ""
+    gradient_bytes: int = 0
+    ranks: int = 1
+
+    @property
+    def gradient_seconds(self) -> float:
+        """An estimate: one sum of all gradients over the group, at the speed of the measured collectives."""
+        kept = self.overlaps[self.kept]
+        sent = 2 * self.gradient_bytes * (self.ranks - 1) / self.ranks
+        return sent * kept.communication / kept.bytes_moved if kept.bytes_moved else 0.0
 
 
 def tune(
     runner: Runner,
     window: Sequence[MicroBatch],
-    make: PlanMaker,
     rules: Sequence[str] = CANDIDATES,
+    *,
+    about: Mapping[str, str] | None = None,
+    profile: Profile | None = None,
+    timed: int = TIMED,
     repeats: int = 2,
-) -> Tuning:
-    """Give the runner the fastest of the rules' plans. Collective; call it when there are no gradients."""
-    runner.use(make(BASELINE, None))
-    times = measure_times(runner, window)
-    plans = {rule: make(rule, times) for rule in rules}
-    agree_on_text("\n".join(plan.to_json() for plan in plans.values()), "plans")
-    runners = {rule: runner.with_plan(plan) for rule, plan in plans.items()}
-    overlaps = measure_overlap(runners, window, repeats)
+    progress: Progress | None = None,
+) -> tuple[Runner, Tuning]:
+    """The runner of the fastest of the rules' plans. Collective; call it when there are no gradients.
+
+    Args:
+        about: what the measurement is for, see `Profile`.
+        profile: what to plan with; None to measure.
+        timed: how many candidates are timed in real steps besides the baseline.
+        repeats: how often each is timed.
+    """
+    if profile is None:
+        base = planned(runner, [BASELINE], rough_profile(runner.whole.layout))[BASELINE]
+        profile = measure_profile(base, window, about, progress=_tell(progress, "measuring operators"))
+    runners = planned(runner, rules, profile, progress)
+    predicted = {rule: predict_window(found, profile, len(window)) for rule, found in runners.items()}
+    shortlist = sorted(predicted, key=lambda rule: (rule != BASELINE, predicted[rule]))[: timed + 1]
+    chosen = {rule: found for rule, found in runners.items() if rule in shortlist}
+    overlaps = measure_overlap(chosen, window, repeats, _tell(progress, "timing plans"))
     kept = min(overlaps, key=lambda rule: overlaps[rule].step)
-    runner.use(plans[kept])
-    return Tuning(kept, overlaps)
+    every = window_instructions(runner.slots(len(window)), profile.layout)
+    limit = bound(work_of(every, profile.layout, profile.times), profile.layout)
+    whole = sum(
+        parameter.nbytes * (1 if placement.dim is None else runner.mesh.tp.size)
+        for parameter, placement in runner.whole.placements.items()
+        if parameter.requires_grad
+    )
+    tuning = Tuning(kept, overlaps, predicted, limit, profile, gradient_bytes=whole, ranks=runner.mesh.tp.size)
+    return runners[kept], tuning
+
+
+def planned(
+    runner: Runner, rules: Sequence[str], profile: Profile, progress: Progress | None = None
+) -> dict[str, Runner]:
+    """A runner with the plan of each rule. Rank 0 makes the plans, every rank takes them over. Collective."""
+    texts: dict[str, str] = {}
+    error = ""
+    if rank() == 0:
+        try:
+            for rule in rules:
+                told = _tell(progress, f"searching ({rule})")
+                plan = make_plan(rule, profile, model=runner.plan.model, mesh=runner.plan.mesh, progress=told)
+                texts[rule] = plan.to_json()
+        except Exception as problem:  # every rank must hear of it
+            error = f"rank 0 could not make a plan: {type(problem).__name__}: {problem}"
+    if dist.is_initialized():
+        box = [texts, error]
+        dist.broadcast_object_list(box, src=0)
+        texts, error = box  # type: ignore[assignment]
+    if error:
+        raise RuntimeError(error)
+    graphs = runner.whole.graphs
+    plans = {
+        rule: parse_plan(text, graphs, model=runner.plan.model, mesh=runner.plan.mesh) for rule, text in texts.items()
+    }
+    return {rule: runner.with_plan(plan) for rule, plan in plans.items()}
+
+
+def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> float:
+    """Seconds of a window by the cost function, without the sums of gradients at its end."""
+    return predict_plan(runner.plan, profile, runner.slots(num_microbatches))[1].seconds
+
+
+def _tell(progress: Progress | None, what: str) -> Callable[[float], object] | None:
+    return None if progress is None else lambda share: progress(what, share)

@@ -3,57 +3,57 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.graphs import (
+    EMBEDDING,
+    SMALL_LAYER,
+    collective,
+    compute,
+    graphs,
+    layout_of,
+    linear,
+    pair,
+    plan_of_flow,
+    profile_of,
+    random_bias,
+    random_times,
+)
 
 from hf_helix.config import PLANS
-from hf_helix.planning.graph import Graph, Kind, Operator, Part, derive_backward
+from hf_helix.planning.baselines import sequential
+from hf_helix.planning.flow import Flow
+from hf_helix.planning.graph import Graph, GraphPair, Operator, Part, derive_backward
 from hf_helix.planning.plan import (
     BARRIER,
     Block,
-    GraphPair,
     Plan,
     all_blocks,
+    block_plan,
     entries,
     first_difference,
+    graphs_digest,
     load_plan,
-    make_plan,
+    parse_plan,
     validate_order,
 )
-from hf_helix.planning.rules import RULES
+from hf_helix.planning.profile import Profile, rough_profile
+from hf_helix.planning.rules import BLOCK_RULES, FLOW_RULES, RULES, make_plan
+from hf_helix.planning.window import Layout
 
-MODEL, MESH = "LlamaForCausalLM", {"dp": 1, "tp": 2}
-
-
-def operator(name: str, reads: str, kind: Kind = Kind.COMPUTE, *, split: bool = False, effort: float = 1.0) -> Operator:
-    return Operator(name=name, kind=kind, reads=tuple(reads.split()), writes=(name,), split=split, effort=effort)
-
-
-def pair(name: str, *operators: Operator, inputs: tuple[str, ...] = ("x",)) -> GraphPair:
-    forward = Graph(name, operators, inputs, operators[-1].writes)
-    return GraphPair(forward, derive_backward(forward))
-
-
-def units() -> dict[str, GraphPair]:
-    """An embedding, a layer and a head, each with communication."""
-    return {
-        "embedding": pair("embedding", operator("lookup", ""), operator("scatter", "lookup", Kind.LOCAL), inputs=()),
-        "layer": pair(
-            "layer",
-            operator("norm", "x"),
-            operator("gather", "norm", Kind.LOCAL, effort=4),
-            operator("up", "gather", split=True, effort=4),
-            operator("down", "up", split=True, effort=4),
-            operator("scatter", "down", Kind.CROSS, effort=4),
-            operator("add", "x scatter"),
-        ),
-        "head": pair("head", operator("gather", "x", Kind.LOCAL), operator("logits", "gather", split=True)),
-    }
+MODEL, MESH = "LlamaForCausalLM", {"dp_size": 1, "tp_size": 2}
+UNITS = {
+    "embedding": EMBEDDING,
+    "layer": SMALL_LAYER,
+    "head": pair("head", collective("gather", "x"), linear("logits", "gather")),
+}
+LAYER = SMALL_LAYER
+PROFILE = profile_of(layout_of(UNITS, 3))
 
 
 def graphs_of(block: Block, pairs: Mapping[str, GraphPair]) -> tuple[Graph | None, Graph | None]:
@@ -75,92 +75,51 @@ def test_every_block_is_listed_once():
     assert sorted(map(str, blocks)) == ["B.a", "B.b", "F.a", "F.a | B.a", "F.a | B.b", "F.b", "F.b | B.a", "F.b | B.b"]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("block", all_blocks(units()), ids=str)
+@pytest.mark.parametrize("rule", BLOCK_RULES)
+@pytest.mark.parametrize("block", all_blocks(UNITS), ids=str)
 def test_every_rule_orders_every_block(rule: str, block: Block):
-    forward, backward = graphs_of(block, units())
-    order = RULES[rule](forward, backward)
+    forward, backward = graphs_of(block, UNITS)
+    order = BLOCK_RULES[rule](forward, backward, PROFILE)
     validate_order(order, forward, backward)
     assert sorted(set(order) - {BARRIER}) == sorted(entries(forward, backward))
     assert len(order) - order.count(BARRIER) == len(entries(forward, backward))
-    assert order == RULES[rule](forward, backward), "a rule gives the same order every time"
+    assert order == BLOCK_RULES[rule](forward, backward, PROFILE), "a rule gives the same order every time"
 
 
 def letters(rule: str, forward: Graph | None, backward: Graph | None) -> str:
     """An order in short: the strand of each entry, and `|` for a barrier."""
-    return "".join("|" if entry == BARRIER else entry[0] for entry in RULES[rule](forward, backward))
+    return "".join("|" if e == BARRIER else e[0] for e in BLOCK_RULES[rule](forward, backward, PROFILE))
 
 
 def test_sequential_runs_one_strand_after_the_other():
-    layer = units()["layer"]
-    assert letters("sequential", layer.forward, layer.backward) == "F" * 6 + "|" + "B" * 8 + "|"
-    assert letters("sequential", layer.forward, None) == "F" * 6 + "|"
-    assert letters("sequential", None, layer.backward) == "B" * 8 + "|"
+    assert letters("sequential", LAYER.forward, LAYER.backward) == "F" * 6 + "|" + "B" * 8 + "|"
+    assert letters("sequential", LAYER.forward, None) == "F" * 6 + "|"
+    assert letters("sequential", None, LAYER.backward) == "B" * 8 + "|"
 
 
 def test_round_robin_takes_the_strands_in_turn():
-    layer = units()["layer"]
-    assert letters("round_robin", layer.forward, layer.backward) == "FB" * 6 + "BB"
+    assert letters("round_robin", LAYER.forward, LAYER.backward) == "FB" * 6 + "BB"
 
 
-def test_greedy_keeps_weight_gradients_for_the_time_of_a_collective():
-    """B.down.W could run before B.up.I; it waits until B.gather is on its way and nothing else could run."""
-    order = RULES["greedy"](None, units()["layer"].backward)
-    assert order.index("B.up.I") < order.index("B.gather") < order.index("B.down.W") < order.index("B.norm")
+@pytest.mark.parametrize("rule", ["round_robin", "greedy"])
+def test_a_plan_says_how_it_was_made_and_what_for(rule: str):
+    plan = make_plan(rule, PROFILE, model=MODEL, mesh=MESH)
+    assert (plan.rule, plan.model, plan.mesh) == (rule, MODEL, MESH)
+    assert (plan.flow is None) == (rule not in FLOW_RULES)
+    assert set(plan.orders) == (set() if plan.flow else set(all_blocks(UNITS)))
 
 
-def test_greedy_takes_a_weight_gradient_last_even_if_it_is_long():
-    short, long = pair("short", operator("act", "x")), pair("long", operator("up", "x", split=True, effort=4))
-    assert RULES["greedy"](short.forward, long.backward) == ("B.up.I", "F.act", "B.up.W")
-
-
-def test_greedy_computes_one_strand_while_the_other_communicates():
-    layer = units()["layer"]
-    order = RULES["greedy"](layer.forward, layer.backward)
-    issued, used = order.index("F.gather"), order.index("F.up")
-    assert any(entry.startswith("B.") and entry not in ("B.gather", "B.scatter") for entry in order[issued:used])
+def test_a_rule_nobody_knows_makes_no_plan():
+    with pytest.raises(KeyError, match="nope"):
+        make_plan("nope", PROFILE, model=MODEL, mesh=MESH)
 
 
 def test_a_rule_that_forgets_an_operator_makes_no_plan():
-    with pytest.raises(ValueError, match="lacks"):
-        make_plan("lazy", lambda forward, backward: (), units(), model=MODEL, mesh=MESH)
+    with pytest.raises(ValueError, match=r"block F\.embedding: the order lacks F\.lookup"):
+        block_plan("lazy", lambda forward, backward, profile: (), PROFILE, model=MODEL, mesh=MESH)
 
 
 # Random graphs
-
-
-@st.composite
-def graphs(draw: st.DrawFn) -> Graph:
-    """Any graph whose collectives' inputs have no later reader."""
-    inputs = tuple(f"x{i}" for i in range(draw(st.integers(1, 3))))
-    open_values, unread, operators = list(inputs), set(inputs), []
-    for number in range(draw(st.integers(1, 12))):
-        kind = draw(st.sampled_from(list(Kind))) if open_values else Kind.COMPUTE
-        backward_kind, split, count = None, False, 1
-        if kind.communicates:
-            reads = [draw(st.sampled_from(open_values))]
-            backward_kind = draw(st.sampled_from([None, Kind.COMPUTE]))
-            if backward_kind is None:
-                open_values.remove(reads[0])
-        else:
-            reads = draw(st.lists(st.sampled_from(open_values), unique=True, max_size=3)) if open_values else []
-            split, count = draw(st.booleans()), draw(st.integers(1, 2))
-        writes = tuple(f"v{number}.{i}" for i in range(count))
-        operators.append(
-            Operator(
-                name=f"op{number}",
-                kind=kind,
-                reads=tuple(reads),
-                writes=writes,
-                split=split,
-                backward_kind=backward_kind,
-                effort=draw(st.sampled_from([0.5, 1.0, 4.0])),
-            )
-        )
-        open_values.extend(writes)
-        unread.difference_update(reads)
-        unread.update(writes)
-    return Graph("random", tuple(operators), inputs, tuple(sorted(unread)))
 
 
 def factor(name: str, i: int, j: int) -> int:
@@ -193,6 +152,10 @@ def gradients_by_probing(graph: Graph, of_outputs: dict[str, int]) -> dict[str, 
     return found
 
 
+def random_profile(graph: Graph) -> Profile:
+    return rough_profile(Layout([graph.name], {0: [0], 1: []}, {graph.name: GraphPair.of(graph)}))
+
+
 @settings(max_examples=150, deadline=None)
 @given(graphs())
 def test_any_graph_has_a_backward_that_every_rule_orders_and_that_gives_the_right_gradients(graph: Graph):
@@ -202,10 +165,11 @@ def test_any_graph_has_a_backward_that_every_rule_orders_and_that_gives_the_righ
     assert {op.of for op in backward.operators if op.part is Part.W} == set(split)
     of_outputs = {f"d.{value}": place + 1 for place, value in enumerate(graph.outputs)}
     expected = gradients_by_probing(graph, of_outputs)
-    for rule in RULES.values():
-        validate_order(rule(graph, None), graph, None)
-        validate_order(rule(None, backward), None, backward)
-        order = rule(graph, backward)
+    profile = random_profile(graph)
+    for rule in BLOCK_RULES.values():
+        validate_order(rule(graph, None, profile), graph, None)
+        validate_order(rule(None, backward, profile), None, backward)
+        order = rule(graph, backward, profile)
         validate_order(order, graph, backward)
         operators = entries(None, backward)
         values = run_backward([operators[entry] for entry in order if entry in operators], dict(of_outputs))
@@ -238,52 +202,77 @@ def swapped(order: list[str], first: str, second: str) -> list[str]:
     ids=["unknown", "repeated", "too early", "too early in the backward", "missing with a reader"],
 )
 def test_an_error_prints_the_whole_order_with_an_arrow(change: Callable[[list[str]], list[str]], message, arrow):
-    layer = units()["layer"]
-    order = change(list(RULES["sequential"](layer.forward, layer.backward)))
+    order = change(list(sequential(LAYER.forward, LAYER.backward, PROFILE)))
     with pytest.raises(ValueError, match=rf"^block F\.layer \| B\.layer: {message}") as error:
-        validate_order(order, layer.forward, layer.backward, block=Block("layer", "layer"))
+        validate_order(order, LAYER.forward, LAYER.backward, block=Block("layer", "layer"))
     arrows, printed = wrong_lines(error)
     assert arrows == [arrow]
     assert printed == order
 
 
 def test_the_arrow_is_at_the_repetition_not_at_the_first_time():
-    layer = units()["layer"]
     order = ["F.norm", "F.norm"]
     with pytest.raises(ValueError, match="second time") as error:
-        validate_order(order, layer.forward, None)
+        validate_order(order, LAYER.forward, None)
     assert str(error.value).splitlines()[1:] == ["    F.norm", "--> F.norm"]
 
 
 def test_an_order_that_lacks_what_nobody_reads_names_it():
-    layer = units()["layer"]
-    order = [entry for entry in RULES["sequential"](None, layer.backward) if entry not in ("B.up.W", "B.norm")]
+    order = [entry for entry in sequential(None, LAYER.backward, PROFILE) if entry not in ("B.up.W", "B.norm")]
     with pytest.raises(ValueError, match=r"the order lacks B\.up\.W, B\.norm:") as error:
-        validate_order(order, None, layer.backward)
+        validate_order(order, None, LAYER.backward)
     assert wrong_lines(error) == ([], order)
 
 
 def test_strands_do_not_read_each_other():
     """Both strands of a block may hold a value of the same name; one does not stand for the other."""
-    graph = Graph("g", (operator("norm", "x"), operator("out", "norm")), ("x",), ("out",))
+    graph = Graph("g", (compute("norm", "x"), compute("out", "norm")), ("x",), ("out",))
     with pytest.raises(ValueError, match=r"'F\.out' comes before"):
         validate_order(["B.norm", "F.out", "F.norm", "B.out"], graph, graph)
 
 
 def test_a_barrier_may_be_anywhere_and_counts_for_nothing():
-    layer = units()["layer"]
-    bare = list(entries(layer.forward, None))
-    validate_order([BARRIER, BARRIER, *bare[:2], BARRIER, *bare[2:]], layer.forward, None)
+    bare = list(entries(LAYER.forward, None))
+    validate_order([BARRIER, BARRIER, *bare[:2], BARRIER, *bare[2:]], LAYER.forward, None)
     with pytest.raises(ValueError, match=r"lacks F\.add"):
-        validate_order([*bare[:-1], BARRIER], layer.forward, None)
+        validate_order([*bare[:-1], BARRIER], LAYER.forward, None)
+
+
+def test_an_order_may_not_break_what_is_declared_to_come_after():
+    """Two tiles of one linear: nothing of the first is read by the second, and still it comes first."""
+    tiles = (linear("up.0", "x"), linear("up.1", "y", after=("up.0",)), compute("join", "up.0 up.1"))
+    unit = pair("layer", *tiles, inputs="x y")
+    validate_order(["F.up.0", "F.up.1", "F.join"], unit.forward, None)
+    with pytest.raises(ValueError, match=r"'F\.up\.1' comes before up\.0:\n--> F\.up\.1\n    F\.up\.0\n    F\.join"):
+        validate_order(["F.up.1", "F.up.0", "F.join"], unit.forward, None)
+    backward = ["B.join", "B.up.0.I", "B.up.1.I", "B.up.1.W", "B.up.0.W"]
+    validate_order(backward, None, unit.backward)
+    with pytest.raises(ValueError, match=r"'B\.up\.0\.W' comes before up\.1\.W:(.|\n)*--> B\.up\.0\.W\n    B\.up\.1\.W$"):
+        validate_order(swapped(backward, "B.up.0.W", "B.up.1.W"), None, unit.backward)
+
+
+def test_what_comes_after_is_of_the_same_strand():
+    """The backward of the first tile does not stand for its forward."""
+    tiles = (compute("norm.0", "x"), compute("norm.1", "y", after=("norm.0",)))
+    unit = pair("layer", *tiles, inputs="x y", outputs="norm.0 norm.1")
+    with pytest.raises(ValueError, match=r"'F\.norm\.1' comes before norm\.0"):
+        validate_order(["B.norm.1", "B.norm.0", "F.norm.1", "F.norm.0"], unit.forward, unit.backward)
 
 
 # Files
 
 
-@pytest.fixture
-def plan() -> Plan:
-    return make_plan("greedy", RULES["greedy"], units(), model=MODEL, mesh=MESH)
+def flow() -> Flow:
+    layout = layout_of(UNITS, 3)
+    bias = {name: round(seconds, 6) for name, seconds in random_bias(layout, 2).items()}
+    return Flow(random_times(layout, 1), bias, extra_layers=2)
+
+
+@pytest.fixture(params=["blocks", "flow"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    if request.param == "flow":
+        return Plan("by hand", MODEL, MESH, graphs_digest(UNITS), {}, flow())
+    return make_plan("round_robin", PROFILE, model=MODEL, mesh=MESH)
 
 
 @pytest.fixture
@@ -299,79 +288,162 @@ def edit(file: Path, change: Callable[[dict], object]) -> None:
     file.write_text(json.dumps(data))
 
 
+def check_refused(
+    file: Path, message: str, pairs: Mapping[str, GraphPair] = UNITS, model: str = MODEL, mesh: Mapping[str, int] = MESH
+) -> None:
+    """With the file's name and a remedy."""
+    with pytest.raises(ValueError, match=message) as error:
+        load_plan(file, pairs, model=model, mesh=mesh)
+    assert str(error.value).startswith(f"plan file {file} ")
+    assert "Make a new one with `hf-helix plan` or `trainer.plan.save(path)`" in str(error.value)
+
+
 def test_a_saved_plan_comes_back_the_same(plan: Plan, file: Path):
-    loaded = load_plan(file, units(), model=MODEL, mesh=MESH)
-    assert loaded == plan
-    assert loaded.to_json() == plan.to_json()
-    assert loaded.order("layer", None) == plan.orders[Block("layer", None)]
+    loaded = load_plan(file, UNITS, model=MODEL, mesh=MESH)
+    assert loaded.to_json() == plan.to_json() == file.read_text()
+    assert loaded.orders == plan.orders
+    assert (loaded.flow is None) == (plan.flow is None)
+    if plan.flow:
+        assert loaded.flow.times == pytest.approx(plan.flow.times, rel=1e-12)
+        assert loaded.flow.bias == pytest.approx(plan.flow.bias, rel=1e-12)
+        assert loaded.flow.extra_layers == 2
+    else:
+        assert loaded == plan
+        assert loaded.order("layer", None) == plan.orders[Block("layer", None)]
 
 
-@pytest.mark.parametrize("block", all_blocks(units()), ids=str)
+FLOW_XFAIL = "plan.py: seconds * 1e3 / 1e3 is not the same number for every float"
+
+
+@pytest.mark.xfail(strict=True, reason=FLOW_XFAIL)
+def test_a_flow_comes_back_exactly():
+    layout = layout_of(UNITS, 3)
+    for seed in range(20):
+        found = Flow({n: s * math.pi for n, s in random_times(layout, seed).items()}, random_bias(layout, seed))
+        loaded = parse_plan(plan_of_flow(found, layout).to_json(), UNITS, model="Llama", mesh={"tp_size": 2})
+        assert loaded.flow == found
+
+
+def test_an_operator_without_a_bias_has_none():
+    layout = layout_of(UNITS, 3)
+    text = plan_of_flow(Flow(random_times(layout, 1), {}), layout).to_json()
+    assert set(parse_plan(text, UNITS, model="Llama", mesh={"tp_size": 2}).flow.bias.values()) == {0.0}
+
+
+@pytest.mark.parametrize("block", all_blocks(UNITS), ids=str)
 def test_a_block_reads_what_it_writes(block: Block):
     assert Block.parse(str(block)) == block
 
 
-def test_what_is_not_a_block_is_refused():
-    with pytest.raises(ValueError, match=r"not a block: 'X\.layer'"):
-        Block.parse("X.layer")
+@pytest.mark.parametrize("text", ["X.layer", "", "layer", "F.", "F.a | F.b", "F.a | B.b | B.c"])
+def test_what_is_not_a_block_is_refused(text: str):
+    with pytest.raises(ValueError, match="not a block"):
+        Block.parse(text)
 
 
-def test_a_plan_for_another_model_is_refused(file: Path):
-    with pytest.raises(ValueError, match=r"is for model 'LlamaForCausalLM', this run has 'Other'; save a new one"):
-        load_plan(file, units(), model="Other", mesh=MESH)
-
-
-def test_a_plan_for_another_mesh_is_refused(file: Path):
-    with pytest.raises(ValueError, match=r"is for mesh .*'tp': 2.*, this run has .*'tp': 4"):
-        load_plan(file, units(), model=MODEL, mesh={"dp": 1, "tp": 4})
+def test_a_plan_for_another_model_or_mesh_is_refused(file: Path):
+    check_refused(file, "is for model 'LlamaForCausalLM', this run has 'Other'", model="Other")
+    check_refused(file, "is for mesh .*'tp_size': 2.*, this run has .*'tp_size': 4", mesh={"dp_size": 1, "tp_size": 4})
 
 
 def test_a_plan_for_other_graphs_is_refused(file: Path):
-    others = units() | {"head": pair("head", operator("logits", "x", split=True))}
-    with pytest.raises(ValueError, match=r"is for graphs '[0-9a-f]{16}', this run has '[0-9a-f]{16}'"):
-        load_plan(file, others, model=MODEL, mesh=MESH)
+    others = UNITS | {"head": pair("head", linear("logits", "x"))}
+    check_refused(file, r"is for graphs '[0-9a-f]{16}', this run has '[0-9a-f]{16}'", others)
+
+
+def swap_first(data: dict) -> None:
+    order = data["blocks"]["F.layer"]
+    order[0], order[1] = order[1], order[0]
+
+
+BLOCK_DAMAGES = [
+    (lambda data: data.pop("blocks"), "is damaged: it needs `rule`, and either `blocks` or `flow`"),
+    (lambda data: data.update(flow={}), "is damaged: it needs `rule`, and either `blocks` or `flow`"),
+    (lambda data: data.update(blocks=[]), "is damaged"),
+    (lambda data: data["blocks"].pop("F.layer | B.head"), r"is damaged: block 'F\.layer \| B\.head' is missing"),
+    (lambda data: data["blocks"].update({"X.layer": []}), "is damaged: not a block: 'X.layer'"),
+    (lambda data: data["blocks"].update({"F.layer": None}), "is damaged"),
+    (lambda data: data["blocks"].update({"F.layer": "F.add"}), r"is damaged: block F\.layer: 'F' is not an operator"),
+    (lambda data: data["blocks"]["F.layer"].remove("F.add"), r"is damaged: block F\.layer: the order lacks F\.add"),
+    (swap_first, r"block F\.layer: 'F\.gather' comes before .* writes norm:\n--> F\.gather\n    F\.norm\n"),
+    (lambda data: data["blocks"]["F.layer"].append("F.add"), r"F\.layer: 'F\.add' comes a second time:(.|\n)*--> F\.add"),
+    (lambda data: data["blocks"]["F.layer"].append("F.up-1"), r"'F\.up-1' is not an operator of this block"),
+]
+
+
+def figures(data: dict) -> dict:
+    return data["flow"]["operators"]["layer"]
+
+
+FLOW_DAMAGES = [
+    (lambda data: data.pop("flow"), "is damaged: it needs `rule`, and either `blocks` or `flow`"),
+    (lambda data: data.update(flow=[]), "is damaged"),
+    (lambda data: data["flow"].pop("operators"), "is damaged: it lacks 'operators'"),
+    (lambda data: data["flow"].pop("extra_layers"), "is damaged: it lacks 'extra_layers'"),
+    (lambda data: data["flow"].update(extra_layers=-1), "extra_layers must be a whole number of at least 0, got -1"),
+    (lambda data: data["flow"].update(extra_layers=0.5), "extra_layers must be a whole number of at least 0, got 0.5"),
+    (lambda data: data["flow"]["operators"].pop("head"), "the flow of unit 'head' lacks the operator 'F.gather'"),
+    (lambda data: figures(data).pop("B.up.W"), "the flow of unit 'layer' lacks the operator 'B.up.W'"),
+    (lambda data: figures(data).update({"F.nope": {}}), "unit 'layer' has no operator 'F.nope'"),
+    (lambda data: figures(data)["F.up"].pop("bias_ms"), "is damaged: it lacks 'bias_ms'"),
+    (lambda data: figures(data)["F.up"].update(ms=0), "impossible figures of layer F.up: .*'ms': 0"),
+    (lambda data: figures(data)["F.up"].update(ms=-1), "impossible figures of layer F.up: .*'ms': -1"),
+    (lambda data: figures(data)["F.up"].update(ms=math.inf), "impossible figures of layer F.up: .*'ms': inf"),
+    (lambda data: figures(data)["F.up"].update(bias_ms=math.nan), "impossible figures of layer F.up: .*'bias_ms': nan"),
+    (lambda data: figures(data)["F.up"].update(ms="long"), "is damaged: .*'long'"),
+]
+DAMAGES = [
+    (lambda data: data.update(format="hf_helix.plan/1"), "has format 'hf_helix.plan/1', this version reads 'hf_helix.plan/2'"),
+    (lambda data: data.pop("format"), "has format None"),
+    (lambda data: data.pop("rule"), "is damaged: it needs `rule`, and either `blocks` or `flow`"),
+    (lambda data: data.pop("graphs"), "is for graphs None"),
+    (lambda data: data.update(tiles=0), "is damaged: tiles must be a whole number of at least 1, got 0"),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: data.update(format="hf_helix.plan/0"), "has format 'hf_helix.plan/0', this version reads"),
-        (lambda data: data.pop("format"), "has format None"),
-        (lambda data: data.pop("blocks"), "is damaged: it lacks blocks"),
-        (lambda data: data.pop("rule"), "is damaged: it lacks rule"),
-        (lambda data: data.update(blocks=[]), "is damaged"),
-        (lambda data: data["blocks"].pop("F.layer | B.head"), r"is damaged: block 'F\.layer \| B\.head' is missing"),
-        (lambda data: data["blocks"].update({"X.layer": []}), "is damaged: not a block"),
-        (lambda data: data["blocks"].update({"F.layer": None}), "is damaged"),
-        (lambda data: data["blocks"]["F.layer"].remove("F.add"), r"is damaged: block F\.layer: the order lacks F\.add"),
-        (lambda data: data["blocks"]["F.layer"].reverse(), r"is damaged: block F\.layer: (.|\n)*--> F\.add"),
-    ],
+    ("plan", "damage", "message"),
+    [("blocks", *row) for row in [*DAMAGES, *BLOCK_DAMAGES]] + [("flow", *row) for row in [*DAMAGES, *FLOW_DAMAGES]],
+    indirect=["plan"],
 )
-def test_a_damaged_file_is_refused_with_the_reason_and_a_remedy(file: Path, change, message: str):
-    edit(file, change)
-    with pytest.raises(ValueError, match=message) as error:
-        load_plan(file, units(), model=MODEL, mesh=MESH)
-    assert str(file) in str(error.value)
-    assert "trainer.plan.save(path)" in str(error.value)
+def test_a_damaged_file_is_refused_with_the_reason_and_a_remedy(file: Path, damage, message: str):
+    edit(file, damage)
+    check_refused(file, message)
+
+
+@pytest.mark.xfail(strict=True, reason="plan.py: what belongs to no unit of the model is taken in silence")
+@pytest.mark.parametrize(
+    ("plan", "damage"),
+    [
+        ("blocks", lambda data: data["blocks"].update({"F.nope": ["F.anything"]})),
+        ("flow", lambda data: data["flow"]["operators"].update(nope={"F.anything": {"ms": -1}})),
+    ],
+    indirect=["plan"],
+)
+def test_a_unit_that_does_not_exist_is_refused(file: Path, damage):
+    edit(file, damage)
+    check_refused(file, "nope")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '"plan"'])
 def test_a_file_that_is_no_plan_is_refused(file: Path, text: str):
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"damaged|has format None"):
-        load_plan(file, units(), model=MODEL, mesh=MESH)
+    check_refused(file, r"is damaged|has format None")
 
 
 def test_a_truncated_file_is_refused(file: Path):
     text = file.read_text()
     file.write_text(text[: len(text) // 2])
-    with pytest.raises(ValueError, match=r"plan\.json is damaged \(.*line.*\); save a new one"):
-        load_plan(file, units(), model=MODEL, mesh=MESH)
+    check_refused(file, r"plan\.json is damaged: .*line")
 
 
-def test_a_file_that_does_not_exist_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None):
+    path = tmp_path / "absent.json"
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(ValueError, match="neither the name of a rule nor a readable file"):
-        load_plan(tmp_path / "absent.json", units(), model=MODEL, mesh=MESH)
+        load_plan(path, UNITS, model=MODEL, mesh=MESH)
 
 
 @pytest.mark.parametrize(

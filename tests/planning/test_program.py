@@ -3,90 +3,77 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.graphs import (
+    SMALL,
+    check_whole_and_in_order,
+    compute,
+    layout_of,
+    loss_gradient,
+    operators_of,
+    pair,
+    profile_of,
+    slots_of,
+)
 
-from hf_helix.planning.graph import Graph, Kind, Operator, Part, derive_backward
-from hf_helix.planning.plan import BARRIER, GraphPair, Plan, all_blocks, make_plan
-from hf_helix.planning.program import Instruction, Layout, build_program, validate_program
-from hf_helix.planning.rules import RULES
-from hf_helix.planning.schedule import build_schedule
+from hf_helix.planning import search
+from hf_helix.planning.graph import Part
+from hf_helix.planning.plan import Plan
+from hf_helix.planning.program import build_program, validate_program
+from hf_helix.planning.rules import RULES, TILED, make_plan
+from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Layout, window_instructions
 
-
-def op(name: str, reads: str, writes: str, *, split: bool = False, kind: Kind = Kind.COMPUTE) -> Operator:
-    return Operator(name=name, kind=kind, reads=tuple(reads.split()), writes=tuple(writes.split()), split=split)
-
-
-def pair(name: str, operators: list[Operator], inputs: str, outputs: str, repeats: bool = False) -> GraphPair:
-    forward = Graph(name, tuple(operators), tuple(inputs.split()), tuple(outputs.split()), repeats)
-    return GraphPair(forward, derive_backward(forward))
-
-
-GRAPHS = {
-    "embedding": pair("embedding", [op("lookup", "", "e"), op("scatter", "e", "s", kind=Kind.LOCAL)], "", "s"),
-    "layer": pair(
-        "layer",
-        [
-            op("norm", "x", "n"),
-            op("gather", "n", "g", kind=Kind.LOCAL),
-            op("up", "g", "u", split=True),
-            op("down", "u", "d", split=True),
-            op("scatter", "d", "s", kind=Kind.LOCAL),
-            op("add", "x s", "y"),
-        ],
-        "x",
-        "y",
-        repeats=True,
-    ),
-    "head": pair(
-        "head", [op("norm", "x", "n"), op("logits", "n", "l", split=True), op("loss", "l", "loss")], "x", "loss"
-    ),
-}
-
-
-def layout(num_layers: int) -> Layout:
-    half = (num_layers + 1) // 2
-    units = ["embedding", *["layer"] * num_layers, "head"]
-    return Layout(units, {0: range(half + 1), 1: range(half + 1, num_layers + 2)}, GRAPHS)
+UNTILED = [rule for rule in RULES if rule != TILED]  # tiles have graphs of their own
 
 
 @functools.cache
 def plan_of(rule: str) -> Plan:
-    return make_plan(rule, RULES[rule], GRAPHS, model="m", mesh={})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "MOST_STEPS", 20)
+        return make_plan(rule, profile_of(layout_of(SMALL, 3)), model="m", mesh={"tp_size": 2})
 
 
 def window(rule: str, num_layers: int, num_microbatches: int) -> list[Instruction]:
-    plan = plan_of(rule)
-    head = num_layers + 1
-    return build_program(build_schedule("w", 1, num_microbatches)[0], layout(num_layers), plan, [(head, "loss")])
+    layout = layout_of(SMALL, num_layers)
+    return build_program(slots_of(num_microbatches), layout, plan_of(rule), [(num_layers + 1, "loss")])
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", UNTILED)
+@settings(max_examples=30, deadline=None)
 @given(num_layers=st.integers(1, 7), num_microbatches=st.integers(1, 5))
-def test_windows_are_valid_and_whole(rule: str, num_layers: int, num_microbatches: int) -> None:
+def test_windows_are_valid_and_whole(rule: str, num_layers: int, num_microbatches: int):
     program = window(rule, num_layers, num_microbatches)
-    validate_program(program, [(num_layers + 1, "d.loss")])
-    operators = [instruction for instruction in program if instruction.operator is not None]
-    a_batch = sum(len(g.forward.operators) + len(g.backward.operators) for g in GRAPHS.values())
-    a_layer = len(GRAPHS["layer"].forward.operators) + len(GRAPHS["layer"].backward.operators)
-    assert len(operators) == num_microbatches * (a_batch + (num_layers - 1) * a_layer)
+    layout = layout_of(SMALL, num_layers)
+    validate_program(program, [loss_gradient(layout)])
+    made = window_instructions(slots_of(num_microbatches), layout)
+
+    def bare(instruction: Instruction) -> Instruction:
+        return replace(instruction, frees=(), ends=False)
+
+    found = {(i.microbatch, i.unit, i.operator): i for i in made}
+    program = operators_of(program)
+    assert [bare(i) for i in program] == [found[i.microbatch, i.unit, i.operator] for i in program]
+    check_whole_and_in_order([found[i.microbatch, i.unit, i.operator] for i in program], made)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", UNTILED)
+@settings(max_examples=30, deadline=None)
 @given(num_layers=st.integers(1, 7), num_microbatches=st.integers(2, 5))
-def test_gradients_are_added_in_the_order_of_micro_batches(rule: str, num_layers: int, num_microbatches: int) -> None:
+def test_gradients_are_added_in_the_order_of_micro_batches(rule: str, num_layers: int, num_microbatches: int):
     """Whatever adds to a parameter's gradient: W, and whole backwards (norms)."""
     added: dict[tuple[int, str], list[int]] = {}
-    for instruction in window(rule, num_layers, num_microbatches):
-        if instruction.operator is not None and instruction.operator.part in (Part.W, Part.B):
+    for instruction in operators_of(window(rule, num_layers, num_microbatches)):
+        if instruction.operator.part in (Part.W, Part.B):
             added.setdefault((instruction.unit, instruction.operator.of), []).append(instruction.microbatch)
     assert all(order == list(range(num_microbatches)) for order in added.values())
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_nothing_is_left_alive_but_what_is_kept(rule: str) -> None:
+@pytest.mark.parametrize("rule", UNTILED)
+def test_nothing_is_left_alive_but_what_is_kept(rule: str):
     alive: set[tuple[int, tuple[int, str]]] = set()
     for instruction in window(rule, 4, 3):
         alive.update((instruction.microbatch, key) for key in instruction.writes)
@@ -94,56 +81,73 @@ def test_nothing_is_left_alive_but_what_is_kept(rule: str) -> None:
     assert alive == {(k, (5, "loss")) for k in range(3)}
 
 
-def test_each_micro_batch_ends_once_and_last() -> None:
-    program = window("greedy", 4, 3)
+@pytest.mark.parametrize("rule", UNTILED)
+def test_a_value_is_freed_by_the_last_that_touches_it(rule: str):
+    program = window(rule, 3, 3)
+    last = {}
+    for place, i in enumerate(program):
+        last.update({(i.microbatch, key): place for key in (*i.writes, *i.needs)})
+    freed = {(i.microbatch, key): place for place, i in enumerate(program) for key in i.frees}
+    assert freed == {value: place for value, place in last.items() if value[1] != (4, "loss")}
+
+
+@pytest.mark.parametrize("rule", ["greedy", "round_robin"])
+def test_each_micro_batch_ends_once_and_last(rule: str):
+    program = window(rule, 4, 3)
     for k in range(3):
         places = [i for i, instruction in enumerate(program) if instruction.microbatch == k]
         assert [program[i].ends for i in places] == [False] * (len(places) - 1) + [True]
 
 
-def test_late_operators_run_in_the_next_block() -> None:
-    """By hand: W of `up` one block late, on two layers in a row and then into a block that has no place for it."""
-    orders = {block: tuple(RULES["sequential"](*_graphs(block))) for block in all_blocks(GRAPHS)}
-    block = next(block for block in orders if (block.forward, block.backward) == ("layer", "layer"))
-    entries = [entry for entry in orders[block] if entry not in (BARRIER, "B.up.W")]
-    orders[block] = (entries[0], "B.up.W-1", *entries[1:])
-    plan = Plan("by hand", "m", {}, "", orders)
-    program = build_program(build_schedule("w", 1, 2)[0], layout(6), plan, [(7, "loss")])
-    validate_program(program, [(7, "d.loss")])
-    names = [(i.microbatch, i.unit, i.operator.name) for i in program if i.operator is not None]
-    fused = [unit for k, unit, name in names if k == 0 and name == "up.W"]
-    assert fused == [6, 5, 4, 3, 2, 1]
-    # Unit 6's W comes after the block of unit 5 has begun, and so on.
-    for unit in (6, 5):
-        assert names.index((0, unit, "up.W")) > names.index((0, unit - 1, "add")) - 1
-        assert names.index((0, unit, "up.W")) > names.index((0, unit, "norm"))
+def test_barriers_stay_where_the_plan_has_them():
+    """`sequential` runs the units of both strands in turn, with a barrier after each."""
+    program = window("sequential", 1, 2)
+    runs: list[list[Instruction]] = [[]]
+    for instruction in program:
+        if instruction == BARRIER_INSTRUCTION:
+            runs.append([])
+        else:
+            runs[-1].append(instruction)
+    assert runs.pop() == []
+    visits = [{(i.microbatch, i.unit, i.operator.part is Part.F) for i in run} for run in runs]
+    assert all(len(visit) == 1 for visit in visits)
+    assert [f"{k}{'F' if forward else 'B'}{unit}" for ((k, unit, forward),) in visits] == (
+        ["0F0", "0F1", "0F2", "1F0", "0B2", "1F1", "1F2", "0B1", "0B0", "1B2", "1B1", "1B0"]
+    )
 
 
-def test_a_late_operator_is_pulled_in_by_what_reads_it() -> None:
-    """The forward's last addition, one block late, must come before the next unit reads it."""
-    plan = make_plan("greedy", RULES["greedy"], GRAPHS, model="m", mesh={})
-    block = next(block for block in plan.orders if (block.forward, block.backward) == ("layer", "layer"))
-    order = tuple(f"{entry}-1" if entry == "F.add" else entry for entry in RULES["sequential"](*_graphs(block)))
-    order = ("F.add-1", *(entry for entry in order if entry not in ("F.add-1", BARRIER)))
-    changed = Plan("by hand", "m", {}, "", {**plan.orders, block: order})
-    program = build_program(build_schedule("w", 1, 3)[0], layout(4), changed, [(5, "loss")])
-    validate_program(program, [(5, "d.loss")])
-
-
-def test_the_validator_finds_mistakes() -> None:
+def test_the_validator_finds_mistakes():
     program = window("greedy", 2, 1)
     sources = [(3, "d.loss")]
     validate_program(program, sources)
-    with pytest.raises(ValueError, match="which is not there"):
+    validate_program([BARRIER_INSTRUCTION, *program], sources)
+    with pytest.raises(ValueError, match=r"instruction \d+ \(B0 unit 3 loss\) reads \[\(3, 'd\.loss'\)\], which is not there"):
         validate_program(program, [])
-    with pytest.raises(ValueError, match="which is not there"):
+    with pytest.raises(ValueError, match=r"instruction 0 \(F0 unit 0 scatter\) reads .*not there"):
         validate_program([program[1], program[0], *program[2:]], sources)
-    with pytest.raises(ValueError, match=r"runs a second time|which is not there"):
-        validate_program([*program[:3], program[0], *program[3:]], sources)
 
 
-def _graphs(block):
-    return (
-        GRAPHS[block.forward].forward if block.forward else None,
-        GRAPHS[block.backward].backward if block.backward else None,
-    )
+def test_the_validator_finds_what_runs_twice():
+    """Also where it reads nothing, so that nothing else gives it away."""
+    program = window("greedy", 2, 1)
+    with pytest.raises(ValueError, match=r"instruction 1 \(F0 unit 0 lookup\) runs a second time"):
+        validate_program([program[0], *program], [(3, "d.loss")])
+
+
+def test_the_validator_finds_what_is_read_after_it_is_freed():
+    program = window("greedy", 2, 1)
+    place = next(i for i, found in enumerate(program) if found.operator.name == "norm")
+    early = replace(program[place], frees=program[place].reads)
+    with pytest.raises(ValueError, match=r"\(F0 unit 1 add\) reads \[\(0, 'scatter'\)\], which is not there"):
+        validate_program([*program[:place], early, *program[place + 1 :]], [(3, "d.loss")])
+
+
+def test_the_validator_finds_gradients_that_add_up_in_another_order():
+    layer = pair("layer", compute("norm", "x"), repeats=True)
+    layout = Layout(["layer"], {0: [0], 1: []}, {"layer": layer})
+    made = window_instructions(slots_of(2), layout)
+    forward = [i for i in made if i.operator.part is Part.F]
+    backward = [i for i in made if i.operator.part is not Part.F]
+    validate_program([*forward, *backward], [(0, "d.norm"), (-1, "x"), (0, "x")])
+    with pytest.raises(ValueError, match=r"\(B0 unit 0 norm\) comes after a later micro-batch"):
+        validate_program([*forward, *backward[::-1]], [(0, "d.norm"), (0, "x")])

@@ -1,101 +1,232 @@
-"""The search: valid, never behind list scheduling, optimal on small blocks, at the bound on a layer's real times."""
+"""The search: never behind list scheduling, within the memory, above the bound, the same every time, in seconds."""
 
 from __future__ import annotations
 
-import itertools
 import random
-from dataclasses import replace
+import time
 
 import pytest
-from support.models import llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.graphs import (
+    LLAMA,
+    SMALL,
+    SMALL_LAYER,
+    compute,
+    layers,
+    layers_only,
+    layout_of,
+    linear,
+    pair,
+    profile_of,
+    random_bias,
+    random_times,
+    slots_of,
+)
 
-from hf_helix.adapters.llama import Llama
-from hf_helix.operators.collectives import Axis, SilentTransport
-from hf_helix.planning.graph import Graph, Kind, Operator, derive_backward
-from hf_helix.planning.greedy import greedy
-from hf_helix.planning.plan import LATE, GraphPair, entries, validate_order
-from hf_helix.planning.search import lower_bound, search, steady_period
+from hf_helix.planning import search as searching
+from hf_helix.planning.cost import simulate, work_of
+from hf_helix.planning.flow import Flow, Window, flow_order
+from hf_helix.planning.graph import GraphPair, Kind, Part
+from hf_helix.planning.profile import Name, Pair, Profile
+from hf_helix.planning.program import build_program
+from hf_helix.planning.rules import RULES, TILED, make_plan
+from hf_helix.planning.search import bound, greedy, longest_way, predict, search, shorten
+from hf_helix.planning.window import Layout, window_instructions
 
-# A Llama layer (hidden 1024, sequence 256, micro-batch 2, tp 2) on two CPU cores, measured in ms.
-MEASURED = {
-    "F": {"norm": 1.5, "qkv": 13, "attention": 9, "out": 4.5, "add": 0.6, "up": 22, "act": 3.5, "down": 11},
-    "B": {"norm": 3, "qkv": 13, "attention": 16, "out": 4.5, "add": 0.1, "up": 22, "act": 6, "down": 11},
-}
-
-
-def small(efforts: list[float]) -> GraphPair:
-    """A layer of two linears and a gather."""
-    kinds = [("norm", "x", "n", Kind.COMPUTE), ("gather", "n", "g", Kind.LOCAL), ("up", "g", "y", Kind.COMPUTE)]
-    operators = tuple(
-        Operator(name=name, kind=kind, reads=(reads,), writes=(writes,), split=name == "up", effort=effort)
-        for (name, reads, writes, kind), effort in zip(kinds, efforts, strict=True)
-    )
-    forward = Graph("layer", operators, ("x",), ("y",), repeats=True)
-    return GraphPair(forward, derive_backward(forward))
-
-
-def layer(transfer: float) -> GraphPair:
-    """The real Llama layer with measured times."""
-    pair = Llama().units(llama(), Axis(SilentTransport(2, 0)))[1].graphs
-
-    def timed(graph: Graph, letter: str) -> Graph:
-        def effort(op: Operator) -> float:
-            name = op.of.removeprefix("attn.").removeprefix("mlp.")
-            return transfer if op.kind.communicates else MEASURED[letter][name]
-
-        return replace(graph, operators=tuple(replace(op, effort=effort(op)) for op in graph.operators))
-
-    return GraphPair(timed(pair.forward, "F"), timed(pair.backward, "B"))
+UNTILED = [rule for rule in RULES if rule != TILED]
 
 
-@pytest.mark.parametrize(("transfer", "slack"), [(29.0, 1.06), (14.5, 1.001), (8.7, 1.001)])
-def test_a_real_layer_comes_close_to_the_bound(transfer: float, slack: float) -> None:
-    pair = layer(transfer)
-    order = search(pair.forward, pair.backward)
-    validate_order(order, pair.forward, pair.backward)
-    assert steady_period(order, pair.forward, pair.backward) <= slack * lower_bound(pair.forward, pair.backward)
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "MOST_STEPS", 60)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_never_behind_list_scheduling_nor_below_the_bound(seed: int) -> None:
-    draw = random.Random(seed)
-    pair = small([draw.choice([0.5, 1, 2, 4, 8]) for _ in range(3)])
-    order = search(pair.forward, pair.backward)
-    validate_order(order, pair.forward, pair.backward)
-    period = steady_period(order, pair.forward, pair.backward)
-    assert period <= steady_period(greedy(pair.forward, pair.backward), pair.forward, pair.backward)
-    assert period >= lower_bound(pair.forward, pair.backward) - 1e-9
+def llama_profile(num_layers: int, seed: int, interference: bool = False) -> Profile:
+    layout = layout_of(LLAMA, num_layers)
+    times = random_times(layout, seed)
+    up, gather = ("layer", "F.mlp.up"), ("layer", "F.mlp.gather")
+    beside = Pair(1.4 * max(times[up], times[gather]), 1.3 * times[up], 1.2 * times[gather])
+    return profile_of(layout, times, pairs={(up, gather): beside} if interference else {})
 
 
-@pytest.mark.parametrize("efforts", [[1, 4, 2], [2, 3, 1], [0.5, 1, 4]])
-def test_optimal_on_a_small_block(efforts: list[float]) -> None:
-    """Against every valid order with every choice of late operators."""
-    pair = small(efforts)
-    names = list(entries(pair.forward, pair.backward))
-    best = float("inf")
-    for permutation in itertools.permutations(names):
-        for late in itertools.product((False, True), repeat=len(names)):
-            order = tuple(name + LATE if is_late else name for name, is_late in zip(permutation, late, strict=True))
-            try:
-                validate_order(order, pair.forward, pair.backward)
-            except ValueError:
-                continue
-            best = min(best, steady_period(order, pair.forward, pair.backward))
-    found = steady_period(search(pair.forward, pair.backward), pair.forward, pair.backward)
-    assert found == pytest.approx(best)
+# Greedy
 
 
-def test_blocks_that_do_not_repeat_are_left_to_list_scheduling() -> None:
-    pair = small([1, 4, 2])
-    assert search(pair.forward, None) == greedy(pair.forward, None)
-    once = GraphPair(*(replace(graph, repeats=False) for graph in (pair.forward, pair.backward)))
-    assert search(once.forward, once.backward) == greedy(once.forward, once.backward)
+def test_greedy_waits_for_nothing_and_takes_weight_gradients_last():
+    """By hand: after B.up.I the transfer is on its way, and beside it runs the forward, which is shorter than W."""
+    layout = layers_only(SMALL_LAYER, 1)
+    profile = profile_of(layout)
+    flow = greedy(profile)
+    order = sorted(flow.bias, key=flow.bias.__getitem__)
+    weights = {("layer", "B.up.W"), ("layer", "B.down.W")}
+    assert set(order[-2:]) == weights
+    assert max(flow.bias.values()) < 1e-3 * 2 * max(profile.times.values()) + 1e-12
+    made = window_instructions(slots_of(1), layout)
+    names = [made[place].operator.name for place in flow_order(made, slots_of(1), layout, flow)][6:]
+    assert names == ["add", "scatter", "down.I", "up.I", "gather", "down.W", "up.W", "norm"]
 
 
-def test_the_period_of_a_known_order() -> None:
-    """By hand: norm 1, gather 4, up 2 forward; backward up.I 2, gather 4, up.W 2, norm 2 (twice the forward)."""
-    pair = small([1, 4, 2])
-    one_by_one = ("F.norm", "F.gather", "F.up", "B.up.I", "B.gather", "B.up.W", "B.norm")
-    assert steady_period(one_by_one, pair.forward, pair.backward) == 1 + 4 + 2 + 2 + 4 + 2
-    # Both transfers are busy all the time: nothing can be faster.
-    assert lower_bound(pair.forward, pair.backward) == max(4 + 4, 1 + 2 + 2 + 2 + 2, 1 + 4 + 2, 2 + 4 + 2)
+@settings(max_examples=40, deadline=None)
+@given(layers(), st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
+def test_greedy_is_between_the_bound_and_everything_in_a_row(
+    layer: GraphPair, num_layers: int, num_microbatches: int, seed: int
+):
+    layout = layout_of({**LLAMA, "layer": layer}, num_layers)
+    profile = profile_of(layout, random_times(layout, seed))
+    timeline = predict(greedy(profile), profile, slots_of(num_microbatches))
+    assert bound(timeline.work, layout) <= timeline.seconds + 1e-9
+    assert timeline.seconds <= sum(timeline.work.loads().values()) + 1e-9
+
+
+# Search
+
+
+@pytest.mark.parametrize("interference", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("extra_layers", [0, 1, 2])
+def test_never_longer_than_greedy(few_steps: None, seed: int, interference: bool, extra_layers: int):
+    """On the window it is judged by: at most three layers a chunk."""
+    profile, slots = llama_profile(5, seed, interference), slots_of(4)
+    flow = search(profile, slots, extra_layers)
+    assert flow.extra_layers == extra_layers
+    assert predict(flow, profile, slots).seconds <= predict(greedy(profile, extra_layers), profile, slots).seconds
+
+
+def test_longer_windows_gain_nearly_as_much(few_steps: None):
+    """Not judged by, so it may be a little longer there."""
+    for seed in range(10):
+        profile, slots = llama_profile(9, seed), slots_of(8)
+        ratio = predict(search(profile), profile, slots).seconds / predict(greedy(profile), profile, slots).seconds
+        assert ratio <= 1.003
+
+
+@pytest.mark.xfail(strict=True, reason="search.py: judged by 3 layers a chunk and 5 micro-batches, not by the window")
+def test_never_longer_than_greedy_on_a_longer_window(few_steps: None):
+    profile, slots = llama_profile(8, 29), slots_of(8)
+    assert predict(search(profile), profile, slots).seconds <= predict(greedy(profile), profile, slots).seconds
+
+
+def test_interference_is_searched_around():
+    """What is best where nothing interferes is not best where a computation slows the transfer beside it down."""
+    profile, slots = llama_profile(2, 3, interference=True), slots_of(3)
+    blind = profile_of(profile.layout, profile.times)
+    assert predict(search(profile, slots), profile, slots).seconds < predict(search(blind, slots), profile, slots).seconds
+
+
+def test_the_search_is_the_same_every_time(few_steps: None):
+    profile = llama_profile(3, 0, interference=True)
+    state = random.getstate()
+    first = search(profile)
+    assert random.getstate() == state
+    random.seed(5)
+    assert search(profile) == first
+    assert first != greedy(profile)
+
+
+def test_a_search_that_has_reached_the_bound_stops():
+    """Without communication there is nothing to find."""
+    layer = pair("layer", compute("norm", "x"), linear("up", "norm"), repeats=True)
+    layout = layout_of({"embedding": pair("embedding", compute("e"), inputs=""), "layer": layer, "head": SMALL["head"]}, 2)
+    profile = profile_of(layout)
+    told: list[float] = []
+    assert search(profile, progress=told.append) == greedy(profile)
+    assert told == [0.0]
+
+
+def test_progress_goes_from_none_to_nearly_all(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(searching, "MOST_STEPS", 120)
+    told: list[float] = []
+    search(llama_profile(2, 0), slots_of(2), progress=told.append)
+    assert told == [0.0, 50 / 120, 100 / 120]
+
+
+@pytest.mark.parametrize("interference", [False, True])
+def test_a_search_takes_less_than_ten_seconds(interference: bool):
+    profile = llama_profile(32, 0, interference)
+    began = time.process_time()
+    search(profile)
+    assert time.process_time() - began < 10
+
+
+def test_a_long_layout_is_shortened_for_the_search():
+    short = shorten(layout_of(LLAMA, 9))
+    assert list(short.units) == ["embedding", *["layer"] * 6, "head"]
+    assert short.chunks == {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
+    few = layout_of(LLAMA, 3)
+    assert shorten(few) == few
+
+
+# The bound
+
+
+def test_the_bound_by_hand():
+    """Two layers of norm 1, gather 4, up 2 | I 2, W 2, gather 4, norm 2, with two micro-batches; lookup and loss 1."""
+    layer = SMALL_LAYER
+    layout = layers_only(layer, 2)
+    times = {name: 1.0 for name in random_times(layout, 0)}
+    way = 4  # of 6 forward operators all are on the way; backward all but the two W
+
+    def of(changes: dict[Name, float]) -> float:
+        found = {**times, **changes}
+        made = window_instructions(slots_of(1), layout)
+        return bound(work_of(made, layout, found), layout)
+
+    # 2 layers: 4 computations forward, 6 backward each; ways of 6 each.
+    assert of({}) == 2 * (4 + 6)
+    assert of({("layer", "B.gather"): 20.0}) == max(2 * (1 + 20), 2 * (5 + 20))
+    assert of({("layer", "F.scatter"): 3.0, ("layer", "F.gather"): 20.0}) == 2 * (way + 3 + 20)
+    assert longest_way(layer.forward, {op.name: 1.0 for op in layer.forward.operators}) == 6
+
+
+@settings(max_examples=60, deadline=None)
+@given(layers(), st.integers(1, 3), st.integers(1, 4), st.integers(0, 9999))
+def test_no_valid_order_beats_the_bound(layer: GraphPair, num_layers: int, num_microbatches: int, seed: int):
+    """Any order that keeps the flow's rules but for urgency: values, strands and gradients."""
+    layout = layout_of({**LLAMA, "layer": layer}, num_layers)
+    times, slots, draw = random_times(layout, seed), slots_of(num_microbatches), random.Random(seed)
+    window = Window(window_instructions(slots, layout), slots, layout, times, extra_layers=9)
+    waiting = {place: set(needs) for place, needs in enumerate(window.needs)}
+    order: list[int] = []
+    while waiting:
+        order.append(draw.choice([place for place, needs in waiting.items() if not needs]))
+        del waiting[order[-1]]
+        for needs in waiting.values():
+            needs.discard(order[-1])
+    limit = bound(window.work, layout)
+    assert simulate(window.work, order=order).seconds >= limit - 1e-9
+    assert simulate(window.work, lambda a, b: 1.5).seconds >= limit - 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
+def test_no_flow_beats_the_bound(num_layers: int, num_microbatches: int, seed: int):
+    profile = llama_profile(num_layers, seed)
+    timeline = predict(Flow(profile.times, random_bias(profile.layout, seed), 2), profile, slots_of(num_microbatches))
+    assert timeline.seconds >= bound(timeline.work, profile.layout) - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("rule", UNTILED)
+def test_no_rule_beats_the_bound(few_steps: None, rule: str, seed: int):
+    profile = llama_profile(3, seed)
+    plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2})
+    work = work_of(build_program(slots_of(4), profile.layout, plan), profile.layout, profile.times)
+    assert simulate(work).seconds >= bound(work, profile.layout) - 1e-9
+
+
+@pytest.mark.xfail(strict=True, reason="search.py: _way takes a strand's units for one after the other; two may be open")
+def test_the_bound_holds_where_a_rank_has_nothing_but_layers():
+    """A rank in the middle of a pipeline: the next micro-batch may enter beside the last layer of the one before."""
+    layout = Layout(["layer"] * 2, {0: [0], 1: [1]}, {"layer": LLAMA["layer"]})
+    for seed in range(20):
+        times = {n: (9e-3 if op_is_transfer(layout, n) else 1e-3) for n in random_times(layout, seed)}
+        profile = profile_of(layout, times)
+        timeline = predict(Flow(times, random_bias(layout, seed), 2), profile, slots_of(4))
+        assert timeline.seconds >= bound(timeline.work, layout) - 1e-9
+
+
+def op_is_transfer(layout: Layout, name: Name) -> bool:
+    graphs = layout.graphs[name[0]]
+    graph = graphs.forward if name[1][0] == "F" else graphs.backward
+    return graph[name[1][2:]].kind is not Kind.COMPUTE and graph[name[1][2:]].part is not Part.W

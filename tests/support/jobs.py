@@ -11,8 +11,8 @@ from transformers import Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint import whole_parameter
-from hf_helix.planning.plan import make_plan
-from hf_helix.planning.rules import RULES
+from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.rules import make_plan
 from hf_helix.runtime.trace import Trace
 
 
@@ -60,6 +60,8 @@ def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str
     if helix is not None and trainer.tuning is not None:
         steps = {rule: overlap.step for rule, overlap in trainer.tuning.overlaps.items()}
         result |= {"kept": trainer.tuning.kept, "steps_by_rule": steps, "plan": trainer.plan.to_json()}
+        result |= {"predicted": dict(trainer.tuning.predicted), "measured": trainer.tuning.measured}
+    result["logs"] = logs
     return result
 
 
@@ -109,9 +111,10 @@ def reference_gradients(folder: str, num_microbatches: int, **options: Any) -> d
 def save_plan(folder: str, helix: dict[str, Any], path: str) -> str:
     """Write the plan of a run to a file (rank 0) and return its text. The searched one goes by rough efforts."""
     trainer = make_trainer(folder, helix)
-    if helix.get("plan") == "search":
-        graphs, made = trainer.runner.stage.graphs, trainer.plan
-        trainer.runner.use(make_plan("search", RULES["search"], graphs, model=made.model, mesh=made.mesh))
+    if helix.get("plan") in ("search", "dhelix"):
+        made, profile = trainer.plan, rough_profile(trainer.runner.whole.layout)
+        plan = make_plan(helix["plan"], profile, model=made.model, mesh=made.mesh)
+        trainer.runner = trainer.runner.with_plan(plan)
     if trainer.is_world_process_zero():
         trainer.plan.save(path)
     torch.distributed.barrier()

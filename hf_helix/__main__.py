@@ -1,0 +1,6 @@
+"""`python -m hf_helix` is `hf-helix`."""
+
+from hf_helix.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""hf-helix: measure operators, make plans from the measurement, and look at both.
+
+In:   a command line.
+Out:  JSON files that people can read, compare and hand to `HelixConfig(profile=..., plan=...)`; text and pictures.
+Must hold: only `profile` needs the model and its processes; `plan` and `show` work from files alone, without torch.
+
+    hf-helix profile --model FOLDER --tp_size 2 --sequence_length 256 --output profile.json
+    hf-helix plan profile.json --rule search --output plan.json
+    hf-helix show plan.json --profile profile.json --output plan.svg
+    hf-helix show profile.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_helix.config import ABLATIONS
+
+if TYPE_CHECKING:
+    from hf_helix.planning.plan import Plan
+    from hf_helix.planning.profile import Profile
+    from hf_helix.planning.schedule import Slot
+
+EVERY = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `hf-helix`; errors of use end with status 2 and one message."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(2, f"hf-helix {options.command}: {error}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-helix", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    profile = commands.add_parser("profile", help="measure every operator, and operators beside each other")
+    profile.add_argument("--model", required=True, help="a folder with a config.json, or such a file")
+    profile.add_argument("--tp_size", type=int, default=2)
+    profile.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch")
+    profile.add_argument("--sequence_length", type=int, default=512)
+    profile.add_argument("--microbatches", type=int, default=4, help="of the window that is timed")
+    profile.add_argument("--output", type=Path, default=Path("profile.json"))
+    profile.add_argument("--trace", type=Path, help="also write a Perfetto trace of a window under `greedy` there")
+    profile.add_argument(
+        "--nccl_channels",
+        type=int,
+        nargs="+",
+        help="measure once per value of NCCL_MAX_NCHANNELS and keep the one with the shortest predicted window",
+    )
+    profile.set_defaults(run=run_profile)
+
+    plan = commands.add_parser("plan", help="make a plan from a profile, and predict every rule's time")
+    plan.add_argument("profile", type=Path)
+    plan.add_argument("--rule", choices=EVERY, default="search")
+    plan.add_argument("--microbatches", type=int, default=8, help="of the window that is predicted")
+    plan.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="what plans must not use")
+    plan.add_argument("--output", type=Path, default=Path("plan.json"))
+    plan.set_defaults(run=run_plan)
+
+    show = commands.add_parser("show", help="draw a plan as a timeline, or a profile as OEF table and breakdown")
+    show.add_argument("file", type=Path, help="a plan or a profile")
+    show.add_argument("--profile", type=Path, help="the profile that a plan is drawn with")
+    show.add_argument("--microbatches", type=int, default=3, help="of the window that is drawn")
+    show.add_argument("--width", type=int, default=100, help="columns of text")
+    show.add_argument("--output", type=Path, help="a picture, .svg or .png, instead of text")
+    show.set_defaults(run=run_show)
+    return parser
+
+
+# -- profile ---------------------------------------------------------------------------------------------------------
+
+
+def run_profile(options: argparse.Namespace) -> None:
+    """Measure, in as many processes as the mesh needs: started by a launcher, or here by torchrun."""
+    if "WORLD_SIZE" in os.environ:
+        _measure(options)
+    elif options.nccl_channels:
+        _choose_channels(options)
+    else:
+        _launch(options, {})
+
+
+def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
+    words = [
+        f"--{name}={getattr(options, name)}"
+        for name in ("model", "tp_size", "batch_size", "sequence_length", "microbatches", "output", "trace")
+        if getattr(options, name) is not None
+    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.tp_size}"]
+    code = subprocess.call(
+        [*launcher, "-m", "hf_helix", "profile", *words],
+        env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
+    )
+    if code:
+        sys.exit(code)
+
+
+def _choose_channels(options: argparse.Namespace) -> None:
+    from hf_helix.planning.profile import load_profile
+    from hf_helix.planning.search import greedy, predict
+
+    best, shortest = "", float("inf")
+    for channels in options.nccl_channels:
+        _launch(options, {"NCCL_MAX_NCHANNELS": str(channels)})
+        profile = load_profile(options.output)
+        seconds = predict(greedy(profile), profile, _slots(options.microbatches)).seconds
+        print(f"NCCL_MAX_NCHANNELS={channels}: a window is predicted to take {seconds * 1e3:,.1f} ms")
+        if seconds < shortest:
+            best, shortest = options.output.read_text(), seconds
+    options.output.write_text(best)
+    print(f"kept in {options.output}: {json.loads(best)['about'].get('NCCL_MAX_NCHANNELS')} channels")
+
+
+def _measure(options: argparse.Namespace) -> None:
+    """One process of the measurement."""
+    import torch
+    import torch.distributed as dist
+    from tqdm.auto import tqdm
+
+    from hf_helix.runtime.profiler import measure_profile
+    from hf_helix.workload import Workload
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    work = Workload(options.model, options.tp_size, device)
+    window = work.window(options.microbatches, options.batch_size, options.sequence_length)
+    about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
+    if "NCCL_MAX_NCHANNELS" in os.environ:
+        about["NCCL_MAX_NCHANNELS"] = os.environ["NCCL_MAX_NCHANNELS"]
+    with tqdm(total=100, desc="measuring operators", unit="%", disable=dist.get_rank() != 0) as bar:
+        profile = measure_profile(
+            work.runner, window, about, progress=lambda share: bar.update(round(100 * share) - bar.n)
+        )
+    if dist.get_rank() == 0:
+        profile.save(options.output)
+        print(f"{len(profile.times)} operators and {len(profile.pairs)} pairs: {options.output}")
+    if options.trace:
+        _write_trace(options.trace, work, window, profile)
+    dist.destroy_process_group()
+
+
+def _write_trace(path: Path, work: Any, window: Any, profile: Profile) -> None:
+    from hf_helix.report.perfetto import write_perfetto
+    from hf_helix.runtime.measure import over_ranks, trace_window
+    from hf_helix.runtime.mesh import rank
+    from hf_helix.runtime.tuning import planned
+
+    runner = planned(work.runner, ["greedy"], profile)["greedy"]
+    trace_window(runner, window)  # warms up
+    spans = over_ranks(trace_window(runner, window).spans)
+    if rank() == 0:
+        write_perfetto(path, spans)
+        print(f"a trace for https://ui.perfetto.dev: {path}")
+
+
+# -- plan ------------------------------------------------------------------------------------------------------------
+
+
+def run_plan(options: argparse.Namespace) -> None:
+    """Predict every rule, print the table, save the plan of one."""
+    from hf_helix.planning.cost import work_of
+    from hf_helix.planning.profile import load_profile
+    from hf_helix.planning.rules import predict_plan
+    from hf_helix.planning.search import bound
+    from hf_helix.planning.window import window_instructions
+
+    profile = load_profile(options.profile).without(options.without)
+    slots = _slots(options.microbatches)
+    limit = bound(work_of(window_instructions(slots, profile.layout), profile.layout, profile.times), profile.layout)
+    plans = {rule: _plan(rule, profile) for rule in EVERY}
+    predicted = {rule: predict_plan(plan, profile, slots)[1].seconds for rule, plan in plans.items()}
+    print(f"a window of {options.microbatches} micro-batches; no plan can beat {limit * 1e3:,.1f} ms")
+    print(f"{'plan':<12} {'predicted':>13} {'speed-up':>9} {'of bound':>9}")
+    for rule, seconds in predicted.items():
+        print(
+            f"{rule:<12} {seconds * 1e3:10,.1f} ms {predicted['sequential'] / seconds:8.2f}x {limit / seconds:9.2f}"
+            f"{'  <- saved' if rule == options.rule else ''}"
+        )
+    plans[options.rule].save(options.output)
+    print(f"{options.rule}: {options.output}")
+
+
+def _plan(rule: str, profile: Profile) -> Plan:
+    from tqdm.auto import tqdm
+
+    from hf_helix.planning.rules import make_plan
+
+    model, mesh = _made_for(profile)
+    with tqdm(total=100, desc=rule, unit="%", leave=False) as bar:
+        return make_plan(
+            rule, profile, model=model, mesh=mesh, progress=lambda share: bar.update(round(100 * share) - bar.n)
+        )
+
+
+def _made_for(profile: Profile) -> tuple[str, dict[str, int]]:
+    """The model's class and the mesh, as plan files name them."""
+    try:
+        sizes = dict(part.split("=") for part in profile.about["mesh"].split())
+        return profile.about["model"].split()[0], {"tp_size": int(sizes["tp"]), "pp_size": int(sizes.get("pp", 1))}
+    except (KeyError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"the profile does not say what it is for ({error}); measure anew with `hf-helix profile`"
+        ) from error
+
+
+def _slots(microbatches: int) -> list[Slot]:
+    from hf_helix.planning.schedule import build_schedule
+
+    return build_schedule("w", 1, microbatches)[0]
+
+
+# -- show ------------------------------------------------------------------------------------------------------------
+
+
+def run_show(options: argparse.Namespace) -> None:
+    """Text, or a picture where `--output` is given."""
+    try:
+        data = json.loads(options.file.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{options.file} is not JSON: {error}") from error
+    kind = str(data.get("format", "")) if isinstance(data, dict) else ""
+    if kind.startswith("hf_helix.profile/"):
+        _show_profile(options)
+    elif kind.startswith("hf_helix.plan/"):
+        _show_plan(options)
+    else:
+        raise ValueError(f"{options.file} is neither a plan nor a profile (its format is {kind!r})")
+
+
+def _show_profile(options: argparse.Namespace) -> None:
+    from hf_helix.planning.profile import load_profile
+    from hf_helix.report import heatmap
+
+    profile = load_profile(options.file)
+    if options.output is None:
+        about = "\n".join(f"{key}: {value}" for key, value in profile.about.items())
+        print(about, heatmap.text_breakdown(profile), heatmap.text_heatmap(profile), sep="\n\n")
+        return
+    share = options.output.with_stem(options.output.stem + "-breakdown")
+    heatmap.draw_heatmap(profile, options.output)
+    heatmap.draw_breakdown(profile, share)
+    print(f"{options.output}\n{share}")
+
+
+def _show_plan(options: argparse.Namespace) -> None:
+    from hf_helix.planning.plan import load_plan
+    from hf_helix.planning.profile import load_profile
+    from hf_helix.planning.rules import predict_plan
+    from hf_helix.report.bars import bars_of_timeline
+    from hf_helix.report.timeline import draw_timeline, text_timeline
+
+    if options.profile is None:
+        raise ValueError("a plan is drawn with times: add --profile profile.json")
+    profile = load_profile(options.profile)
+    model, mesh = _made_for(profile)
+    plan = load_plan(options.file, profile.layout.graphs, model=model, mesh=mesh)
+    program, timeline = predict_plan(plan, profile, _slots(options.microbatches))
+    bars = bars_of_timeline(timeline, program)
+    title = f"{plan.rule}: {options.microbatches} micro-batches, predicted {timeline.seconds * 1e3:,.1f} ms"
+    if options.output is None:
+        print(title, text_timeline(bars, options.width), sep="\n")
+    else:
+        draw_timeline(bars, options.output, title)
+        print(options.output)

@@ -1,0 +1,120 @@
+"""Tiling of units: the tensor operators of `hf_helix.planning.tiling`.
+
+In:   a unit, and a number of tiles.
+Out:  the unit with its tiled graphs. The same linears and collectives serve the tiles; new operators cut and join.
+Must hold: values and gradients are those of the whole unit, rounding aside. An all-gather brings the ranks' parts in
+rank order, so the rows of tile t of a gathered value are the t-th part of every rank's shard. A shard with fewer rows
+than there are tiles leaves the last tiles empty; nothing is communicated for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hf_helix.operators.base import Call, Communication, Computation, Tensors
+from hf_helix.operators.collectives import Gather, Scatter
+from hf_helix.operators.unit import TensorOperator, Unit
+from hf_helix.planning.graph import GraphPair, Part
+from hf_helix.planning.tiling import Site, sites, tile_graph
+
+
+def tile_unit(unit: Unit, tiles: int) -> Unit:
+    """The unit with its collectives and the linears beside them cut into tiles along the sequence.
+
+    Args:
+        tiles: how many; with 1, or where nothing communicates, the unit stays as it is.
+
+    Raises:
+        ValueError: fewer than one tile, or a collective beside a linear that is neither a `Gather` nor a `Scatter`.
+    """
+    forward = unit.graphs.forward
+    tiled = tile_graph(forward, tiles)
+    if tiled == forward:
+        return unit
+    operators = dict(unit.operators)
+    for site in sites(forward):
+        operators |= _operators(unit, site, tiles)
+        del operators[site.first.name], operators[site.second.name]
+    return replace(unit, graphs=GraphPair.of(tiled), operators=operators)
+
+
+class Cut(Computation):
+    """A value of `blocks` * n rows to tiles: the t-th holds the t-th part of every block.
+
+    Args:
+        blocks: 1 for a shard; for a whole sequence, the ranks.
+    """
+
+    def __init__(self, blocks: int, tiles: int) -> None:
+        self.blocks = blocks
+        self.tiles = tiles
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        return cut_rows(inputs[0], self.blocks, self.tiles)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        return (join_rows(gradients, self.blocks),)
+
+
+class Join(Computation):
+    """Tiles back to values, `Cut` turned round. The inputs are every value's first tile, then every value's second."""
+
+    def __init__(self, blocks: int, tiles: int) -> None:
+        self.blocks = blocks
+        self.tiles = tiles
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        num_values = len(inputs) // self.tiles
+        return tuple(join_rows(inputs[place::num_values], self.blocks) for place in range(num_values))
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        cut = (cut_rows(gradient, self.blocks, self.tiles) for gradient in gradients)
+        return tuple(piece for tile in zip(*cut, strict=True) for piece in tile)
+
+
+class TileTransfer(Communication):
+    """A collective that serves tiles: for an empty one there is nothing to do. Shards are equally long on all ranks."""
+
+    def __init__(self, whole: Communication) -> None:
+        self.whole = whole
+
+    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        if value.shape[0] == 0:
+            return torch.empty_like(value), lambda: None
+        return self.whole.prepare(part, value)
+
+
+def cut_rows(value: Tensor, blocks: int, tiles: int) -> Tensors:
+    """Tiles as even as can be, the longer ones first; views where there is one block."""
+    by_block = value.unflatten(0, (blocks, value.shape[0] // blocks))
+    return tuple(piece.flatten(0, 1) for piece in by_block.tensor_split(tiles, dim=1))
+
+
+def join_rows(pieces: Sequence[Tensor], blocks: int) -> Tensor:
+    """The value that `cut_rows` cut."""
+    by_block = [piece.unflatten(0, (blocks, piece.shape[0] // blocks)) for piece in pieces]
+    return torch.cat(by_block, dim=1).flatten(0, 1)
+
+
+def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
+    """What the pieces of a site run."""
+    first, second = unit.operators[site.first.name], unit.operators[site.second.name]
+    collective, wanted = (first, Gather) if site.gathers else (second, Scatter)
+    if not isinstance(collective, wanted):
+        name = (site.first if site.gathers else site.second).name
+        raise ValueError(
+            f"{unit.label}: {name!r} is a {type(collective).__name__} where tiles need a {wanted.__name__}; "
+            "use a plan without tiles, or teach hf_helix.operators.tiling how its rows lie"
+        )
+    size = collective.axis.size
+    # Behind a gather and before a scatter lies the whole sequence.
+    cut, join = (Cut(1, tiles), Join(size, tiles)) if site.gathers else (Cut(size, tiles), Join(1, tiles))
+    found: dict[str, TensorOperator] = {site.cut: cut, site.join: join}
+    for op, operator in ((site.first, first), (site.second, second)):
+        shared = TileTransfer(operator) if isinstance(operator, Communication) else operator
+        found |= {f"{op.name}.{tile}": shared for tile in range(tiles)}
+    return found

@@ -1,0 +1,169 @@
+"""Flows: list scheduling of a whole window.
+
+In:   the instructions of a window, seconds and bias of every operator, and how many layers' activations may be alive.
+Out:  the order of issue.
+Must hold: a pure function of its inputs, the same on every rank. Values are written before they are read; micro-batches
+go through the forward strand in the schedule's order, and through the backward strand; every parameter's gradients
+accumulate in micro-batch order. Activations that wait for their backward never exceed the limit.
+
+Nothing is aligned to layers or slots: what one layer leaves open the next may fill, and the ends of a stage are
+scheduled like its middle. Communication is issued as soon as its input is; the next computation is the one that can
+start soonest, a more urgent one being waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_helix.planning.cost import COMPUTE, Times, work_of
+from hf_helix.planning.graph import Kind, Part
+from hf_helix.planning.schedule import Slot
+from hf_helix.planning.window import Instruction, Layout
+
+Bias = Mapping[tuple[str, str], float]
+"""Seconds by operator: a computation with a bias of 2 ms goes before one with 5 ms that could start less than 3 ms
+earlier."""
+
+EXTRA_LAYERS = 1
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A plan for whole windows: what `flow_order` needs besides the window itself.
+
+    Attributes:
+        times: seconds of every operator alone.
+        bias: see `Bias`; an operator without one has 0.
+        extra_layers: how many layers' activations may be alive beyond those of one strand.
+    """
+
+    times: Times
+    bias: Bias
+    extra_layers: int = EXTRA_LAYERS
+
+
+class Window:
+    """The instructions of a window as numbers, ready to be ordered many times."""
+
+    def __init__(
+        self, program: Sequence[Instruction], slots: Sequence[Slot], layout: Layout, times: Times, extra_layers: int
+    ) -> None:
+        self.work = work_of(program, layout, times)
+        self.needs = [list(needs) for needs in self.work.needs]
+        self._keep_order(program, layout)
+        self.takes, self.gives = _shares(program, layout)
+        self.limit = _peak_layers(slots, layout) + extra_layers + 1e-6
+        self.readers: list[list[int]] = [[] for _ in program]
+        for place, needs in enumerate(self.needs):
+            for need in needs:
+                self.readers[need].append(place)
+
+    def order(self, bias: Bias) -> list[int]:
+        """The order of issue, as indices of the program."""
+        work = self.work
+        streams, seconds = work.streams, work.seconds
+        known = [bias.get(name, 0.0) for name in work.names]
+        weight = [known[entry] for entry in work.entries]
+        waits = [len(needs) for needs in self.needs]
+        arrives = [0.0] * len(work)
+        free = [0.0] * (max(streams, default=0) + 1)
+        computing = [i for i, count in enumerate(waits) if not count and streams[i] == COMPUTE]
+        moving = [i for i, count in enumerate(waits) if not count and streams[i] != COMPUTE]
+        order: list[int] = []
+        now, alive = 0.0, 0.0
+        while computing or moving:
+            if moving:
+                chosen = min(moving, key=lambda i: (arrives[i] + weight[i], i)) if len(moving) > 1 else moving[0]
+                moving.remove(chosen)
+                stream = streams[chosen]
+                end = free[stream] = max(now, arrives[chosen], free[stream]) + seconds[chosen]
+            else:
+                chosen, best = -1, 0.0
+                for place in computing:
+                    if self.takes[place] and alive + self.takes[place] > self.limit:
+                        continue
+                    arrival = arrives[place]
+                    score = (arrival if arrival > now else now) + weight[place]
+                    if chosen < 0 or score < best or (score == best and place < chosen):
+                        chosen, best = place, score
+                assert chosen >= 0, "the backward strand can always go on"
+                computing.remove(chosen)
+                end = now = max(now, arrives[chosen]) + seconds[chosen]
+            alive += self.takes[chosen] - self.gives[chosen]
+            order.append(chosen)
+            for reader in self.readers[chosen]:
+                if arrives[reader] < end:
+                    arrives[reader] = end
+                waits[reader] -= 1
+                if not waits[reader]:
+                    (computing if streams[reader] == COMPUTE else moving).append(reader)
+        return order
+
+    def _keep_order(self, program: Sequence[Instruction], layout: Layout) -> None:
+        """Needs beyond values: a strand enters a unit once it has left the last but one; gradients add up in order."""
+        units: dict[bool, list[list[int]]] = {True: [], False: []}
+        last: dict[tuple[int, str], int] = {}
+        named: dict[tuple[tuple[int, int, bool], str], int] = {}
+        open_units: dict[tuple[int, int, bool], list[int]] = {}
+        for place, instruction in enumerate(program):
+            op = instruction.operator
+            assert op is not None
+            forward = op.part is Part.F
+            unit = (instruction.microbatch, instruction.unit, forward)
+            if unit not in open_units:
+                open_units[unit] = []
+                units[forward].append(open_units[unit])
+            if op.part is not Part.W:
+                open_units[unit].append(place)
+            if not forward:
+                before = last.get((instruction.unit, op.name))
+                if before is not None:
+                    self.needs[place].append(before)
+                for name in (op.name, *op.after):  # parts of one gradient, all of a micro-batch before the next
+                    last[instruction.unit, name] = place
+            named[unit, op.name] = place
+            self.needs[place] += [named[unit, name] for name in op.after]
+        for strand in units.values():
+            for earlier, later in zip(strand, strand[2:], strict=False):
+                self.needs[later[0]].append(earlier[-1])
+
+
+def flow_order(program: Sequence[Instruction], slots: Sequence[Slot], layout: Layout, flow: Flow) -> list[int]:
+    """The order in which a flow issues the instructions of a window."""
+    return Window(program, slots, layout, flow.times, flow.extra_layers).order(flow.bias)
+
+
+def _shares(program: Sequence[Instruction], layout: Layout) -> tuple[list[float], list[float]]:
+    """By instruction: the share of a layer's activations that it takes, and that it gives back."""
+    takes, gives = [0.0] * len(program), [0.0] * len(program)
+    share = {
+        name: 1 / sum(op.kind is Kind.COMPUTE for op in pair.forward.operators)
+        for name, pair in layout.graphs.items()
+        if pair.forward.repeats
+    }
+    for place, instruction in enumerate(program):
+        op, name = instruction.operator, layout.units[instruction.unit]
+        assert op is not None
+        if name in share and op.kind is Kind.COMPUTE:
+            if op.part is Part.F:
+                takes[place] = share[name]
+            elif op.part is not Part.I and layout.graphs[name].forward[op.of].kind is Kind.COMPUTE:
+                gives[place] = share[name]
+    return takes, gives
+
+
+def _peak_layers(slots: Sequence[Slot], layout: Layout) -> int:
+    """Layers whose activations are alive at most where the strands take turns, layer by layer."""
+
+    def layers(stage: int) -> int:
+        return sum(layout.graphs[layout.units[unit]].forward.repeats for unit in layout.chunks[stage])
+
+    alive = peak = 0
+    for slot in slots:
+        enter = layers(slot.forward.stage) if slot.forward else 0
+        leave = layers(slot.backward.stage) if slot.backward else 0
+        for place in range(max(enter, leave)):
+            alive += (place < enter) - (place < leave)
+            peak = max(peak, alive)
+    return peak

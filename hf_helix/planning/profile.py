@@ -1,0 +1,301 @@
+"""Profiles: measured times of operators, alone and beside each other.
+
+In:   what the profiler measured, or a file.
+Out:  seconds of every operator, and how much operators slow each other down.
+Must hold: a profile holds the graphs it is for, so plans and pictures can be made from the file alone; it covers every
+operator, and its times are possible. Pairs that were not measured get the mean of their kinds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator, Part
+from hf_helix.planning.window import Layout
+
+FORMAT = "hf_helix.profile/1"
+
+Name = tuple[str, str]
+"""An operator: the name of its unit and its entry in a plan, such as ("layer", "B.mlp.down.W")."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two operators started together.
+
+    Attributes:
+        together: seconds until both are done (P_ij of the paper's equation 1).
+        first: seconds of the first, beside the second.
+        second: seconds of the second, beside the first.
+    """
+
+    together: float
+    first: float
+    second: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        about: what it was measured on and for, as text: hardware, versions, model, mesh, shapes.
+        layout: what a rank holds, with its graphs.
+        times: seconds of each operator alone.
+        spread: of each, the distance between the quartiles in parts of the median.
+        pairs: what was measured beside each other.
+        like: operators that do the same as another (a collective of the same size) -> that other, which `pairs` names.
+    """
+
+    about: Mapping[str, str]
+    layout: Layout
+    times: Mapping[Name, float]
+    spread: Mapping[Name, float] = field(default_factory=dict)
+    pairs: Mapping[tuple[Name, Name], Pair] = field(default_factory=dict)
+    like: Mapping[Name, Name] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_kinds", {name: op.kind for name, op in named_operators(self.layout)})
+        check_times(self.layout, self.times, self.pairs)
+        measured: dict[tuple[Name, Name], float] = {}
+        by_kind: dict[tuple[Kind, Kind], list[tuple[float, float]]] = {}
+        for (a, b), pair in self.pairs.items():
+            for name, other, seconds, rest in ((a, b, pair.first, pair.second), (b, a, pair.second, pair.first)):
+                factor = measured[name, other] = _slowdown(self.times[name], seconds, rest)
+                by_kind.setdefault((self.kind(name), self.kind(other)), []).append((factor, self.times[name]))
+        object.__setattr__(self, "_measured", measured)
+        object.__setattr__(self, "_by_kind", {kinds: _weighted_mean(found) for kinds, found in by_kind.items()})
+
+    def kind(self, name: Name) -> Kind:
+        """Of an operator."""
+        return self._kinds[name]  # type: ignore[attr-defined]
+
+    def slowdown(self, name: Name, other: Name) -> float:
+        """How many times longer the first takes while the second runs beside it."""
+        key = (self.like.get(name, name), self.like.get(other, other))
+        found = self._measured.get(key)  # type: ignore[attr-defined]
+        if found is None:
+            found = self._by_kind.get((self.kind(name), self.kind(other)), 1.0)  # type: ignore[attr-defined]
+        return found
+
+    def overlap_efficiency(self, name: Name, other: Name) -> float:
+        """OEF, the paper's equation 1: 1 where the shorter is hidden, 0 where nothing is gained, below 0 a loss."""
+        pair = self.pairs[name, other]
+        alone = self.times[name], self.times[other]
+        return (sum(alone) - pair.together) / min(alone)
+
+    def without(self, names: Collection[str]) -> Profile:
+        """The same times for graphs with less freedom, see `GraphPair.without`."""
+        graphs = {unit: pair.without(names) for unit, pair in self.layout.graphs.items()}
+        return replace(self, layout=replace(self.layout, graphs=graphs)) if names else self
+
+    def to_json(self) -> str:
+        """The text form that is kept in files."""
+        operators: dict[str, dict[str, Any]] = {}
+        for name, seconds in self.times.items():
+            figures: dict[str, Any] = {"ms": _ms(seconds), "spread": round(self.spread.get(name, 0.0), 3)}
+            if name in self.like:
+                figures["like"] = _join(self.like[name])
+            operators.setdefault(name[0], {})[name[1]] = figures
+        data = {
+            "format": FORMAT,
+            "about": dict(self.about),
+            "operators": operators,
+            "pairs": [
+                {
+                    "first": _join(a),
+                    "second": _join(b),
+                    "together_ms": _ms(pair.together),
+                    "first_ms": _ms(pair.first),
+                    "second_ms": _ms(pair.second),
+                    "oef": round(self.overlap_efficiency(a, b), 3),
+                }
+                for (a, b), pair in self.pairs.items()
+            ],
+            "layout": {
+                "units": list(self.layout.units),
+                "chunks": {str(stage): list(units) for stage, units in self.layout.chunks.items()},
+            },
+            "graphs": {name: _graph_data(pair.forward) for name, pair in self.layout.graphs.items()},
+        }
+        return format_json(data) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to a file that `HelixConfig(profile=path)` and `hf-helix` take."""
+        Path(path).write_text(self.to_json())
+
+
+def rough_profile(layout: Layout) -> Profile:
+    """Without a measurement: relative times by the declared effort of every operator, in milliseconds."""
+    return Profile({"measured": "no"}, layout, {name: op.effort * 1e-3 for name, op in named_operators(layout)})
+
+
+def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
+    """Every operator of the units, once."""
+    for unit, pair in layout.graphs.items():
+        for letter, graph in (("F", pair.forward), ("B", pair.backward)):
+            for op in graph.operators:
+                yield (unit, f"{letter}.{op.name}"), op
+
+
+def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
+    """Raise ValueError, naming the operator, where times are missing, unknown or impossible."""
+    known = {name for name, _ in named_operators(layout)}
+    for name in known - times.keys():
+        raise ValueError(f"the profile does not cover operator {_join(name)!r}")
+    for name in [*times, *(name for pair in pairs for name in pair)]:
+        if name not in known:
+            raise ValueError(f"the profile names {_join(name)!r}, which is not an operator of these graphs")
+    for name, seconds in times.items():
+        _check_time(_join(name), seconds)
+    for (a, b), pair in pairs.items():
+        for seconds in (pair.together, pair.first, pair.second):
+            _check_time(f"{_join(a)} beside {_join(b)}", seconds)
+
+
+def load_profile(path: str | Path, *, about: Mapping[str, str] | None = None, layout: Layout | None = None) -> Profile:
+    """Read a profile file.
+
+    Args:
+        about: what it must be for: every entry given here must be equal.
+        layout: whose graphs it must hold.
+
+    Raises:
+        ValueError: damaged, impossible, incomplete or for something else; says what, and how to make it anew.
+    """
+    remedy = f"measure anew with `hf-helix profile --model FOLDER --tp_size N --output {path}`, or leave `profile` out"
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"profile={str(path)!r} is not a readable file: {error}; {remedy}") from error
+    except ValueError as error:
+        raise ValueError(f"profile file {path} is damaged ({error}); {remedy}") from error
+    version = data.get("format") if isinstance(data, dict) else None
+    if version != FORMAT:
+        raise ValueError(f"profile file {path} has format {version!r}, this version reads {FORMAT!r}; {remedy}")
+    try:
+        profile = _profile_from(data)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"profile file {path} is damaged: {what}; {remedy}") from error
+    for key, value in (about or {}).items():
+        if profile.about.get(key) != value:
+            raise ValueError(
+                f"profile file {path} is for {key} {profile.about.get(key)!r}, this run has {value!r}; {remedy}"
+            )
+    if layout is not None:
+        try:
+            check_times(layout, profile.times, {})
+        except ValueError as error:
+            raise ValueError(f"profile file {path} is for another model: {error}; {remedy}") from error
+    return profile
+
+
+def format_json(data: Any, indent: str = "") -> str:
+    """JSON for people: whatever holds no further lists or mappings takes one line."""
+    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    flat = isinstance(data, dict) and not any(isinstance(item, (dict, list)) for item in items)
+    if not items or (flat and indent):
+        return json.dumps(data)
+    if isinstance(data, list) and len(json.dumps(data)) + len(indent) < 100 and not isinstance(data[0], dict):
+        return json.dumps(data)
+    inner = indent + " "
+    if isinstance(data, dict):
+        lines = [f"{inner}{json.dumps(key)}: {format_json(value, inner)}" for key, value in data.items()]
+        return "{\n" + ",\n".join(lines) + "\n" + indent + "}"
+    return "[\n" + ",\n".join(inner + format_json(value, inner) for value in data) + "\n" + indent + "]"
+
+
+def _profile_from(data: Mapping[str, Any]) -> Profile:
+    graphs = {name: GraphPair.of(_graph_from(name, graph)) for name, graph in data["graphs"].items()}
+    units = data["layout"]["units"]
+    chunks = {int(stage): list(found) for stage, found in data["layout"]["chunks"].items()}
+    if set(units) != graphs.keys() or any(unit not in range(len(units)) for chunk in chunks.values() for unit in chunk):
+        raise ValueError("its layout names units that it does not hold")
+    times, spread, like = {}, {}, {}
+    for unit, operators in data["operators"].items():
+        for entry, figures in operators.items():
+            times[unit, entry] = float(figures["ms"]) / 1e3
+            spread[unit, entry] = float(figures["spread"])
+            if "like" in figures:
+                like[unit, entry] = _split(figures["like"])
+    pairs = {}
+    for row in data["pairs"]:
+        seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
+        pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
+    about = {str(key): str(value) for key, value in data["about"].items()}
+    return Profile(about, Layout(units, chunks, graphs), times, spread, pairs, like)
+
+
+def _graph_data(graph: Graph) -> dict[str, Any]:
+    operators = [
+        {
+            "name": op.name,
+            "kind": op.kind.value,
+            "reads": " ".join(op.reads),
+            "writes": " ".join(op.writes),
+            "split": op.split,
+            "backward_kind": op.backward_kind.value if op.backward_kind else None,
+            "after": " ".join(op.after),
+            "effort": op.effort,
+        }
+        for op in graph.operators
+    ]
+    return {
+        "inputs": " ".join(graph.inputs),
+        "outputs": " ".join(graph.outputs),
+        "repeats": graph.repeats,
+        "operators": operators,
+    }
+
+
+def _graph_from(name: str, data: Mapping[str, Any]) -> Graph:
+    operators = tuple(
+        Operator(
+            name=op["name"],
+            kind=Kind(op["kind"]),
+            reads=tuple(op["reads"].split()),
+            writes=tuple(op["writes"].split()),
+            part=Part.F,
+            split=op["split"],
+            backward_kind=Kind(op["backward_kind"]) if op["backward_kind"] else None,
+            after=tuple(op["after"].split()),
+            effort=float(op["effort"]),
+        )
+        for op in data["operators"]
+    )
+    return Graph(name, operators, tuple(data["inputs"].split()), tuple(data["outputs"].split()), data["repeats"])
+
+
+def _slowdown(alone: float, beside: float, other: float) -> float:
+    """From the seconds that an operator takes alone, and beside another that runs for `other` seconds."""
+    shared = min(beside, other)
+    done_meanwhile = alone - (beside - shared)  # of its own work, in seconds alone
+    return min(max(shared / done_meanwhile, 1.0), 10.0) if done_meanwhile > 0.1 * shared else 10.0
+
+
+def _weighted_mean(found: list[tuple[float, float]]) -> float:
+    return sum(value * weight for value, weight in found) / sum(weight for _, weight in found)
+
+
+def _check_time(what: str, seconds: float) -> None:
+    if not (isinstance(seconds, float) and math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"impossible time of {what}: {seconds * 1e3!r} ms; times must be positive numbers")
+
+
+def _ms(seconds: float) -> float:
+    return float(f"{seconds * 1e3:.6g}")
+
+
+def _join(name: Name) -> str:
+    return "/".join(name)
+
+
+def _split(text: str) -> Name:
+    unit, _, entry = text.partition("/")
+    return unit, entry

@@ -1,0 +1,72 @@
+"""Figures: how every picture of this package is made and saved.
+
+In:   a path whose suffix names the format, and the size in inches.
+Out:  an empty matplotlib figure, saved when its `with` block ends.
+Must hold: matplotlib is imported only here, inside a function; no display, no global state; the same data make the
+same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".svg", ".png", ".pdf")
+INK, FAINT, EMPTY = "#2b2f36", "#7b828c", "#f1f2f4"
+
+# One hue a strand, pale where data moves. The colours differ in lightness, too, so they survive colour blindness and
+# print in grey.
+COLOURS = {"F": "#2e6fae", "B": "#d1603d", "W": "#f2b84b", "f": "#a9cbe8", "b": "#f3bda8"}
+
+STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # matplotlib brings it, so names fit everywhere as they fit here
+    "font.size": 8.0,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.linewidth": 0.6,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "svg.hashsalt": "hf_helix",  # else the ids of every file are random
+}
+
+
+@contextlib.contextmanager
+def figure_file(path: str | Path, width: float, height: float) -> Iterator[Figure]:
+    """A figure to draw on, which becomes the file.
+
+    Raises:
+        ValueError: a suffix that is not in `SUFFIXES`.
+        ImportError: matplotlib is missing.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"cannot draw {str(path)!r}: its name must end with one of {', '.join(SUFFIXES)}")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'hf_helix[pictures]'") from error
+    style: dict[Any, Any] = STYLE
+    with matplotlib.rc_context(style):
+        figure = Figure((width, height))
+        yield figure
+        metadata = {"Software": "hf_helix"} if path.suffix.lower() == ".png" else {"Creator": "hf_helix"}
+        if path.suffix.lower() != ".png":
+            metadata["Date" if path.suffix.lower() == ".svg" else "CreationDate"] = None  # type: ignore[assignment]
+        figure.savefig(path, dpi=200, facecolor="white", metadata=metadata)
+
+
+@functools.lru_cache(maxsize=4096)
+def text_width(text: str, size: float) -> float:
+    """Points that a text takes."""
+    from matplotlib.textpath import TextPath
+
+    return float(TextPath((0, 0), text, size=size).get_extents().width)

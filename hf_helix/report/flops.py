@@ -1,0 +1,61 @@
+"""Model FLOPs and what devices can do: for TFLOP/s and MFU in the logs.
+
+In:   a model's configuration and parameters; a device's name.
+Out:  floating-point operations per token, in both conventions; dense bf16 peaks.
+Must hold: only work that the model asks for counts (no recomputation). `full` counts attention as if every token
+attended to every other, as Megatron and the paper do; `causal` counts what causal attention needs, half of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# Dense bf16 TFLOP/s, from the vendors' data sheets; the first name that is part of the device's counts.
+PEAKS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "RTX 4090": 165.2,
+    "V100": 125.0,
+}
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Forward and backward of one token: in linears, and in attention per token of the sequence."""
+
+    linear: float
+    attention_per_length: float
+
+    def full(self, length: int) -> float:
+        """Attention counted as non-causal."""
+        return self.linear + self.attention_per_length * length
+
+    def causal(self, length: int) -> float:
+        """Attention counted as causal."""
+        return self.linear + self.attention_per_length * length / 2
+
+
+def token_flops(model: Any) -> TokenFlops:
+    """Of a decoder model before it is cut: 6 per weight of a linear, 12 per head dimension and position attended to."""
+    linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    config = model.config
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return TokenFlops(6.0 * linear, 12.0 * config.num_hidden_layers * heads * dim)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 peak of a device by its name; None where it is not known."""
+    return next((peak for name, peak in PEAKS.items() if name in device_name), None)

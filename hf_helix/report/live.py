@@ -1,0 +1,104 @@
+"""The scorecard while training: figures for the logs, so that every tracker shows them.
+
+In:   windows as they are trained, one of them traced between two logs, and what was measured alone.
+Out:  `helix/...` entries of a log.
+Must hold: every figure comes from windows since the last log; what is not known is left out, never guessed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_helix.report.flops import TokenFlops
+from hf_helix.runtime.measure import Overlap
+from hf_helix.runtime.trace import Trace
+
+
+@dataclass
+class _Since:
+    """What was seen since the last log."""
+
+    started: float = 0.0
+    tokens: int = 0
+    length: int = 0
+    trace: Trace | None = None
+    traced_tokens: int = 0
+    traced_seconds: float = 0.0
+
+
+class LiveScore:
+    """Collects windows between two logs.
+
+    Args:
+        flops: of the model; None where they cannot be counted.
+        ranks: processes that share the work.
+        batches: data-parallel ranks, each with windows of its own.
+        peak: dense peak of a device in TFLOP/s; None where it is not known.
+    """
+
+    def __init__(self, flops: TokenFlops | None, ranks: int, batches: int, peak: float | None) -> None:
+        self._flops = flops
+        self._ranks = ranks
+        self._batches = batches
+        self._peak = peak
+        self._since = _Since()
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the next window should be traced: the first after each log."""
+        return self._since.trace is None
+
+    def add(self, tokens: int, length: int, train: Callable[[], Any]) -> Any:
+        """Train a window and count it."""
+        since = self._since
+        since.started = since.started or time.perf_counter()
+        result = train()
+        since.tokens += tokens * self._batches
+        since.length = max(since.length, length)
+        return result
+
+    def add_trace(self, trace: Trace, tokens: int, seconds: float) -> None:
+        """What a traced window showed."""
+        since = self._since
+        since.trace, since.traced_tokens, since.traced_seconds = trace, tokens * self._batches, seconds
+
+    def entries(self, alone: Overlap | None) -> dict[str, float]:
+        """The figures since the last log, which are then forgotten.
+
+        Args:
+            alone: computation and communication alone, measured at the start; None where nothing was.
+        """
+        since, self._since = self._since, _Since()
+        if not since.tokens:
+            return {}
+        return {**self._speed(since, time.perf_counter() - since.started), **_overlap(since, alone)}
+
+    def _speed(self, since: _Since, seconds: float) -> dict[str, float]:
+        rate = since.tokens / seconds
+        found = {"helix/tokens_per_second": rate}
+        if self._flops is not None:
+            causal, full = (
+                count(since.length) * rate / self._ranks / 1e12 for count in (self._flops.causal, self._flops.full)
+            )
+            found["helix/tflops_per_device"] = causal
+            if self._peak is not None:
+                found.update({"helix/mfu": causal / self._peak, "helix/mfu_full_attention": full / self._peak})
+        return {name: float(f"{value:.5g}") for name, value in found.items()}
+
+
+def _overlap(since: _Since, alone: Overlap | None) -> dict[str, float]:
+    trace = since.trace
+    busy = trace.busy(compute=False) if trace is not None else 0.0
+    if trace is None or not busy:
+        return {}
+    exposed = busy - trace.beside()
+    found = {"helix/overlapped_fraction": trace.beside() / busy}
+    if alone is not None and alone.communication:
+        share = since.traced_tokens / alone.tokens  # windows differ in length, what was measured had its own
+        exposed = max(0.0, since.traced_seconds - share * alone.computation)
+        found["helix/hidden_fraction"] = 1 - exposed / (share * alone.communication)
+    found["helix/exposed_ms"] = exposed * 1e3
+    return {name: round(value, 4) for name, value in found.items()}

@@ -1,0 +1,70 @@
+"""Traces for Perfetto: what every rank ran, to look at with ui.perfetto.dev or chrome://tracing.
+
+In:   the spans of every rank.
+Out:  JSON in the Chrome trace event format: a process for every rank, a track for every stream.
+Must hold: no operator is lost or renamed beyond its unit, which moves into the arguments. Ranks have clocks of their
+own, so every rank's time starts at its first operator; nothing is claimed about which rank was earlier.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_helix.planning.cost import STREAMS
+from hf_helix.report.bars import parse_label, part_of
+from hf_helix.runtime.trace import Span
+
+TRACKS = [kind.value for kind in STREAMS]
+Event = dict[str, Any]
+
+
+def perfetto_json(traces: Sequence[Sequence[Span]]) -> str:
+    """The text of a trace file; the spans of rank r are `traces[r]`."""
+    events = [event for rank, spans in enumerate(traces) for event in _events_of_rank(rank, spans)]
+    lines = ",\n".join(json.dumps(event) for event in events)  # an event a line, for diff and grep
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
+
+
+def write_perfetto(path: str | Path, traces: Sequence[Sequence[Span]]) -> None:
+    """Save the traces of all ranks to a file, such as "trace.json"."""
+    Path(path).write_text(perfetto_json(traces))
+
+
+def _events_of_rank(rank: int, spans: Sequence[Span]) -> Iterator[Event]:
+    # Viewers take process 0 and thread 0 for the idle ones of an operating system, and want threads with numbers that
+    # are unique over all processes.
+    process = rank + 1
+    threads = {stream: process * 10 + place for place, stream in enumerate(TRACKS)}
+    yield from _names("process", f"rank {rank}", rank, {"pid": process})
+    for place, stream in enumerate(TRACKS):
+        if any(span.stream == stream for span in spans):
+            yield from _names("thread", stream, place, {"pid": process, "tid": threads[stream]})
+    first = min((span.start for span in spans), default=0.0)
+    for span in sorted(spans, key=lambda span: span.start):
+        yield _event(span, first, {"pid": process, "tid": threads[span.stream]})
+
+
+def _names(what: str, name: str, place: int, ids: Event) -> Iterator[Event]:
+    """What a process or a thread is called, and where it stands."""
+    yield {"ph": "M", "name": f"{what}_name", **ids, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{what}_sort_index", **ids, "args": {"sort_index": place}}
+
+
+def _event(span: Span, first: float, ids: Event) -> Event:
+    strand, microbatch, unit, operator = parse_label(span.label)
+    return {
+        "ph": "X",
+        "name": f"{strand}{microbatch}.{operator}",
+        "cat": span.stream,
+        "ts": _microseconds(span.start - first),
+        "dur": _microseconds(span.seconds),
+        **ids,
+        "args": {"unit": unit, "strand": strand, "microbatch": microbatch, "part": part_of(strand, operator)},
+    }
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,169 @@
+"""Which plan a run uses, and when it is decided.
+
+In:   the configuration, what the run is for, and the first window.
+Out:  a plan before anything runs; after the first window, the one that was measured to be the fastest.
+Must hold: every rank decides the same; what was measured is said, once, by rank 0, and kept on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch.distributed as dist
+from tqdm.auto import tqdm
+
+from hf_helix import __version__, cache
+from hf_helix.config import HelixConfig
+from hf_helix.planning.plan import Plan, load_plan, parse_plan
+from hf_helix.planning.profile import Profile, load_profile, rough_profile
+from hf_helix.planning.rules import RULES, make_plan
+from hf_helix.planning.window import Layout
+from hf_helix.report.scorecard import format_tuning
+from hf_helix.runtime.measure import over_ranks
+from hf_helix.runtime.mesh import Mesh, rank
+from hf_helix.runtime.profiler import machine
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.strand import MicroBatch
+from hf_helix.runtime.tuning import BASELINE, CANDIDATES, Progress, Tuning, tune
+
+# Rules that wait for a measurement in the first window; until then, a plan that needs none serves.
+MEASURED = {"auto": CANDIDATES, "search": ("search",), "dhelix": ("dhelix",)}
+UNMEASURED = "greedy"
+TUNED_MICROBATCHES = 4  # enough to see the steady state
+
+
+def describe(model: Any, mesh: Mesh) -> dict[str, str]:
+    """What measurements of a model are for; before it is cut."""
+    weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in model.named_parameters()]
+    digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
+    return {
+        "model": f"{type(model).__name__} {digest}",
+        "mesh": f"tp={mesh.tp.size}",
+        "attention": str(model.config._attn_implementation),
+        "transformers": version("transformers"),
+        "hf_helix": __version__,
+    }
+
+
+class Tuner:
+    """Chooses the plan of a run.
+
+    Args:
+        model: the model's class, for plan files.
+        about: what measurements are for, see `describe`.
+    """
+
+    def __init__(self, config: HelixConfig, model: str, about: Mapping[str, str]) -> None:
+        self.config = config
+        self.tuning: Tuning | None = None
+        self._model = model
+        self._mesh = {"tp_size": config.tp_size, "pp_size": config.pp_size}
+        self._about = about
+        self._said_untuned = False
+
+    def first_plan(self, layout: Layout) -> Plan:
+        """The plan that the run starts with.
+
+        Raises:
+            ValueError: a plan or profile file that is damaged or for something else.
+        """
+        name = self.config.plan
+        profile = self._given_profile(layout)
+        if name not in MEASURED and name not in RULES:
+            return load_plan(name, layout.graphs, model=self._model, mesh=self._mesh)
+        if name in MEASURED and profile is None:
+            # One rank has nothing to hide, and one strand at a time is kinder to the caches.
+            name = UNMEASURED if self.config.tp_size > 1 else BASELINE
+        if name == "auto":
+            name = UNMEASURED
+        return make_plan(name, profile or rough_profile(layout), model=self._model, mesh=self._mesh)
+
+    def decide(self, runner: Runner, window: Sequence[MicroBatch]) -> Runner:
+        """The runner to go on with; measures with the first window of two micro-batches or more. Collective."""
+        if self._is_settled():
+            return runner
+        if min(over_ranks(len(window))) < 2:
+            self._say_untuned(runner)
+            return runner
+        whole, window = len(window), window[:TUNED_MICROBATCHES]
+        about = {**machine(runner), **self._about, "shapes": ", ".join(batch.shape for batch in window)}
+        case = {**about, "plan": self.config.plan, "without": " ".join(self.config.without)}
+        case["profile"] = self.config.profile or ""
+        found = self._recall(case, runner) if self.config.cache else None
+        chosen, self.tuning = found or self._measure(runner, window, about, case)
+        if rank() == 0:
+            tqdm.write(format_tuning(self.tuning, len(window) / whole))
+        return chosen
+
+    def _is_settled(self) -> bool:
+        rules = MEASURED.get(self.config.plan)
+        known = self.config.plan != "auto" and self.config.profile is not None
+        return rules is None or known or self.tuning is not None or self.config.tp_size == 1
+
+    def _given_profile(self, layout: Layout) -> Profile | None:
+        if self.config.profile is None:
+            return None
+        wanted: dict[str, str] = {key: self._about[key] for key in ("model", "mesh")}
+        found = load_profile(self.config.profile, about=wanted, layout=layout)
+        return replace(found, layout=layout)
+
+    def _measure(
+        self, runner: Runner, window: Sequence[MicroBatch], about: Mapping[str, str], case: Mapping[str, str]
+    ) -> tuple[Runner, Tuning]:
+        with _progress_bar() as progress:
+            chosen, tuning = tune(
+                runner,
+                window,
+                MEASURED[self.config.plan],
+                about=about,
+                profile=self._given_profile(runner.whole.layout),
+                progress=progress,
+            )
+        tuning = replace(tuning, measured=cache.today())
+        if rank() == 0 and self.config.cache:
+            try:
+                cache.store(case, tuning, chosen.plan.to_json())
+            except OSError as error:
+                tqdm.write(f"hf_helix: what was measured could not be kept for the next run: {error}")
+        return chosen, tuning
+
+    def _recall(self, case: Mapping[str, str], runner: Runner) -> tuple[Runner, Tuning] | None:
+        """What an earlier run measured, if rank 0 finds it."""
+        box = [cache.load(case) if rank() == 0 else None]
+        if dist.is_initialized():
+            dist.broadcast_object_list(box, src=0)
+        if box[0] is None:
+            return None
+        tuning, text = box[0]
+        try:
+            plan = parse_plan(text, runner.whole.graphs, model=self._model, mesh=self._mesh)
+        except ValueError:
+            return None  # of an older version: the same on every rank
+        return runner.with_plan(plan), tuning
+
+    def _say_untuned(self, runner: Runner) -> None:
+        if rank() == 0 and not self._said_untuned:
+            self._said_untuned = True
+            tqdm.write(
+                f"hf_helix: plan={self.config.plan!r} waits for a window of two micro-batches; until then "
+                f"{runner.plan.rule} serves. Set gradient_accumulation_steps to 2 or more"
+            )
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """One bar for everything that tuning does, on rank 0."""
+    with tqdm(total=100, desc="hf_helix", unit="%", disable=rank() != 0, leave=False) as bar:
+
+        def show(what: str, share: float) -> None:
+            bar.set_description(f"hf_helix: {what}", refresh=False)
+            bar.n = round(100 * share)
+            bar.refresh()
+
+        yield show

@@ -1,0 +1,65 @@
+"""A model with random weights and random tokens: for measuring, where no training is at hand.
+
+In:   a Transformers configuration, the sizes of the mesh and of a micro-batch.
+Out:  a runner whose weights are cut, and windows of micro-batches.
+Must hold: the same units, cuts and side inputs as in training; the same weights and tokens on every rank of a group.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_helix.adapters import family_of
+from hf_helix.checkpoint import cut_parameters
+from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.rules import make_plan
+from hf_helix.runtime.mesh import build_mesh
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.stage import fold_units
+from hf_helix.runtime.strand import MicroBatch
+from hf_helix.runtime.streams import make_streams
+from hf_helix.tuner import describe
+
+
+class Workload:
+    """A runner and what to feed it.
+
+    Args:
+        config: of the model, or the folder of one.
+        device: to run on.
+    """
+
+    def __init__(self, config: Any, tp_size: int, device: torch.device) -> None:
+        if isinstance(config, str):
+            config = AutoConfig.from_pretrained(config)
+        torch.manual_seed(0)
+        self.model = AutoModelForCausalLM.from_config(config).to(device).train()
+        self.mesh = build_mesh(tp_size, device)
+        self.about = describe(self.model, self.mesh)
+        self._family = family_of(self.model)
+        units = self._family.units(self.model, self.mesh.tp)
+        stage = fold_units(units)
+        plan = make_plan(
+            "sequential",
+            rough_profile(stage.layout),
+            model=type(self.model).__name__,
+            mesh={"tp_size": tp_size, "pp_size": 1},
+        )
+        cut_parameters(units, self.mesh)
+        self.runner = Runner(stage, plan, self.mesh, make_streams(device), "w", 0)
+
+    def window(self, count: int, batch: int, length: int) -> list[MicroBatch]:
+        """Micro-batches of `batch` sequences of `length` random tokens."""
+        dice = torch.Generator().manual_seed(1)
+        scale = torch.tensor(1.0 / (count * batch * max(1, length - 1)), device=self.mesh.device)
+        made = []
+        for place in range(count):
+            ids = torch.randint(0, self.model.config.vocab_size, (batch, length), generator=dice).to(self.mesh.device)
+            inputs = {"input_ids": ids, "labels": ids}
+            prepare = functools.partial(self._family.side_inputs, self.model, inputs, self.mesh.tp.size, scale)
+            made.append(MicroBatch(prepare, (0, place), ids.numel(), f"{batch} x {length}"))
+        return made

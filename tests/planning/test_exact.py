@@ -1,0 +1,130 @@
+"""The search against an exact solver (CP-SAT) on small windows: the same rules, no interference, whole microseconds."""
+
+from __future__ import annotations
+
+import pytest
+from ortools.sat.python import cp_model
+from support.graphs import collective, compute, layout_of, linear, pair, profile_of, random_times, slots_of
+
+from hf_helix.planning.cost import entry_of, work_of
+from hf_helix.planning.flow import EXTRA_LAYERS
+from hf_helix.planning.graph import Kind, Part
+from hf_helix.planning.profile import Profile
+from hf_helix.planning.schedule import Action, Slot
+from hf_helix.planning.search import bound, predict, search
+from hf_helix.planning.window import Layout, window_instructions
+
+ENDS = {"embedding": pair("embedding", compute("lookup"), inputs=""), "head": pair("head", compute("loss", "x"))}
+LAYERS = {
+    3: pair("layer", compute("norm", "x"), collective("gather", "norm"), linear("up", "gather"), repeats=True),
+    5: pair(
+        "layer",
+        compute("norm", "x"),
+        collective("gather", "norm"),
+        linear("up", "gather"),
+        collective("scatter", "up", kind=Kind.CROSS),
+        compute("add", "x scatter"),
+        repeats=True,
+    ),
+}
+
+
+def optimum(profile: Profile, slots: list[Slot], most_layers: int) -> int:
+    """Microseconds of the shortest window. The rules are said anew here: nothing of `flow` or `cost` is used.
+
+    Communication needs no rule about what is issued before it: issued directly after what it reads, it waits for
+    nothing else.
+    """
+    layout = profile.layout
+    made = window_instructions(slots, layout)
+    seconds = [round(profile.times[entry_of(i, layout)] * 1e6) for i in made]
+    model = cp_model.CpModel()
+    starts = [model.new_int_var(0, sum(seconds), "") for _ in made]
+    ends = [start + length for start, length in zip(starts, seconds, strict=True)]
+    spans = [model.new_fixed_size_interval_var(start, d, "") for start, d in zip(starts, seconds, strict=True)]
+    for kind in Kind:
+        model.add_no_overlap([span for span, i in zip(spans, made, strict=True) if i.operator.kind is kind])
+
+    writers = {(i.microbatch, key): place for place, i in enumerate(made) for key in i.writes}
+    latest: dict[tuple[int, str], int] = {}
+    called: dict[tuple[int, int, str], int] = {}
+    visits: dict[bool, dict[tuple[int, int], list[int]]] = {True: {}, False: {}}
+    for place, i in enumerate(made):
+        op, forward = i.operator, i.operator.part is Part.F
+        before = [writers.get((i.microbatch, key)) for key in i.needs]
+        if forward:
+            called[i.microbatch, i.unit, op.of] = place
+        else:  # what forward kept; gradients in the order of the micro-batches
+            before += [called.get((i.microbatch, i.unit, op.of)), latest.get((i.unit, op.name))]
+            latest[i.unit, op.name] = place
+        for other in before:
+            if other is not None:
+                model.add(starts[place] >= ends[other])
+        if op.part is not Part.W:
+            visits[forward].setdefault((i.microbatch, i.unit), []).append(place)
+    for strand in map(list, (visits[True].values(), visits[False].values())):
+        for earlier, later in zip(strand, strand[2:], strict=False):
+            model.add(starts[later[0]] >= ends[earlier[-1]])
+
+    shares = [op.name for op in layout.graphs["layer"].forward.operators if op.kind is Kind.COMPUTE]
+    changes = {
+        place: 1 if i.operator.part is Part.F else -1
+        for place, i in enumerate(made)
+        if layout.units[i.unit] == "layer" and i.operator.of in shares and i.operator.part is not Part.I
+    }
+    times = [starts[place] for place in changes]
+    model.add_reservoir_constraint(times, list(changes.values()), -len(made), most_layers * len(shares))
+    total = model.new_int_var(0, sum(seconds), "")
+    model.add_max_equality(total, ends)
+    model.minimize(total)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    assert solver.solve(model) == cp_model.OPTIMAL
+    return round(solver.objective_value)
+
+
+def whole_window(size: int, num_layers: int, num_microbatches: int, seed: int) -> tuple[Profile, list[Slot], int]:
+    """Everything from the embedding to the head, and how many layers may be alive."""
+    layout = layout_of({**ENDS, "layer": LAYERS[size]}, num_layers)
+    in_turns = num_layers + (num_layers % 2 if num_microbatches > 1 else 0)
+    return profile_of(layout, random_times(layout, seed)), slots_of(num_microbatches), in_turns + EXTRA_LAYERS
+
+
+def pair_of_strands(size: int, num_layers: int, seed: int) -> tuple[Profile, list[Slot], int]:
+    """Layers forward beside as many backward, the middle of a window; one layer in, one out."""
+    layout = Layout(["layer"] * num_layers, {0: list(range(num_layers))}, {"layer": LAYERS[size]})
+    return profile_of(layout, random_times(layout, seed)), [Slot(Action(0, "F", 1), Action(0, "B", 0))], EXTRA_LAYERS
+
+
+def found(profile: Profile, slots: list[Slot]) -> int:
+    return round(predict(search(profile, slots), profile, slots).seconds * 1e6)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("size", "num_layers", "num_microbatches"), [(3, 1, 1), (3, 1, 2), (3, 2, 1), (5, 1, 1), (5, 1, 2), (5, 2, 1)]
+)
+def test_the_search_finds_the_shortest_window(size: int, num_layers: int, num_microbatches: int, seed: int):
+    profile, slots, most_layers = whole_window(size, num_layers, num_microbatches, seed)
+    best = optimum(profile, slots, most_layers)
+    assert found(profile, slots) == best
+    work = work_of(window_instructions(slots, profile.layout), profile.layout, profile.times)
+    assert round(bound(work, profile.layout) * 1e6) <= best
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("size", "num_layers"), [(3, 1), (3, 2), (5, 1), (5, 2)])
+def test_the_search_finds_the_shortest_pair_of_strands(size: int, num_layers: int, seed: int):
+    profile, slots, most_layers = pair_of_strands(size, num_layers, seed)
+    assert found(profile, slots) == optimum(profile, slots, most_layers)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_layers", "num_microbatches", "seed"), [(5, 1, 3, 0), (5, 1, 3, 3), (5, 2, 1, 2), (5, 2, 1, 5)]
+)
+def test_where_it_does_not_it_is_close(size: int, num_layers: int, num_microbatches: int, seed: int):
+    """Of 80 windows like these, the four that the search leaves longer: by 0.5, 1.3, 0.6 and 0.6 %. An operator is as
+    urgent in every layer and micro-batch, and a computation that waits can be overtaken only by its urgency."""
+    profile, slots, most_layers = whole_window(size, num_layers, num_microbatches, seed)
+    best = optimum(profile, slots, most_layers)
+    assert best <= found(profile, slots) <= 1.013 * best

@@ -1,0 +1,227 @@
+"""Graphs, layouts and profiles by hand, without a model, and strategies for random ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from hypothesis import strategies as st
+
+from hf_helix.planning.flow import Flow
+from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator, Part
+from hf_helix.planning.plan import Plan, graphs_digest
+from hf_helix.planning.profile import Name, Profile, named_operators
+from hf_helix.planning.schedule import Slot, build_schedule
+from hf_helix.planning.window import Instruction, Layout
+
+
+def compute(name: str, reads: str = "", writes: str = "", **options: object) -> Operator:
+    return Operator(
+        name=name, kind=Kind.COMPUTE, reads=tuple(reads.split()), writes=tuple((writes or name).split()), **options
+    )
+
+
+def linear(name: str, reads: str, writes: str = "", **options: object) -> Operator:
+    return compute(name, reads, writes, split=True, **options)
+
+
+def collective(name: str, reads: str, *, kind: Kind = Kind.LOCAL, **options: object) -> Operator:
+    return Operator(name=name, kind=kind, reads=(reads,), writes=(name,), **options)
+
+
+def pair(name: str, *operators: Operator, inputs: str = "x", outputs: str = "", repeats: bool = False) -> GraphPair:
+    """A unit of these operators; by default what the last one writes leaves it."""
+    leaving = tuple(outputs.split()) or operators[-1].writes
+    return GraphPair.of(Graph(name, operators, tuple(inputs.split()), leaving, repeats))
+
+
+def llama_layer() -> Graph:
+    """A Llama layer under tensor and sequence parallelism: the 14 operators of paper section 4.2."""
+    operators = (
+        compute("attn.norm", "x"),
+        collective("attn.gather", "attn.norm"),
+        linear("attn.qkv", "attn.gather", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        compute("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        linear("attn.out", "attention"),
+        collective("attn.scatter", "attn.out"),
+        compute("attn.add", "x attn.scatter"),
+        compute("mlp.norm", "attn.add"),
+        collective("mlp.gather", "mlp.norm"),
+        linear("mlp.up", "mlp.gather", "mlp.up.gate mlp.up.up"),
+        compute("mlp.act", "mlp.up.gate mlp.up.up"),
+        linear("mlp.down", "mlp.act"),
+        collective("mlp.scatter", "mlp.down"),
+        compute("mlp.add", "attn.add mlp.scatter"),
+    )
+    return Graph("layer", operators, ("x",), ("mlp.add",), repeats=True)
+
+
+def llama_layer_on_one_rank() -> Graph:
+    """The same layer without its four collectives: 10 operators."""
+    operators = (
+        compute("attn.norm", "x"),
+        linear("attn.qkv", "attn.norm", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        compute("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        linear("attn.out", "attention"),
+        compute("attn.add", "x attn.out"),
+        compute("mlp.norm", "attn.add"),
+        linear("mlp.up", "mlp.norm", "mlp.up.gate mlp.up.up"),
+        compute("mlp.act", "mlp.up.gate mlp.up.up"),
+        linear("mlp.down", "mlp.act"),
+        compute("mlp.add", "attn.add mlp.down"),
+    )
+    return Graph("layer", operators, ("x",), ("mlp.add",), repeats=True)
+
+
+EMBEDDING = pair("embedding", compute("lookup"), collective("scatter", "lookup"), inputs="")
+HEAD = pair(
+    "head",
+    compute("norm", "x"),
+    collective("gather", "norm"),
+    linear("head", "gather"),
+    compute("loss.statistics", "head"),
+    collective("loss.gather", "loss.statistics", backward_kind=Kind.COMPUTE),
+    compute("loss", "loss.gather"),
+)
+LLAMA = {"embedding": EMBEDDING, "layer": GraphPair.of(llama_layer()), "head": HEAD}
+
+SMALL_LAYER = pair(
+    "layer",
+    compute("norm", "x"),
+    collective("gather", "norm", effort=4),
+    linear("up", "gather", effort=4),
+    linear("down", "up", effort=4),
+    collective("scatter", "down", kind=Kind.CROSS, effort=4),
+    compute("add", "x scatter"),
+    repeats=True,
+)
+SMALL = {"embedding": EMBEDDING, "layer": SMALL_LAYER, "head": pair("head", linear("logits", "x"), compute("loss", "logits"))}
+
+
+def layout_of(graphs: Mapping[str, GraphPair], num_layers: int) -> Layout:
+    """What the rank of a pipeline of one holds: everything, in two chunks."""
+    units = ["embedding", *["layer"] * num_layers, "head"]
+    first = 1 + (num_layers + 1) // 2
+    return Layout(units, {0: list(range(first)), 1: list(range(first, len(units)))}, graphs)
+
+
+def layers_only(layer: GraphPair, num_layers: int) -> Layout:
+    """Nothing but layers, in two chunks: the second has none where there is one."""
+    first = (num_layers + 1) // 2
+    chunks = {0: list(range(first)), 1: list(range(first, num_layers))}
+    return Layout(["layer"] * num_layers, chunks, {"layer": layer})
+
+
+def slots_of(num_microbatches: int) -> list[Slot]:
+    return build_schedule("w", 1, num_microbatches)[0]
+
+
+def loss_gradient(layout: Layout) -> tuple[int, str]:
+    """The key of what backward starts from."""
+    return len(layout.units) - 1, f"d.{layout.graphs[layout.units[-1]].forward.outputs[0]}"
+
+
+def efforts(layout: Layout) -> dict[Name, float]:
+    """Every operator takes its effort in ms."""
+    return {name: op.effort / 1e3 for name, op in named_operators(layout)}
+
+
+def random_times(layout: Layout, seed: int) -> dict[Name, float]:
+    """Whole milliseconds, anything from 1 to 12."""
+    draw = random.Random(seed)
+    return {name: draw.randint(1, 12) / 1e3 for name, _ in named_operators(layout)}
+
+
+def random_bias(layout: Layout, seed: int) -> dict[Name, float]:
+    draw = random.Random(seed)
+    return {name: draw.uniform(-12e-3, 12e-3) for name, _ in named_operators(layout)}
+
+
+def profile_of(layout: Layout, times: Mapping[Name, float] | None = None, **options: object) -> Profile:
+    return Profile({"model": "Llama"}, layout, times or efforts(layout), **options)
+
+
+def plan_of_flow(flow: Flow, layout: Layout) -> Plan:
+    return Plan("flow", "Llama", {"tp_size": 2}, graphs_digest(layout.graphs), {}, flow)
+
+
+def operators_of(program: Iterable[Instruction]) -> list[Instruction]:
+    """The program without its barriers."""
+    return [instruction for instruction in program if instruction.operator is not None]
+
+
+def check_whole_and_in_order(program: Sequence[Instruction], made: Sequence[Instruction]) -> None:
+    """Every instruction of a window once, values before their readers, gradients in micro-batch order, `after` kept.
+
+    Independent of `validate_program`, and of what flows and works note as needs.
+    """
+    assert len(program) == len(made)
+    assert {id(i) for i in program} == {id(i) for i in made}
+    written_somewhere = {(i.microbatch, key) for i in made for key in i.writes}
+    written: set[tuple[int, tuple[int, str]]] = set()
+    latest: dict[tuple[int, str, bool], int] = {}
+    done: set[tuple[int, int, str, bool]] = set()
+    for i in program:
+        op, k = i.operator, i.microbatch
+        forward = op.part is Part.F
+        for key in i.needs:
+            assert (k, key) in written or (k, key) not in written_somewhere, f"{op.name} reads {key} too early"
+        if not forward:
+            assert latest.get((i.unit, op.name, forward), -1) < k, f"gradients of {op.name} in another order"
+            latest[i.unit, op.name, forward] = k
+        for name in op.after:
+            assert (k, i.unit, name, forward) in done, f"{op.name} comes before {name}"
+        done.add((k, i.unit, op.name, forward))
+        written.update((k, key) for key in i.writes)
+
+
+# Random ones
+
+
+@st.composite
+def graphs(draw: st.DrawFn, *, max_operators: int = 12, sources: bool = True) -> Graph:
+    """Any graph whose collectives' inputs have no later reader.
+
+    Args:
+        sources: whether there are operators that read nothing.
+    """
+    inputs = tuple(f"x{i}" for i in range(draw(st.integers(1, 3))))
+    open_values, unread, operators = list(inputs), set(inputs), []
+    for number in range(draw(st.integers(1, max_operators))):
+        kind = draw(st.sampled_from(list(Kind))) if open_values else Kind.COMPUTE
+        backward_kind, split, count = None, False, 1
+        if kind.communicates:
+            reads = [draw(st.sampled_from(open_values))]
+            backward_kind = draw(st.sampled_from([None, Kind.COMPUTE]))
+            if backward_kind is None:
+                open_values.remove(reads[0])
+        else:
+            fewest = 0 if sources or not open_values else 1
+            found = st.lists(st.sampled_from(open_values), unique=True, min_size=fewest, max_size=3)
+            reads = draw(found) if open_values else []
+            split, count = draw(st.booleans()), draw(st.integers(1, 2))
+        writes = tuple(f"v{number}.{i}" for i in range(count))
+        operators.append(
+            Operator(
+                name=f"op{number}",
+                kind=kind,
+                reads=tuple(reads),
+                writes=writes,
+                split=split,
+                backward_kind=backward_kind,
+                effort=draw(st.sampled_from([0.5, 1.0, 4.0])),
+            )
+        )
+        open_values.extend(writes)
+        unread.difference_update(reads)
+        unread.update(writes)
+    return Graph("random", tuple(operators), inputs, tuple(sorted(unread)))
+
+
+@st.composite
+def layers(draw: st.DrawFn, max_operators: int = 8) -> GraphPair:
+    """A random layer with one way in and one way out, which every operator is on."""
+    inner = draw(graphs(max_operators=max_operators, sources=False))
+    enter = compute("enter", "x", " ".join(inner.inputs))
+    leave = compute("leave", " ".join(inner.outputs), "y")
+    return GraphPair.of(Graph("layer", (enter, *inner.operators, leave), ("x",), ("y",), repeats=True))

@@ -1,0 +1,69 @@
+"""A window small enough to check by hand, and what a figure of it shows."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from hf_helix.planning.cost import Timeline, simulate, work_of
+from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator
+from hf_helix.planning.profile import Name, Pair, Profile
+from hf_helix.planning.schedule import build_schedule
+from hf_helix.planning.window import Instruction, Layout, window_instructions
+from hf_helix.report.bars import Bar
+
+SVG = "{http://www.w3.org/2000/svg}"
+MS = {"F.norm": 1.0, "F.gather": 4.0, "F.up": 6.0, "F.attention": 2.0, "F.send": 3.0}
+MS |= {"B.send": 3.0, "B.attention": 5.0, "B.up.I": 6.0, "B.gather": 4.0, "B.up.W": 7.0, "B.norm": 2.0}
+
+
+def operator(name: str, kind: Kind, reads: str, **options: bool) -> Operator:
+    return Operator(name=name, kind=kind, reads=(reads,), writes=(name,), **options)
+
+
+def layer() -> GraphPair:
+    """Every kind of operator once."""
+    operators = (
+        operator("norm", Kind.COMPUTE, "x"),
+        operator("gather", Kind.LOCAL, "norm"),
+        operator("up", Kind.COMPUTE, "gather", split=True),
+        operator("attention", Kind.COMPUTE, "up"),
+        operator("send", Kind.CROSS, "attention"),
+    )
+    return GraphPair.of(Graph("layer", operators, ("x",), ("send",), repeats=True))
+
+
+def profile(**options: object) -> Profile:
+    """Two chunks of one layer each, with round times."""
+    layout = Layout(["layer", "layer"], {0: [0], 1: [1]}, {"layer": layer()})
+    return Profile({}, layout, {("layer", entry): ms / 1e3 for entry, ms in MS.items()}, **options)
+
+
+def window() -> tuple[Timeline, list[Instruction]]:
+    """Two micro-batches on one rank."""
+    known = profile()
+    program = window_instructions(build_schedule("w", 1, 2)[0], known.layout)
+    return simulate(work_of(program, known.layout, known.times)), program
+
+
+def bar(start: float, end: float, stream: str = "compute", strand: str = "F", operator: str = "up") -> Bar:
+    return Bar(stream, strand, 0, f"{strand}0.layers.0.{operator}", start, end, stream != "compute")
+
+
+def boxes(path: Path) -> dict[str, tuple[float, float]]:
+    """Left edge and width of every named rectangle of an SVG file."""
+    found = {}
+    for group in ET.parse(path).iter(f"{SVG}g"):
+        if ":" in group.get("id", ""):
+            corners = re.findall(r"[ML] ([\d.]+) ([\d.]+)", group.find(f"{SVG}path").get("d"))
+            xs = [float(x) for x, _ in corners]
+            assert group.get("id") not in found
+            found[group.get("id")] = min(xs), max(xs) - min(xs)
+    return found
+
+
+PAIRS: dict[tuple[Name, Name], Pair] = {
+    (("layer", "F.up"), ("layer", "F.gather")): Pair(7e-3, 7e-3, 4e-3),
+    (("layer", "B.up.W"), ("layer", "F.gather")): Pair(13e-3, 13e-3, 5e-3),
+}
