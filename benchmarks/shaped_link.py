@@ -278,7 +278,7 @@ class Bench:
         if self.options.profile and self.options.rank == 0:
             profile.save(self.options.profile.format(rate=rate, microbatches=count))
         rules = self.options.plans or [rule for rule in PLANS if rule in RULES]
-        runners = planned(self.runner, list(dict.fromkeys([BASELINE, *rules])), profile)
+        runners = planned(self.runner, list(dict.fromkeys([BASELINE, *rules])), profile, count)
         predicted = {rule: predict_window(runner, profile, count) for rule, runner in runners.items()}
         overlaps = measure_overlap({**runners, **others}, window, self.options.repeats)
         # As `tune` does: the best of those that are predicted to be fastest.

@@ -160,7 +160,7 @@ def _write_trace(path: Path, work: Any, window: Any, profile: Profile) -> None:
     from hf_helix.runtime.mesh import rank
     from hf_helix.runtime.tuning import planned
 
-    runner = planned(work.runner, ["greedy"], profile)["greedy"]
+    runner = planned(work.runner, ["greedy"], profile, len(window))["greedy"]
     trace_window(runner, window)  # warms up
     spans = over_ranks(trace_window(runner, window).spans)
     if rank() == 0:
@@ -179,10 +179,10 @@ def run_plan(options: argparse.Namespace) -> None:
     from hf_helix.planning.search import bound
     from hf_helix.planning.window import window_instructions
 
-    profile = load_profile(options.profile).without(options.without)
+    profile = load_profile(options.profile, without=options.without)
     slots = _slots(options.microbatches)
     limit = bound(work_of(window_instructions(slots, profile.layout), profile.layout, profile.times), profile.layout)
-    plans = {rule: _plan(rule, profile) for rule in EVERY}
+    plans = {rule: _plan(rule, profile, slots) for rule in EVERY}
     predicted = {rule: predict_plan(plan, profile, slots)[1].seconds for rule, plan in plans.items()}
     print(f"a window of {options.microbatches} micro-batches; no plan can beat {limit * 1e3:,.1f} ms")
     print(f"{'plan':<12} {'predicted':>13} {'speed-up':>9} {'of bound':>9}")
@@ -195,7 +195,7 @@ def run_plan(options: argparse.Namespace) -> None:
     print(f"{options.rule}: {options.output}")
 
 
-def _plan(rule: str, profile: Profile) -> Plan:
+def _plan(rule: str, profile: Profile, slots: list[Slot]) -> Plan:
     from tqdm.auto import tqdm
 
     from hf_helix.planning.rules import make_plan
@@ -203,7 +203,12 @@ def _plan(rule: str, profile: Profile) -> Plan:
     model, mesh = _made_for(profile)
     with tqdm(total=100, desc=rule, unit="%", leave=False) as bar:
         return make_plan(
-            rule, profile, model=model, mesh=mesh, progress=lambda share: bar.update(round(100 * share) - bar.n)
+            rule,
+            profile,
+            model=model,
+            mesh=mesh,
+            slots=slots,
+            progress=lambda share: bar.update(round(100 * share) - bar.n),
         )
 
 

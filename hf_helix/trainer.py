@@ -159,7 +159,8 @@ class HelixTrainerMixin:
         check_placements(model, stage.placements)
         name = type(model).__name__
         self._tuner = Tuner(self.helix_config, name, describe(model, self._mesh))
-        plan = self._tuner.first_plan(stage.layout)
+        with watched():
+            plan = self._tuner.first_plan(stage.layout)
         peak = peak_tflops(torch.cuda.get_device_name(args.device)) if args.device.type == "cuda" else None
         self._live = LiveScore(token_flops(model), world_size(), self._mesh.dp_size, peak)
         schedule = self.helix_config.schedule

@@ -22,15 +22,16 @@ from hf_helix import __version__, cache
 from hf_helix.config import HelixConfig
 from hf_helix.planning.plan import Plan, load_plan, parse_plan
 from hf_helix.planning.profile import Profile, load_profile, rough_profile
-from hf_helix.planning.rules import RULES, make_plan
+from hf_helix.planning.rules import RULES
 from hf_helix.planning.window import Layout
 from hf_helix.report.scorecard import format_tuning
+from hf_helix.runtime.agreement import agree_on_text
 from hf_helix.runtime.measure import over_ranks
 from hf_helix.runtime.mesh import Mesh, rank
 from hf_helix.runtime.profiler import machine
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
-from hf_helix.runtime.tuning import BASELINE, CANDIDATES, Progress, Tuning, tune
+from hf_helix.runtime.tuning import BASELINE, CANDIDATES, Progress, Tuning, make_plans, tune
 
 # Rules that wait for a measurement in the first window; until then, a plan that needs none serves.
 MEASURED = {"auto": CANDIDATES, "search": ("search",), "dhelix": ("dhelix",)}
@@ -68,21 +69,26 @@ class Tuner:
         self._said_untuned = False
 
     def first_plan(self, layout: Layout) -> Plan:
-        """The plan that the run starts with.
+        """The plan that the run starts with. Collective.
 
         Raises:
             ValueError: a plan or profile file that is damaged or for something else.
         """
         name = self.config.plan
+        is_file = name not in MEASURED and name not in RULES
+        # Files may lie elsewhere on another host; what is in them is compared with the plan.
+        kinds = ("a file" if is_file else name, self.config.without, self.config.profile is not None)
+        agree_on_text("plan={!r}\nwithout={!r}\nprofile given: {}".format(*kinds), "plans")
         profile = self._given_profile(layout)
-        if name not in MEASURED and name not in RULES:
+        if is_file:
             return load_plan(name, layout.graphs, model=self._model, mesh=self._mesh)
         if name in MEASURED and profile is None:
             # One rank has nothing to hide, and one strand at a time is kinder to the caches.
             name = UNMEASURED if self.config.tp_size > 1 else BASELINE
         if name == "auto":
             name = UNMEASURED
-        return make_plan(name, profile or rough_profile(layout), model=self._model, mesh=self._mesh)
+        plans = make_plans([name], profile or rough_profile(layout), model=self._model, mesh=self._mesh)
+        return plans[name]
 
     def decide(self, runner: Runner, window: Sequence[MicroBatch]) -> Runner:
         """The runner to go on with; measures with the first window of two micro-batches or more. Collective."""
@@ -96,7 +102,7 @@ class Tuner:
         case = {**about, "plan": self.config.plan, "without": " ".join(self.config.without)}
         case["profile"] = self.config.profile or ""
         found = self._recall(case, runner) if self.config.cache else None
-        chosen, self.tuning = found or self._measure(runner, window, about, case)
+        chosen, self.tuning = found or self._measure(runner, window, whole, about, case)
         if rank() == 0:
             tqdm.write(format_tuning(self.tuning, len(window) / whole))
         return chosen
@@ -110,11 +116,15 @@ class Tuner:
         if self.config.profile is None:
             return None
         wanted: dict[str, str] = {key: self._about[key] for key in ("model", "mesh")}
-        found = load_profile(self.config.profile, about=wanted, layout=layout)
-        return replace(found, layout=layout)
+        return load_profile(self.config.profile, about=wanted, layout=layout, without=self.config.without)
 
     def _measure(
-        self, runner: Runner, window: Sequence[MicroBatch], about: Mapping[str, str], case: Mapping[str, str]
+        self,
+        runner: Runner,
+        window: Sequence[MicroBatch],
+        whole: int,
+        about: Mapping[str, str],
+        case: Mapping[str, str],
     ) -> tuple[Runner, Tuning]:
         with _progress_bar() as progress:
             chosen, tuning = tune(
@@ -123,6 +133,7 @@ class Tuner:
                 MEASURED[self.config.plan],
                 about=about,
                 profile=self._given_profile(runner.whole.layout),
+                microbatches=whole,
                 progress=progress,
             )
         tuning = replace(tuning, measured=cache.today())

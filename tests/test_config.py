@@ -155,7 +155,7 @@ def test_unknown_ablations_are_refused_by_name(name: object):
 
 @pytest.mark.parametrize("value", [1, 0, "yes", None, []])
 def test_a_cache_that_is_no_yes_or_no_is_refused(value: object):
-    with pytest.raises(TypeError, match="^cache must be true or false, such as cache=True; got ") as error:
+    with pytest.raises(TypeError, match=r"^cache must be true or false, such as cache=True; got ") as error:
         HelixConfig(cache=value)
     assert str(error.value).endswith(repr(value))
 

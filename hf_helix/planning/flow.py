@@ -101,32 +101,49 @@ class Window:
         return order
 
     def _keep_order(self, program: Sequence[Instruction], layout: Layout) -> None:
-        """Needs beyond values: a strand enters a unit once it has left the last but one; gradients add up in order."""
-        units: dict[bool, list[list[int]]] = {True: [], False: []}
+        """Needs beyond values: gradients add up in order, and a strand goes from unit to unit.
+
+        A strand enters a unit once it has left the last but one, a layer once it has left the layer before: the next
+        micro-batch's embedding may begin beside the head, but two layers of a strand are never under way at once.
+        """
         last: dict[tuple[int, str], int] = {}
-        named: dict[tuple[tuple[int, int, bool], str], int] = {}
-        open_units: dict[tuple[int, int, bool], list[int]] = {}
+        named: dict[tuple[Visit, str], int] = {}
+        visits: dict[Visit, list[int]] = {}
         for place, instruction in enumerate(program):
             op = instruction.operator
             assert op is not None
-            forward = op.part is Part.F
-            unit = (instruction.microbatch, instruction.unit, forward)
-            if unit not in open_units:
-                open_units[unit] = []
-                units[forward].append(open_units[unit])
-            if op.part is not Part.W:
-                open_units[unit].append(place)
-            if not forward:
+            visit = (op.part is Part.F, instruction.microbatch, instruction.unit)
+            if not visit[0]:
                 before = last.get((instruction.unit, op.name))
                 if before is not None:
                     self.needs[place].append(before)
                 for name in (op.name, *op.after):  # parts of one gradient, all of a micro-batch before the next
                     last[instruction.unit, name] = place
-            named[unit, op.name] = place
-            self.needs[place] += [named[unit, name] for name in op.after]
-        for strand in units.values():
-            for earlier, later in zip(strand, strand[2:], strict=False):
-                self.needs[later[0]].append(earlier[-1])
+            named[visit, op.name] = place
+            self.needs[place] += [named[visit, name] for name in op.after]
+            if op.part is not Part.W:
+                visits.setdefault(visit, []).append(place)
+        for forward in (True, False):
+            strand = [visit for visit in visits if visit[0] is forward]
+            for number, visit in enumerate(strand):
+                for earlier in strand[max(0, number - 2) : number]:
+                    if earlier is not strand[number - 1] or _both_repeat(layout, earlier, visit):
+                        self._enter_after(visits[visit], visits[earlier])
+
+    def _enter_after(self, places: list[int], earlier: list[int]) -> None:
+        """Nothing of a unit before the strand has left an earlier one."""
+        inside = set(places)
+        for place in places:
+            if not inside.intersection(self.needs[place]):
+                self.needs[place].append(earlier[-1])
+
+
+Visit = tuple[bool, int, int]
+"""Whether forward, which micro-batch, which unit."""
+
+
+def _both_repeat(layout: Layout, *visits: Visit) -> bool:
+    return all(layout.graphs[layout.units[unit]].forward.repeats for _, _, unit in visits)
 
 
 def flow_order(program: Sequence[Instruction], slots: Sequence[Slot], layout: Layout, flow: Flow) -> list[int]:

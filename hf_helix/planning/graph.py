@@ -250,6 +250,11 @@ def _followers(graph: Graph) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for op in graph.operators:
         for name in op.after:
+            if graph[name].split is not op.split:
+                raise ValueError(
+                    f"graph {graph.name!r}: {op.name!r} is declared to come after {name!r}, but only one of the two "
+                    "has a weight gradient apart; declare both with split, or none"
+                )
             found.setdefault(name, []).append(op.name)
     return found
 
@@ -290,3 +295,14 @@ def _gradient_names(
         writes.append(f"d.{value}" if is_last else f"d.{value}@{op.name}")
         adds.append(f"d.{value}@{chain[place - 1]}" if place else None)
     return tuple(writes), tuple(adds)
+
+
+def first_difference(mine: str, theirs: str) -> str:
+    """The first line in which two texts differ, both versions; empty when they are equal."""
+    left, right = mine.splitlines(), theirs.splitlines()
+    for number in range(max(len(left), len(right))):
+        a = left[number] if number < len(left) else "(nothing)"
+        b = right[number] if number < len(right) else "(nothing)"
+        if a != b:
+            return f"line {number + 1}: {a.strip()!r} against {b.strip()!r}"
+    return ""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import accumulate, combinations, permutations
+from itertools import accumulate, combinations, islice, permutations
 from operator import itemgetter
 
 from hf_helix.planning.baselines import sequential
@@ -61,13 +61,10 @@ def dhelix(forward: Graph | None, backward: Graph | None, profile: Profile) -> O
     block = _Block(forward, backward, profile)
     groups = _Search(block).run()
     strands = [[i for i, entry in enumerate(block.entries) if entry[0] == letter] for letter in "FB"]
-    if _total(block, strands) <= _total(block, groups) * (1 + NEAR):
+    alone, paired = (sum(block.seconds_of(group) for group in found) for found in (strands, groups))
+    if alone <= paired * (1 + NEAR):
         return baseline
     return _with_barriers(block, groups)
-
-
-def _total(block: _Block, groups: Sequence[Sequence[int]]) -> float:
-    return sum(block.seconds_of(group) for group in groups)
 
 
 def _with_barriers(block: _Block, groups: Sequence[Sequence[int]]) -> Order:
@@ -300,17 +297,18 @@ class _Search:
         return groups[::-1]
 
     def _states(self) -> list[State]:
-        """Every state after the first, each behind those that lead to it."""
-        for pending in range(PENDING, -1, -1):
-            found = [
-                (i, j, issued)
-                for (i, j), ready in self.ready.items()
-                for issued in sorted(ready & ~waiting for waiting in _subsets(ready, pending))
-            ]
-            states = [state for state in found if any(state) and self.block.valid(state)]
+        for pending in range(PENDING, 0, -1):
+            states = list(islice(self._states_with(pending), STATES + 1))
             if len(states) <= STATES:
-                break
-        return states
+                return states
+        return list(self._states_with(0))
+
+    def _states_with(self, pending: int) -> Iterator[State]:
+        """Every state after the first, each behind those that lead to it."""
+        for (i, j), ready in self.ready.items():
+            for issued in sorted(ready & ~waiting for waiting in _subsets(ready, pending)):
+                if (i or j or issued) and self.block.valid((i, j, issued)):
+                    yield i, j, issued
 
     def _reach(self, state: State) -> None:
         best: tuple[float, State, tuple[int, ...]] = (math.inf, state, ())

@@ -21,7 +21,7 @@ from typing import Any
 
 from hf_helix.planning.flow import Flow
 from hf_helix.planning.graph import Graph, GraphPair, Operator, digest
-from hf_helix.planning.profile import Profile, format_json
+from hf_helix.planning.profile import Profile, format_json, round_ms
 from hf_helix.planning.tiling import tile_graph
 
 FORMAT = "hf_helix.plan/2"
@@ -220,6 +220,7 @@ def parse_plan(text: str, pairs: Mapping[str, GraphPair], *, model: str, mesh: M
         if "flow" in data:
             return Plan(rule, model, dict(mesh), graphs, {}, _flow_from(data["flow"], pairs), tiles)
         orders = {Block.parse(name): tuple(order) for name, order in data["blocks"].items()}
+        _check_known(map(str, orders), map(str, all_blocks(pairs)), "block")
         for block in all_blocks(pairs):
             if block not in orders:
                 raise ValueError(f"block {str(block)!r} is missing")
@@ -233,13 +234,15 @@ def parse_plan(text: str, pairs: Mapping[str, GraphPair], *, model: str, mesh: M
 def _flow_data(flow: Flow) -> dict[str, Any]:
     operators: dict[str, dict[str, Any]] = {}
     for (unit, entry), seconds in flow.times.items():
-        figures = {"ms": seconds * 1e3, "bias_ms": flow.bias.get((unit, entry), 0.0) * 1e3}
+        bias = flow.bias.get((unit, entry), 0.0)
+        figures = {"ms": round_ms(seconds, 9), "bias_ms": round_ms(bias, 9)}
         operators.setdefault(unit, {})[entry] = figures
     return {"extra_layers": flow.extra_layers, "operators": operators}
 
 
 def _flow_from(data: Mapping[str, Any], pairs: Mapping[str, GraphPair]) -> Flow:
     times, bias = {}, {}
+    _check_known(data["operators"], pairs, "unit")
     for unit, pair in pairs.items():
         known = entries(pair.forward, pair.backward)
         found = data["operators"].get(unit, {})
@@ -249,22 +252,20 @@ def _flow_from(data: Mapping[str, Any], pairs: Mapping[str, GraphPair]) -> Flow:
             what = f"has no operator {strange[0]!r}" if strange else f"lacks the operator {missing[0]!r}"
             raise ValueError(f"the flow of unit {unit!r} {what}" if missing else f"unit {unit!r} {what}")
         for entry in known:
+            absent = [key for key in ("ms", "bias_ms") if key not in found[entry]]
+            if absent:
+                raise ValueError(f"{unit} {entry} lacks {absent[0]!r}")
             seconds, urgency = (float(found[entry][key]) / 1e3 for key in ("ms", "bias_ms"))
             if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(urgency)):
                 raise ValueError(f"impossible figures of {unit} {entry}: {found[entry]}")
             times[unit, entry], bias[unit, entry] = seconds, urgency
     extra = data["extra_layers"]
-    if not isinstance(extra, int) or extra < 0:
+    if not isinstance(extra, int) or isinstance(extra, bool) or extra < 0:
         raise ValueError(f"extra_layers must be a whole number of at least 0, got {extra!r}")
     return Flow(times, bias, extra)
 
 
-def first_difference(mine: str, theirs: str) -> str:
-    """The first line in which two texts differ, both versions; empty when they are equal."""
-    left, right = mine.splitlines(), theirs.splitlines()
-    for number in range(max(len(left), len(right))):
-        a = left[number] if number < len(left) else "(nothing)"
-        b = right[number] if number < len(right) else "(nothing)"
-        if a != b:
-            return f"line {number + 1}: {a.strip()!r} against {b.strip()!r}"
-    return ""
+def _check_known(found: Iterable[str], known: Iterable[str], what: str) -> None:
+    strange = sorted(set(found) - set(known))
+    if strange:
+        raise ValueError(f"this model has no {what} {strange[0]!r}")

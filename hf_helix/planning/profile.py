@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator, Part
+from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator, Part, first_difference
 from hf_helix.planning.window import Layout
 
 FORMAT = "hf_helix.profile/1"
@@ -62,6 +62,9 @@ class Profile:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_kinds", {name: op.kind for name, op in named_operators(self.layout)})
         check_times(self.layout, self.times, self.pairs)
+        for name in [*self.like, *self.like.values()]:
+            if name not in self.times:
+                raise ValueError(f"the profile names {_join(name)!r}, which is not an operator of these graphs")
         measured: dict[tuple[Name, Name], float] = {}
         by_kind: dict[tuple[Kind, Kind], list[tuple[float, float]]] = {}
         for (a, b), pair in self.pairs.items():
@@ -98,7 +101,7 @@ class Profile:
         """The text form that is kept in files."""
         operators: dict[str, dict[str, Any]] = {}
         for name, seconds in self.times.items():
-            figures: dict[str, Any] = {"ms": _ms(seconds), "spread": round(self.spread.get(name, 0.0), 3)}
+            figures: dict[str, Any] = {"ms": round_ms(seconds), "spread": round(self.spread.get(name, 0.0), 3)}
             if name in self.like:
                 figures["like"] = _join(self.like[name])
             operators.setdefault(name[0], {})[name[1]] = figures
@@ -110,9 +113,9 @@ class Profile:
                 {
                     "first": _join(a),
                     "second": _join(b),
-                    "together_ms": _ms(pair.together),
-                    "first_ms": _ms(pair.first),
-                    "second_ms": _ms(pair.second),
+                    "together_ms": round_ms(pair.together),
+                    "first_ms": round_ms(pair.first),
+                    "second_ms": round_ms(pair.second),
                     "oef": round(self.overlap_efficiency(a, b), 3),
                 }
                 for (a, b), pair in self.pairs.items()
@@ -146,7 +149,7 @@ def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
     """Raise ValueError, naming the operator, where times are missing, unknown or impossible."""
     known = {name for name, _ in named_operators(layout)}
-    for name in known - times.keys():
+    for name in sorted(known - times.keys()):
         raise ValueError(f"the profile does not cover operator {_join(name)!r}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
         if name not in known:
@@ -158,42 +161,62 @@ def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tupl
             _check_time(f"{_join(a)} beside {_join(b)}", seconds)
 
 
-def load_profile(path: str | Path, *, about: Mapping[str, str] | None = None, layout: Layout | None = None) -> Profile:
+def load_profile(
+    path: str | Path,
+    *,
+    about: Mapping[str, str] | None = None,
+    layout: Layout | None = None,
+    without: Collection[str] = (),
+) -> Profile:
     """Read a profile file.
 
     Args:
         about: what it must be for: every entry given here must be equal.
-        layout: whose graphs it must hold.
+        layout: what it is used for, whose graphs it must hold; None for its own.
+        without: see `Profile.without`.
 
     Raises:
         ValueError: damaged, impossible, incomplete or for something else; says what, and how to make it anew.
     """
-    remedy = f"measure anew with `hf-helix profile --model FOLDER --tp_size N --output {path}`, or leave `profile` out"
+    try:
+        return _load(path, about or {}, layout, without)
+    except ValueError as error:
+        raise ValueError(
+            f"profile file {path} {error}; measure anew with "
+            f"`hf-helix profile --model FOLDER --tp_size N --output {path}`, or leave `profile` out"
+        ) from error
+
+
+def _load(path: str | Path, about: Mapping[str, str], layout: Layout | None, without: Collection[str]) -> Profile:
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:
-        raise ValueError(f"profile={str(path)!r} is not a readable file: {error}; {remedy}") from error
+        raise ValueError(f"cannot be read: {error}") from error
     except ValueError as error:
-        raise ValueError(f"profile file {path} is damaged ({error}); {remedy}") from error
+        raise ValueError(f"is damaged: {error}") from error
     version = data.get("format") if isinstance(data, dict) else None
     if version != FORMAT:
-        raise ValueError(f"profile file {path} has format {version!r}, this version reads {FORMAT!r}; {remedy}")
+        raise ValueError(f"has format {version!r}, this version reads {FORMAT!r}")
     try:
-        profile = _profile_from(data)
+        profile = _profile_from(data).without(without)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise ValueError(f"profile file {path} is damaged: {what}; {remedy}") from error
-    for key, value in (about or {}).items():
+        raise ValueError(f"is damaged: {f'it lacks {error}' if isinstance(error, KeyError) else error}") from error
+    for key, value in about.items():
         if profile.about.get(key) != value:
-            raise ValueError(
-                f"profile file {path} is for {key} {profile.about.get(key)!r}, this run has {value!r}; {remedy}"
-            )
-    if layout is not None:
-        try:
-            check_times(layout, profile.times, {})
-        except ValueError as error:
-            raise ValueError(f"profile file {path} is for another model: {error}; {remedy}") from error
-    return profile
+            raise ValueError(f"is for {key} {profile.about.get(key)!r}, this run has {value!r}")
+    return profile if layout is None else _for_layout(profile, layout)
+
+
+def _for_layout(profile: Profile, layout: Layout) -> Profile:
+    """The profile with another rank's layout of the same graphs."""
+    known, wanted = ("\n".join(_described(found)) for found in (profile.layout, layout))
+    if known != wanted:
+        raise ValueError(f"is for other operators: {first_difference(known, wanted)}")
+    return replace(profile, layout=layout)
+
+
+def _described(layout: Layout) -> list[str]:
+    return [graph.describe() for _, pair in sorted(layout.graphs.items()) for graph in (pair.forward, pair.backward)]
 
 
 def format_json(data: Any, indent: str = "") -> str:
@@ -220,8 +243,10 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     times, spread, like = {}, {}, {}
     for unit, operators in data["operators"].items():
         for entry, figures in operators.items():
+            if "ms" not in figures:
+                raise ValueError(f"operator {unit}/{entry} lacks 'ms'")
             times[unit, entry] = float(figures["ms"]) / 1e3
-            spread[unit, entry] = float(figures["spread"])
+            spread[unit, entry] = float(figures.get("spread", 0.0))
             if "like" in figures:
                 like[unit, entry] = _split(figures["like"])
     pairs = {}
@@ -288,8 +313,9 @@ def _check_time(what: str, seconds: float) -> None:
         raise ValueError(f"impossible time of {what}: {seconds * 1e3!r} ms; times must be positive numbers")
 
 
-def _ms(seconds: float) -> float:
-    return float(f"{seconds * 1e3:.6g}")
+def round_ms(seconds: float, digits: int = 6) -> float:
+    """Milliseconds for files."""
+    return float(f"{seconds * 1e3:.{digits}g}")
 
 
 def _join(name: Name) -> str:

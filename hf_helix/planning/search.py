@@ -2,31 +2,35 @@
 
 In:   what a rank holds, its slots, and a profile.
 Out:  a `Flow`, with its predicted time and the bound that no order can beat.
-Must hold: the same on every machine for the same profile; within the memory that `extra_layers` allows; never longer,
-by the cost function, than `greedy` on the same profile.
+Must hold: within the memory that `extra_layers` allows; on the window that it is made for never longer, by the cost
+function, than `greedy` on the same profile.
 
-Annealing over the biases of a flow. A candidate is judged by the cost function on a window of a few micro-batches and
-layers, contention included; steady state, ends and boundaries between layers all count, as they do in a real window.
+Annealing over the biases of a flow, first on a chain of layers, the forward of one micro-batch beside the backward of
+another, where only the steady state counts; then, from what was found, on a short window with its ends and the
+boundaries between its units. A candidate is judged by the cost function, contention included. Of what comes out, and of
+`greedy`, the best on the whole window is kept.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hf_helix.planning.cost import Timeline, Work, simulate, work_of
 from hf_helix.planning.flow import EXTRA_LAYERS, Bias, Flow, Window
 from hf_helix.planning.graph import Graph, Part
 from hf_helix.planning.profile import Name, Profile, named_operators
-from hf_helix.planning.schedule import Slot, build_schedule
+from hf_helix.planning.schedule import Action, Slot, build_schedule
 from hf_helix.planning.window import Layout, window_instructions
 
-EFFORT = 3_000_000  # instructions ordered and simulated in one search
+EFFORT = 1_200_000  # of one annealing: instructions ordered and simulated, twice as dear where they slow each other
 MOST_STEPS = 6000
-TUNED_LAYERS = 3  # of a chunk; more of the same need no search of their own
-TUNED_MICROBATCHES = 5
+CHAIN_LAYERS, CHAIN_STARTS = 10, 2
+SHORT_LAYERS, SHORT_MICROBATCHES = 3, 5  # of a chunk, and of the window; more of the same need no search of their own
+USUAL_MICROBATCHES = 8
 
 Progress = Callable[[float], object]
 """Told how much of a search is done, from 0 to 1."""
@@ -51,21 +55,56 @@ def search(
     """The best flow found.
 
     Args:
-        slots: what the rank runs, for the judgement; by default a few micro-batches of the W schedule on one rank.
+        slots: what the rank runs in the window that the flow is made for; by default eight micro-batches of the W
+            schedule on one rank.
     """
-    layout = shorten(profile.layout)
-    slots = slots or build_schedule("w", 1, TUNED_MICROBATCHES)[0]
+    slots = slots or build_schedule("w", 1, USUAL_MICROBATCHES)[0]
+
+    def best(flows: Sequence[Flow]) -> Flow:
+        return min(flows, key=lambda flow: predict(flow, profile, slots).seconds)
+
+    found = [greedy(profile, extra_layers)]
+    views = [(*view, seed) for view in chains(profile.layout) for seed in range(CHAIN_STARTS)]
+    views.append((shorten(profile.layout), shorten_slots(slots), 0))
+    for number, (layout, few, seed) in enumerate(views):
+        start = found[0] if number < len(views) - 1 else best(found)
+        told = None if progress is None else functools.partial(_tell, progress, number, len(views))
+        found.append(_improve(start, profile, layout, few, seed, told))
+    return best(found)
+
+
+def chains(layout: Layout) -> list[tuple[Layout, list[Slot]]]:
+    """Of every kind of layer: the forward of a micro-batch beside the backward of another through several of them."""
+    names = dict.fromkeys(name for name in layout.units if layout.graphs[name].forward.repeats)
+    slots = [Slot(Action(0, "F", 1), Action(0, "B", 0))]
+    units = list(range(CHAIN_LAYERS))
+    return [(Layout([name] * len(units), {0: units}, {name: layout.graphs[name]}), slots) for name in names]
+
+
+def _improve(
+    start: Flow, profile: Profile, layout: Layout, slots: Sequence[Slot], seed: int, progress: Progress | None
+) -> Flow:
+    """The flow with the biases that annealing finds for a window."""
     program = window_instructions(slots, layout)
-    window = Window(program, slots, layout, profile.times, extra_layers)
+    window = Window(program, slots, layout, profile.times, start.extra_layers)
     slowdown = profile.slowdown if profile.pairs else None
 
     def cost(bias: Bias) -> float:
         return simulate(window.work, slowdown, window.order(bias)).seconds
 
-    flow = greedy(profile, extra_layers)
-    steps = min(MOST_STEPS, EFFORT // (2 * len(program)))
-    best = _anneal(flow.bias, max(profile.times.values()), cost, steps, bound(window.work, layout), progress)
-    return replace(flow, bias=best)
+    annealer = _Annealer(
+        names=window.work.names,
+        scale=max(profile.times.values()),
+        cost=cost,
+        steps=min(MOST_STEPS, EFFORT // (len(program) * (2 if slowdown is None else 4))),
+        goal=bound(window.work, layout),
+        dice=random.Random(seed),
+    )
+    return replace(start, bias=annealer.run(start.bias, progress))
+
+
+def _tell(progress: Progress, number: int, count: int, share: float) -> None:
+    progress((number + share) / count)
 
 
 def predict(flow: Flow, profile: Profile, slots: Sequence[Slot]) -> Timeline:
@@ -108,7 +147,7 @@ def longest_way(graph: Graph, seconds: dict[str, float]) -> float:
 
 
 def shorten(layout: Layout) -> Layout:
-    """The layout with at most `TUNED_LAYERS` repeating units in a chunk."""
+    """The layout with at most `SHORT_LAYERS` repeating units in a chunk."""
     units: list[str] = []
     chunks: dict[int, list[int]] = {}
     for stage, members in layout.chunks.items():
@@ -116,36 +155,53 @@ def shorten(layout: Layout) -> Layout:
         for unit in members:
             repeats = layout.graphs[layout.units[unit]].forward.repeats
             seen += repeats
-            if not repeats or seen <= TUNED_LAYERS:
+            if not repeats or seen <= SHORT_LAYERS:
                 chunks[stage].append(len(units))
                 units.append(layout.units[unit])
     return Layout(units, chunks, layout.graphs)
 
 
-def _anneal(
-    start: Bias, scale: float, cost: Callable[[Bias], float], steps: int, goal: float, progress: Progress | None
-) -> dict[Name, float]:
-    """The best bias seen; one operator's changes at a time."""
-    dice = random.Random(0)
-    names = list(start)
-    current = dict(start)
-    lowest = now = cost(current)
-    best = current
-    for step in range(steps):
-        if progress is not None and step % 50 == 0:
-            progress(step / steps)
-        if lowest <= goal * (1 + 1e-4):
-            break
-        name = dice.choice(names)
-        candidate = dict(current)
-        if dice.random() < 0.3:
-            candidate[name] = scale * dice.uniform(-1, 1)
-        else:
-            candidate[name] += scale * dice.uniform(-1, 1) * dice.choice((0.03, 0.15, 0.6))
-        seconds = cost(candidate)
-        heat = 0.001 * lowest * (1 - step / steps) + 1e-12
-        if seconds <= now or dice.random() < math.exp((now - seconds) / heat):
-            current, now = candidate, seconds
-            if now < lowest:
-                best, lowest = current, now
-    return best
+def shorten_slots(slots: Sequence[Slot]) -> list[Slot]:
+    """The slots without the micro-batches beyond the first `SHORT_MICROBATCHES`."""
+
+    def kept(action: Action | None) -> Action | None:
+        return action if action is not None and action.microbatch < SHORT_MICROBATCHES else None
+
+    few = [Slot(kept(slot.forward), kept(slot.backward)) for slot in slots]
+    return [slot for slot in few if slot.actions]
+
+
+@dataclass(frozen=True)
+class _Annealer:
+    """One operator's bias changes at a time; what is longer is taken now and then, ever more rarely."""
+
+    names: Sequence[Name]
+    scale: float
+    cost: Callable[[Bias], float]
+    steps: int
+    goal: float
+    dice: random.Random
+
+    def run(self, start: Bias, progress: Progress | None) -> Bias:
+        """The best bias seen."""
+        current = best = start
+        lowest = now = self.cost(current)
+        for step in range(self.steps):
+            if progress is not None and step % 50 == 0:
+                progress(step / self.steps)
+            if lowest <= self.goal * (1 + 1e-4):
+                break
+            candidate = self._neighbour(current)
+            seconds = self.cost(candidate)
+            heat = 0.001 * lowest * (1 - step / self.steps) + 1e-12
+            if seconds <= now or self.dice.random() < math.exp((now - seconds) / heat):
+                current, now = candidate, seconds
+                if now < lowest:
+                    best, lowest = current, now
+        return best
+
+    def _neighbour(self, bias: Bias) -> Bias:
+        name = self.dice.choice(self.names)
+        change = self.scale * self.dice.uniform(-1, 1)
+        anew = self.dice.random() < 0.3
+        return {**bias, name: change if anew else bias.get(name, 0.0) + change * self.dice.choice((0.03, 0.15, 0.6))}

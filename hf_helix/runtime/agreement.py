@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.planning.plan import first_difference
+from hf_helix.planning.graph import first_difference
 
 
 def agree_on_text(text: str, what: str) -> None:

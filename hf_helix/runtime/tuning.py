@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from hf_helix.planning.cost import work_of
-from hf_helix.planning.plan import parse_plan
+from hf_helix.planning.plan import Plan, parse_plan
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.rules import make_plan, predict_plan
+from hf_helix.planning.schedule import Slot
 from hf_helix.planning.search import bound
 from hf_helix.planning.window import window_instructions
 from hf_helix.runtime.measure import Overlap, measure_overlap
@@ -74,6 +75,7 @@ def tune(
     profile: Profile | None = None,
     timed: int = TIMED,
     repeats: int = 2,
+    microbatches: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Runner, Tuning]:
     """The runner of the fastest of the rules' plans. Collective; call it when there are no gradients.
@@ -83,11 +85,12 @@ def tune(
         profile: what to plan with; None to measure.
         timed: how many candidates are timed in real steps besides the baseline.
         repeats: how often each is timed.
+        microbatches: of the windows that plans are for; by default as many as `window` has.
     """
     if profile is None:
-        base = planned(runner, [BASELINE], rough_profile(runner.whole.layout))[BASELINE]
+        base = planned(runner, [BASELINE], rough_profile(runner.whole.layout), len(window))[BASELINE]
         profile = measure_profile(base, window, about, progress=_tell(progress, "measuring operators"))
-    runners = planned(runner, rules, profile, progress)
+    runners = planned(runner, rules, profile, microbatches or len(window), progress)
     predicted = {rule: predict_window(found, profile, len(window)) for rule, found in runners.items()}
     shortlist = sorted(predicted, key=lambda rule: (rule != BASELINE, predicted[rule]))[: timed + 1]
     chosen = {rule: found for rule, found in runners.items() if rule in shortlist}
@@ -105,16 +108,39 @@ def tune(
 
 
 def planned(
-    runner: Runner, rules: Sequence[str], profile: Profile, progress: Progress | None = None
+    runner: Runner,
+    rules: Sequence[str],
+    profile: Profile,
+    microbatches: int,
+    progress: Progress | None = None,
 ) -> dict[str, Runner]:
-    """A runner with the plan of each rule. Rank 0 makes the plans, every rank takes them over. Collective."""
+    """A runner with the plan of each rule for windows of so many micro-batches. Collective."""
+    slots = runner.slots(microbatches)
+    plans = make_plans(rules, profile, model=runner.plan.model, mesh=runner.plan.mesh, slots=slots, progress=progress)
+    return {rule: runner.with_plan(plan) for rule, plan in plans.items()}
+
+
+def make_plans(
+    rules: Sequence[str],
+    profile: Profile,
+    *,
+    model: str,
+    mesh: Mapping[str, int],
+    slots: Sequence[Slot] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Plan]:
+    """The plan of each rule: rank 0 makes them, every rank takes them over. Collective.
+
+    Raises:
+        RuntimeError: on every rank, if rank 0 could not make one.
+    """
     texts: dict[str, str] = {}
     error = ""
     if rank() == 0:
         try:
             for rule in rules:
                 told = _tell(progress, f"searching ({rule})")
-                plan = make_plan(rule, profile, model=runner.plan.model, mesh=runner.plan.mesh, progress=told)
+                plan = make_plan(rule, profile, model=model, mesh=mesh, slots=slots, progress=told)
                 texts[rule] = plan.to_json()
         except Exception as problem:  # every rank must hear of it
             error = f"rank 0 could not make a plan: {type(problem).__name__}: {problem}"
@@ -124,11 +150,8 @@ def planned(
         texts, error = box  # type: ignore[assignment]
     if error:
         raise RuntimeError(error)
-    graphs = runner.whole.graphs
-    plans = {
-        rule: parse_plan(text, graphs, model=runner.plan.model, mesh=runner.plan.mesh) for rule, text in texts.items()
-    }
-    return {rule: runner.with_plan(plan) for rule, plan in plans.items()}
+    graphs = profile.layout.graphs
+    return {rule: parse_plan(text, graphs, model=model, mesh=mesh) for rule, text in texts.items()}
 
 
 def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> float:

@@ -130,7 +130,8 @@ def test_sizes_that_do_not_divide(options: dict[str, Any], words: list[str], clu
 
 def test_plan_files(cluster_of: Any, tmp_path: Path) -> None:
     cluster, path = cluster_of(2), tmp_path / "plan.json"
-    text = cluster.run("save_plan", folder=str(tmp_path), helix={"tp_size": 2}, path=str(path))[0]
+    helix = {"tp_size": 2, "plan": "round_robin"}
+    text = cluster.run("save_plan", folder=str(tmp_path), helix=helix, path=str(path))[0]
 
     def message(content: str, **options: Any) -> str:
         path.write_text(content)

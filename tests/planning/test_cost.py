@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import networkx
 import pytest
@@ -61,19 +62,21 @@ def test_a_stream_runs_in_the_order_of_issue():
 
 
 def test_three_streams_run_beside_each_other():
-    timeline = simulate(work((COMPUTE, 1, []), (LOCAL, 5, [0]), (CROSS, 3, [0]), (COMPUTE, 2, []), (COMPUTE, 1, [1, 2])))
-    assert spans(timeline) == [(0, 1), (1, 6), (1, 4), (1, 3), (6, 7)]
+    rows = [(COMPUTE, 1, []), (LOCAL, 5, [0]), (CROSS, 3, [0]), (COMPUTE, 2, []), (COMPUTE, 1, [1, 2])]
+    assert spans(simulate(work(*rows))) == [(0, 1), (1, 6), (1, 4), (1, 3), (6, 7)]
 
 
 def test_at_a_barrier_the_compute_stream_waits_for_all_communication():
-    layer = pair("layer", compute("norm", "x", "n m"), collective("gather", "n"), compute("act", "m"), outputs="gather act")
+    operators = compute("norm", "x", "n m"), collective("gather", "n"), compute("act", "m")
+    layer = pair("layer", *operators, outputs="gather act")
     layout = Layout(["layer"], {0: [0]}, {"layer": layer})
     times = {("layer", "F.norm"): 1.0, ("layer", "F.gather"): 4.0, ("layer", "F.act"): 2.0}
     norm, gather, act = unit_instructions(layout, (0, 0), True)
     assert simulate(work_of([norm, gather, act], layout, times)).seconds == 5
     barred = simulate(work_of([norm, gather, BARRIER_INSTRUCTION, act], layout, times))
     assert spans(barred) == [(0, 1), (1, 5), (5, 5), (5, 7)]
-    assert [row[:3] for row in barred.spans()] == [("compute", "F.norm", 0), ("local", "F.gather", 1), ("compute", "F.act", 3)]
+    shown = [("compute", "F.norm", 0), ("local", "F.gather", 1), ("compute", "F.act", 3)]
+    assert [row[:3] for row in barred.spans()] == shown
 
 
 def factors(table: dict[tuple[int, int], float]) -> Slowdown:
@@ -158,7 +161,8 @@ def test_micro_batches_do_not_need_each_other():
     layout = layout_of(LLAMA, 2)
     program = window_instructions(slots_of(3), layout)
     needs = work_of(program, layout, random_times(layout, 0)).needs
-    assert all(program[need].microbatch == i.microbatch for i, found in zip(program, needs, strict=True) for need in found)
+    for instruction, found in zip(program, needs, strict=True):
+        assert all(program[need].microbatch == instruction.microbatch for need in found)
 
 
 def test_times_that_lack_an_operator_are_an_error():
@@ -220,7 +224,7 @@ def test_with_slowdown_each_does_its_work_at_the_rates_of_what_runs_beside_it(wo
     for place, before in enumerate(prerequisites(work)):
         assert starts[place] == max((ends[i] for i in before), default=0.0)
         done = 0.0
-        for a, b in zip(moments, moments[1:], strict=False):
+        for a, b in pairwise(moments):
             if starts[place] <= a and b <= ends[place]:
                 rate = 1.0
                 for other in range(len(work)):

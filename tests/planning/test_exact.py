@@ -123,8 +123,7 @@ def test_the_search_finds_the_shortest_pair_of_strands(size: int, num_layers: in
     ("size", "num_layers", "num_microbatches", "seed"), [(5, 1, 3, 0), (5, 1, 3, 3), (5, 2, 1, 2), (5, 2, 1, 5)]
 )
 def test_where_it_does_not_it_is_close(size: int, num_layers: int, num_microbatches: int, seed: int):
-    """Of 80 windows like these, the four that the search leaves longer: by 0.5, 1.3, 0.6 and 0.6 %. An operator is as
-    urgent in every layer and micro-batch, and a computation that waits can be overtaken only by its urgency."""
+    """Of 80 windows like these, the four that the search leaves longer: by 0.5, 1.3, 0.6 and 0.6 %."""
     profile, slots, most_layers = whole_window(size, num_layers, num_microbatches, seed)
     best = optimum(profile, slots, most_layers)
     assert best <= found(profile, slots) <= 1.013 * best

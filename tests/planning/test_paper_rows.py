@@ -15,7 +15,7 @@ sys.modules["paper_rows"] = paper
 spec.loader.exec_module(paper)
 
 ROWS = {row.name: row for row in paper.ROWS}
-FEW = ("Llama-8B TP4", "Llama-39B TP8", "GPT-6.7B TP4")
+FEW = ("Llama-39B TP8", "GPT-6.7B TP4", "A800 66B CP4")
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -60,3 +60,23 @@ def test_nothing_beats_the_bound(name):
     for contention in (1.0, 1.2):
         result = paper.judge(ROWS[name], contention, rules=("sequential", "greedy"))
         assert min(result.rules.values()) >= result.slowed * 0.998  # the two ends of a chain are not quite alike
+
+
+@pytest.mark.parametrize(("name", "contention"), [*((name, 1.0) for name in FEW), (FEW[1], 1.2)])
+def test_search_is_near_the_bound(name, contention):
+    result = paper.judge(ROWS[name], contention, rules=("dhelix", "search"))
+    assert result.rules["search"] <= result.rules["dhelix"]
+    assert result.slowed / result.rules["search"] >= 0.97
+    assert result.planning["search"] < 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_search_is_near_the_bound_on_all_rows():
+    for contention in (1.0, 1.2):
+        results = [paper.judge(row, contention, rules=("dhelix", "search")) for row in paper.ROWS]
+        longer = [result.row.name for result in results if result.rules["search"] > result.rules["dhelix"]]
+        assert not longer
+        assert max(result.planning["search"] for result in results) < 10
+        if contention == 1.0:
+            assert sum(result.bound / result.rules["search"] for result in results) / len(results) >= 0.97

@@ -28,7 +28,7 @@ from support.graphs import (
 from hf_helix.config import PLANS
 from hf_helix.planning.baselines import sequential
 from hf_helix.planning.flow import Flow
-from hf_helix.planning.graph import Graph, GraphPair, Operator, Part, derive_backward
+from hf_helix.planning.graph import Graph, GraphPair, Operator, Part, derive_backward, first_difference
 from hf_helix.planning.plan import (
     BARRIER,
     Block,
@@ -36,7 +36,6 @@ from hf_helix.planning.plan import (
     all_blocks,
     block_plan,
     entries,
-    first_difference,
     graphs_digest,
     load_plan,
     parse_plan,
@@ -247,7 +246,8 @@ def test_an_order_may_not_break_what_is_declared_to_come_after():
         validate_order(["F.up.1", "F.up.0", "F.join"], unit.forward, None)
     backward = ["B.join", "B.up.0.I", "B.up.1.I", "B.up.1.W", "B.up.0.W"]
     validate_order(backward, None, unit.backward)
-    with pytest.raises(ValueError, match=r"'B\.up\.0\.W' comes before up\.1\.W:(.|\n)*--> B\.up\.0\.W\n    B\.up\.1\.W$"):
+    arrow = r"--> B\.up\.0\.W\n    B\.up\.1\.W$"
+    with pytest.raises(ValueError, match=rf"'B\.up\.0\.W' comes before up\.1\.W:(.|\n)*{arrow}"):
         validate_order(swapped(backward, "B.up.0.W", "B.up.1.W"), None, unit.backward)
 
 
@@ -312,16 +312,16 @@ def test_a_saved_plan_comes_back_the_same(plan: Plan, file: Path):
         assert loaded.order("layer", None) == plan.orders[Block("layer", None)]
 
 
-FLOW_XFAIL = "plan.py: seconds * 1e3 / 1e3 is not the same number for every float"
-
-
-@pytest.mark.xfail(strict=True, reason=FLOW_XFAIL)
-def test_a_flow_comes_back_exactly():
+def test_a_flow_that_was_read_is_written_and_read_the_same():
+    """Files hold nine digits, so only the first time may round."""
     layout = layout_of(UNITS, 3)
     for seed in range(20):
         found = Flow({n: s * math.pi for n, s in random_times(layout, seed).items()}, random_bias(layout, seed))
         loaded = parse_plan(plan_of_flow(found, layout).to_json(), UNITS, model="Llama", mesh={"tp_size": 2})
-        assert loaded.flow == found
+        assert all(loaded.flow.times[name] == pytest.approx(found.times[name], rel=1e-8) for name in found.times)
+        again = parse_plan(loaded.to_json(), UNITS, model="Llama", mesh={"tp_size": 2})
+        assert again.flow == loaded.flow
+        assert again.to_json() == loaded.to_json()
 
 
 def test_an_operator_without_a_bias_has_none():
@@ -366,7 +366,7 @@ BLOCK_DAMAGES = [
     (lambda data: data["blocks"].update({"F.layer": "F.add"}), r"is damaged: block F\.layer: 'F' is not an operator"),
     (lambda data: data["blocks"]["F.layer"].remove("F.add"), r"is damaged: block F\.layer: the order lacks F\.add"),
     (swap_first, r"block F\.layer: 'F\.gather' comes before .* writes norm:\n--> F\.gather\n    F\.norm\n"),
-    (lambda data: data["blocks"]["F.layer"].append("F.add"), r"F\.layer: 'F\.add' comes a second time:(.|\n)*--> F\.add"),
+    (lambda data: data["blocks"]["F.layer"].append("F.add"), r"'F\.add' comes a second time:(.|\n)*--> F\.add"),
     (lambda data: data["blocks"]["F.layer"].append("F.up-1"), r"'F\.up-1' is not an operator of this block"),
 ]
 
@@ -385,7 +385,7 @@ FLOW_DAMAGES = [
     (lambda data: data["flow"]["operators"].pop("head"), "the flow of unit 'head' lacks the operator 'F.gather'"),
     (lambda data: figures(data).pop("B.up.W"), "the flow of unit 'layer' lacks the operator 'B.up.W'"),
     (lambda data: figures(data).update({"F.nope": {}}), "unit 'layer' has no operator 'F.nope'"),
-    (lambda data: figures(data)["F.up"].pop("bias_ms"), "is damaged: it lacks 'bias_ms'"),
+    (lambda data: figures(data)["F.up"].pop("bias_ms"), "is damaged: layer F.up lacks 'bias_ms'"),
     (lambda data: figures(data)["F.up"].update(ms=0), "impossible figures of layer F.up: .*'ms': 0"),
     (lambda data: figures(data)["F.up"].update(ms=-1), "impossible figures of layer F.up: .*'ms': -1"),
     (lambda data: figures(data)["F.up"].update(ms=math.inf), "impossible figures of layer F.up: .*'ms': inf"),
@@ -393,7 +393,7 @@ FLOW_DAMAGES = [
     (lambda data: figures(data)["F.up"].update(ms="long"), "is damaged: .*'long'"),
 ]
 DAMAGES = [
-    (lambda data: data.update(format="hf_helix.plan/1"), "has format 'hf_helix.plan/1', this version reads 'hf_helix.plan/2'"),
+    (lambda data: data.update(format="hf_helix.plan/1"), "has format 'hf_helix.plan/1', this version reads"),
     (lambda data: data.pop("format"), "has format None"),
     (lambda data: data.pop("rule"), "is damaged: it needs `rule`, and either `blocks` or `flow`"),
     (lambda data: data.pop("graphs"), "is for graphs None"),
@@ -411,7 +411,6 @@ def test_a_damaged_file_is_refused_with_the_reason_and_a_remedy(file: Path, dama
     check_refused(file, message)
 
 
-@pytest.mark.xfail(strict=True, reason="plan.py: what belongs to no unit of the model is taken in silence")
 @pytest.mark.parametrize(
     ("plan", "damage"),
     [

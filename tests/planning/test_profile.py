@@ -77,7 +77,8 @@ def test_pairs_that_were_not_measured_get_the_mean_of_their_kinds():
 
 
 def test_means_are_of_the_same_kinds_only():
-    crossing = pair("layer", compute("norm", "x"), collective("gather", "norm", kind=Kind.CROSS), compute("up", "gather"))
+    gather = collective("gather", "norm", kind=Kind.CROSS)
+    crossing = pair("layer", compute("norm", "x"), gather, compute("up", "gather"))
     layout = layout_of({**LLAMA, "layer": crossing}, 2)
     pairs = {(("layer", "F.up"), ("layer", "F.gather")): Pair(9e-3, 2e-3, 9e-3)}
     profile = profile_of(layout, {**efforts(layout), ("layer", "F.gather"): 9e-3}, pairs=pairs)
@@ -187,7 +188,7 @@ DAMAGES = [
     (lambda d: layer_of(d)["F.mlp.up"].update(ms=-3), r"impossible time of layer/F\.mlp\.up: -3\.0 ms"),
     (lambda d: layer_of(d)["F.mlp.up"].update(ms=math.nan), r"impossible time of layer/F\.mlp\.up: nan ms"),
     (lambda d: layer_of(d)["F.mlp.up"].update(ms="long"), "damaged: .*'long'"),
-    (lambda d: layer_of(d)["F.mlp.up"].pop("ms"), "damaged: it lacks 'ms'"),
+    (lambda d: layer_of(d)["F.mlp.up"].pop("ms"), r"damaged: operator layer/F\.mlp\.up lacks 'ms'"),
     (lambda d: d["pairs"][0].update(first="layer/F.nope"), r"names 'layer/F\.nope'"),
     (lambda d: d["pairs"][0].update(together_ms=0), r"impossible time of layer/F\.mlp\.up beside layer/F\.mlp\.gather"),
     (lambda d: d.pop("operators"), "it lacks 'operators'"),
@@ -225,11 +226,11 @@ def test_a_file_that_is_no_profile_is_refused(file: Path, content: bytes):
 
 def test_a_truncated_file_is_refused(file: Path):
     file.write_text(file.read_text()[:-200])
-    check_refused(file, "is damaged .*line")
+    check_refused(file, "is damaged: .*line")
 
 
 def test_a_file_that_does_not_exist_is_refused(tmp_path: Path):
-    check_refused(tmp_path / "absent.json", "is not a readable file")
+    check_refused(tmp_path / "absent.json", "cannot be read")
 
 
 def test_a_profile_for_another_case_is_refused(file: Path):
@@ -238,18 +239,16 @@ def test_a_profile_for_another_case_is_refused(file: Path):
 
 
 def test_a_profile_with_other_operators_is_refused(file: Path):
-    check_refused(file, r"is for another model: the profile (does not cover|names)", layout=layout_of(SMALL, 3))
+    check_refused(file, "is for other operators: line 1: .* against", layout=layout_of(SMALL, 3))
 
 
-@pytest.mark.xfail(strict=True, reason="profile.py: load_profile compares the names of operators, not the graphs")
 def test_a_profile_with_other_graphs_of_the_same_names_is_refused(file: Path):
     forward = LLAMA["layer"].forward
     crossing = [replace(op, kind=Kind.CROSS) if op.kind.communicates else op for op in forward.operators]
     layer = pair("layer", *crossing, repeats=True)
-    check_refused(file, "another model", layout=layout_of({**LLAMA, "layer": layer}, 3))
+    check_refused(file, r"other operators: .*attn.gather \[local.* against .*attn.gather \[cross", layout=layout_of({**LLAMA, "layer": layer}, 3))
 
 
-@pytest.mark.xfail(strict=True, reason="profile.py: an unknown operator under `like` is silently taken for unmeasured")
 def test_what_an_operator_is_like_must_exist(file: Path):
     data = json.loads(file.read_text())
     layer_of(data)["F.mlp.scatter"]["like"] = "layer/F.nope"

@@ -95,7 +95,11 @@ SMALL_LAYER = pair(
     compute("add", "x scatter"),
     repeats=True,
 )
-SMALL = {"embedding": EMBEDDING, "layer": SMALL_LAYER, "head": pair("head", linear("logits", "x"), compute("loss", "logits"))}
+SMALL = {
+    "embedding": EMBEDDING,
+    "layer": SMALL_LAYER,
+    "head": pair("head", linear("logits", "x"), compute("loss", "logits")),
+}
 
 
 def layout_of(graphs: Mapping[str, GraphPair], num_layers: int) -> Layout:

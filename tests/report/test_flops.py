@@ -1,0 +1,80 @@
+"""Model FLOPs against those counted by hand and by torch; peaks of devices by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import VOCABULARY, llama
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_helix.report.flops import TokenFlops, peak_tflops, token_flops
+
+# A layer: q and o 32 x 32, k and v 32 x 16 (2 of 4 heads of 8), three of 32 x 57.
+LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 57
+HEAD = 32 * VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("changes", "linear", "attention"),
+    [
+        ({}, 3 * LAYER + HEAD, 3 * 4 * 8),
+        ({"num_hidden_layers": 1}, LAYER + HEAD, 4 * 8),
+        ({"tie_word_embeddings": True}, 3 * LAYER + HEAD, 3 * 4 * 8),  # a tied head computes as much
+        ({"attention_bias": True, "mlp_bias": True}, 3 * LAYER + HEAD, 3 * 4 * 8),  # weights only
+        ({"num_key_value_heads": 4}, 3 * (LAYER + 2 * 32 * 16) + HEAD, 3 * 4 * 8),  # as many heads attend
+        ({"head_dim": 16}, 3 * (2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 57) + HEAD, 3 * 4 * 16),
+    ],
+    ids=str,
+)
+def test_by_hand(changes: dict[str, Any], linear: int, attention: int) -> None:
+    found = token_flops(llama(**changes))
+    assert found.linear == 6 * linear
+    # Scores and values, 2 each and forward and twice that backward.
+    assert found.attention_per_length == 12 * attention
+
+
+def test_the_two_conventions() -> None:
+    flops = TokenFlops(linear=100.0, attention_per_length=10.0)
+    assert flops.full(6) == 160.0
+    assert flops.causal(6) == 130.0
+
+
+@pytest.mark.parametrize("length", [8, 33])
+def test_torch_counts_the_same(length: int) -> None:
+    """Eager attention computes every score, so all of `full`; the rest is rotary angles."""
+    model = llama(attn_implementation="eager")
+    ids = torch.ones(2, length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert counter.get_total_flops() == pytest.approx(2 * length * token_flops(model).full(length), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA A40", 149.7),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce GTX 1080 Ti", None),
+        ("Quadro RTX 8000", None),
+        ("", None),
+    ],
+)
+def test_peaks(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
+
+
+@pytest.mark.xfail(strict=True, reason="a peak is taken from the first known name that the device's name contains")
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA A10G", "NVIDIA RTX A4000", "NVIDIA RTX A1000 Laptop GPU"])
+def test_devices_with_names_like_others_are_not_guessed(name: str) -> None:
+    assert peak_tflops(name) is None

@@ -1,0 +1,208 @@
+"""Measuring, tuning and scoring, for a `Cluster`. Named "support.tuning_jobs:function" there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from support.jobs import _microbatches, make_trainer, window_gradients
+from support.models import arguments
+
+from hf_helix.planning import search
+from hf_helix.planning.graph import Kind
+from hf_helix.planning.profile import Profile, named_operators, rough_profile
+from hf_helix.runtime import tuning
+from hf_helix.runtime.profiler import measure_profile
+
+
+@contextlib.contextmanager
+def hasty() -> Iterator[None]:
+    """Searches of a few steps."""
+    usual, search.EFFORT = search.EFFORT, 20_000
+    try:
+        yield
+    finally:
+        search.EFFORT = usual
+
+
+# -- the profiler ------------------------------------------------------------------------------------------------
+
+
+def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -> dict[str, Any]:
+    """Measure a window of two; what came out, and whether anything else changed. Rank 0 saves the file."""
+    trainer = make_trainer(folder, {"tp_size": options.pop("tp_size", 2), "plan": "sequential"}, **options)
+    trainer.model.train()
+    window = _microbatches(trainer, 2)
+    trainer.runner.train_window(window)  # whatever is made on first use
+    trainer.model.zero_grad(set_to_none=True)
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    buffers = [buffer.detach().clone() for buffer in trainer.model.buffers()]
+    numbers = torch.get_rng_state()
+    about = {**trainer._tuner._about, "shapes": ", ".join(batch.shape for batch in window)}
+    shares: list[float] = []
+    found = measure_profile(trainer.runner, window, about, pairs, progress=shares.append)
+    if output and dist.get_rank() == 0:
+        found.save(output)
+    dist.barrier()
+    return {
+        **_plain(found),
+        "shares": shares,
+        "same_parameters": all(map(torch.equal, before, trainer.model.parameters())),
+        "same_buffers": all(map(torch.equal, buffers, trainer.model.buffers())),
+        "same_random_state": torch.equal(numbers, torch.get_rng_state()),
+        "gradients": sum(parameter.grad is not None for parameter in trainer.model.parameters()),
+        "traced": trainer.runner.executor.streams.trace is not None,
+    }
+
+
+def _plain(found: Profile) -> dict[str, Any]:
+    kinds = {name: op.kind for name, op in named_operators(found.layout)}
+    return {
+        "text": found.to_json(),
+        "about": dict(found.about),
+        "times": dict(found.times),
+        "pairs": {names: (pair.together, pair.first, pair.second) for names, pair in found.pairs.items()},
+        "like": dict(found.like),
+        "kinds": {name: kind.value for name, kind in kinds.items()},
+        "layers": [name for name in kinds if found.layout.graphs[name[0]].forward.repeats],
+        "computing": [name for name, kind in kinds.items() if kind is Kind.COMPUTE],
+    }
+
+
+def save_rough_profile(folder: str, path: str, **options: Any) -> None:
+    """A profile file for this model and mesh, without a measurement."""
+    trainer = make_trainer(folder, {"tp_size": 2, "plan": "sequential"}, **options)
+    if dist.get_rank() == 0:
+        rough = rough_profile(trainer.runner.whole.layout)
+        Profile({**trainer._tuner._about, **rough.about}, rough.layout, rough.times).save(path)
+    dist.barrier()
+
+
+# -- tuning ------------------------------------------------------------------------------------------------------
+
+
+class Measured(RuntimeError):
+    """Something was measured that should have been known."""
+
+
+def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False, **options: Any) -> dict[str, Any]:
+    """Train a little with a cache of its own: the plan, what was measured and what was said.
+
+    Args:
+        forbidden: measuring operators raises.
+    """
+    usual, measured = tuning.measure_profile, []
+
+    def counted(*args: Any, **kwargs: Any) -> Profile:
+        if forbidden:
+            raise Measured
+        measured.append(1)
+        return usual(*args, **kwargs)
+
+    previous = os.environ["HELIX_CACHE"]
+    os.environ["HELIX_CACHE"] = cache
+    tuning.measure_profile = counted
+    output = io.StringIO()
+    try:
+        with hasty(), contextlib.redirect_stdout(output):
+            trainer = make_trainer(folder, {"tp_size": 2, **helix}, **options)
+            first = trainer.plan.rule
+            trainer.train()
+    finally:
+        os.environ["HELIX_CACHE"] = previous
+        tuning.measure_profile = usual
+    found = trainer.tuning
+    return {
+        "first": first,
+        "plan": trainer.plan.to_json(),
+        "rule": trainer.plan.rule,
+        "measured": len(measured),
+        "said": [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")],
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "tuning": None
+        if found is None
+        else {
+            "kept": found.kept,
+            "measured": found.measured,
+            "steps": {rule: overlap.step for rule, overlap in found.overlaps.items()},
+            "predicted": dict(found.predicted),
+            "bound": found.bound,
+            "has_profile": found.profile is not None,
+            "ranks": found.ranks,
+            "gradient_bytes": found.gradient_bytes,
+        },
+    }
+
+
+# -- plans -------------------------------------------------------------------------------------------------------
+
+
+def compare_plans(folder: str, plans: Sequence[dict[str, Any]], num_microbatches: int, **options: Any) -> Any:
+    """A window under each: rank 0's losses and gradients under the first, and of the others what differs from it."""
+    path = str(Path(folder) / "rough.json")
+    if any(plan["plan"] in ("search", "dhelix") for plan in plans):
+        save_rough_profile(folder, path, **options)
+    first, rows = None, []
+    with hasty():
+        for plan in plans:
+            helix = {"tp_size": 2, **plan}
+            if plan["plan"] in ("search", "dhelix"):
+                helix["profile"] = path
+            run = window_gradients(folder, helix, num_microbatches, **options)
+            first = first or run
+            rows.append({"losses": run["losses"], **_differences(run["gradients"], first["gradients"])})
+    return {"gradients": first["gradients"] if dist.get_rank() == 0 else None, "rows": rows}
+
+
+def _differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Names whose bits differ, and the largest relative distance."""
+    known = {name: value for name, value in expected.items() if value is not None}  # None on other ranks
+    distances = [
+        np.linalg.norm((found[name] - value).astype(np.float64)) / np.linalg.norm(value)
+        for name, value in known.items()
+    ]
+    differing = [name for name, value in known.items() if not np.array_equal(found[name], value)]
+    return {"differing": differing, "distance": float(max(distances, default=0.0)), "compared": len(known)}
+
+
+# -- the scorecard while training ----------------------------------------------------------------------------------
+
+
+def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = False, **options: Any) -> dict[str, Any]:
+    """Train, and return the logs; write a trace; measure the overlap at the end."""
+    with hasty(), contextlib.redirect_stdout(io.StringIO()):
+        trainer = make_trainer(folder, {"tp_size": 2, **helix}, **options)
+        trainer.train()
+    if trace:
+        trainer.trace(trace)
+    result = {
+        "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
+        "other_logs": [entry for entry in trainer.state.log_history if "loss" not in entry],
+        "plan": trainer.plan.rule,
+        "still_traced": trainer.runner.executor.streams.trace is not None,
+        "gradients": sum(parameter.grad is not None for parameter in trainer.model.parameters()),
+    }
+    if measure:
+        overlap = trainer.measure_overlap(repeats=1)
+        result["overlap"] = {
+            "bytes_moved": overlap.bytes_moved,
+            "by_kind": dict(overlap.overlapped_by_kind),
+            "overlapped": overlap.overlapped_fraction,
+            "tokens": overlap.tokens,
+        }
+    return result
+
+
+def trace_untrained(folder: str) -> None:
+    make_trainer(folder, {"tp_size": 2, "plan": "greedy"}).trace(str(Path(folder) / "trace.json"))
+
+
+def world() -> int:
+    return arguments("unused").world_size

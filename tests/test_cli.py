@@ -1,0 +1,434 @@
+"""`hf-helix`: plan and show work from files alone, profile starts its own processes; bad input takes one message."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.profiles import GATHER, MODEL, UP, broken, tiny_profile
+from transformers import LlamaConfig
+
+from hf_helix import cli
+from hf_helix.cli import EVERY, main
+from hf_helix.config import ABLATIONS
+from hf_helix.planning import search
+from hf_helix.planning.plan import load_plan
+from hf_helix.planning.profile import load_profile
+from hf_helix.planning.rules import make_plan, predict_plan
+from hf_helix.planning.schedule import build_schedule
+
+MESH = {"tp_size": 2, "pp_size": 1}
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches of a few steps."""
+    monkeypatch.setattr(search, "EFFORT", 20_000)
+
+
+@pytest.fixture
+def two_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command predicts these only, for what is not about the others: they take seconds."""
+    monkeypatch.setattr(cli, "EVERY", ("sequential", "greedy"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    tiny_profile().save(tmp_path / "profile.json")
+    return tmp_path / "profile.json"
+
+
+def plan_file(rule: str, path: Path) -> Path:
+    """A plan for the profile by hand."""
+    make_plan(rule, tiny_profile(), model=MODEL, mesh=MESH).save(path)
+    return path
+
+
+def run(*words: object) -> None:
+    main([str(word) for word in words])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What the command says when it ends with status 2; it says it once and prints nothing else."""
+    with pytest.raises(SystemExit) as caught:
+        run(*words)
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """As `refused`, by the command itself, in one line that names it."""
+    text = refused(capsys, *words)
+    assert text.startswith(f"hf-helix {words[0]}: ")
+    assert text.count("\n") == 1, text
+    return text
+
+
+# plan
+
+
+@pytest.mark.parametrize("rule", ["sequential", "greedy"])
+def test_a_rules_plan_is_saved_and_loads(rule: str, file: Path, tmp_path: Path, two_rules: None, capsys: Any) -> None:
+    output = tmp_path / "plan.json"
+    run("plan", file, "--rule", rule, "--output", output)
+    plan = load_plan(output, tiny_profile().layout.graphs, model=MODEL, mesh=MESH)
+    assert plan.rule == rule
+    saved = [line for line in capsys.readouterr().out.splitlines() if line.endswith("<- saved")]
+    assert [line.split()[0] for line in saved] == [rule]
+
+
+def test_the_table_is_what_the_cost_function_says(file: Path, tmp_path: Path, capsys: Any) -> None:
+    run("plan", file, "--rule", "dhelix", "--microbatches", "3", "--output", tmp_path / "plan.json")
+    head, titles, *rows, last = capsys.readouterr().out.splitlines()
+    assert head.startswith("a window of 3 micro-batches; no plan can beat ")
+    limit = float(head.split()[-2])
+    assert titles.split() == ["plan", "predicted", "speed-up", "of", "bound"]
+    assert [row.split()[0] for row in rows] == list(EVERY)
+    figures = {row.split()[0]: (float(row.split()[1]), float(row.split()[3].rstrip("x"))) for row in rows}
+    profile = tiny_profile()
+    plan = load_plan(tmp_path / "plan.json", profile.layout.graphs, model=MODEL, mesh=MESH)
+    seconds = predict_plan(plan, profile, build_schedule("w", 1, 3)[0])[1].seconds
+    assert figures["dhelix"][0] == pytest.approx(seconds * 1e3, abs=0.05)
+    assert figures["sequential"][1] == 1.0
+    for milliseconds, speedup in figures.values():
+        assert milliseconds >= limit - 0.1
+        assert speedup == pytest.approx(figures["sequential"][0] / milliseconds, abs=0.01)
+    assert figures["search"][0] < figures["sequential"][0]
+    assert last == f"dhelix: {tmp_path / 'plan.json'}"
+
+
+def test_search_is_saved_where_nothing_else_is_asked_for(file: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "EVERY", ("sequential", "search"))
+    run("plan", file)
+    assert json.loads((tmp_path / "plan.json").read_text())["rule"] == "search"
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in ABLATIONS), ABLATIONS])
+def test_plans_without_what_is_ablated(names: tuple[str, ...], file: Path, tmp_path: Path, two_rules: None) -> None:
+    output = tmp_path / "plan.json"
+    run("plan", file, "--rule", "greedy", "--output", output, "--without", *names)
+    graphs = tiny_profile().without(names).layout.graphs
+    assert load_plan(output, graphs, model=MODEL, mesh=MESH).rule == "greedy"
+
+
+def test_nothing_overlaps_where_nothing_may(file: Path, tmp_path: Path, capsys: Any) -> None:
+    run("plan", file, "--output", tmp_path / "plan.json", "--without", "local", "cross")
+    rows = capsys.readouterr().out.splitlines()[2:-1]
+    # All on one stream: every order takes as long, but for cutting into tiles.
+    assert {row.split()[3] for row in rows if not row.startswith("intra_batch")} == {"1.00x"}
+
+
+# show
+
+
+def test_a_plan_as_text(file: Path, tmp_path: Path, capsys: Any) -> None:
+    plan_file("greedy", tmp_path / "plan.json")
+    run("show", tmp_path / "plan.json", "--profile", file, "--microbatches", "2", "--width", "90")
+    title, *rows = capsys.readouterr().out.splitlines()
+    assert title.startswith("greedy: 2 micro-batches, predicted ")
+    assert [row.split()[0] for row in rows[:2]] == ["compute", "local"]
+    assert all(len(row) <= 90 for row in rows)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_pictures(suffix: str, file: Path, tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    plan_file("intra_batch", tmp_path / "plan.json")
+    run("show", tmp_path / "plan.json", "--profile", file, "--output", tmp_path / f"plan{suffix}")
+    assert capsys.readouterr().out == f"{tmp_path}/plan{suffix}\n"
+    run("show", file, "--output", tmp_path / f"oef{suffix}")
+    assert capsys.readouterr().out == f"{tmp_path}/oef{suffix}\n{tmp_path}/oef-breakdown{suffix}\n"
+    for name in ("plan", "oef", "oef-breakdown"):
+        start = (tmp_path / f"{name}{suffix}").read_bytes()[:8]
+        assert start.startswith(b"<?xml" if suffix == ".svg" else b"\x89PNG"), name
+
+
+def test_a_profile_as_text(file: Path, capsys: Any) -> None:
+    run("show", file)
+    text = capsys.readouterr().out
+    assert "device: by hand" in text
+    assert "overlap efficiency" in text
+    # (3 + 2 - 3.4) / 2
+    assert "0.80" in text
+    assert "local communication" in text
+
+
+def test_a_profile_without_pairs_as_text(tmp_path: Path, capsys: Any) -> None:
+    tiny_profile(pairs={}).save(tmp_path / "profile.json")
+    run("show", tmp_path / "profile.json")
+    assert "no pairs of operators were measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("plan", "P"), ("show", "P"), ("show", "Q", "--profile", "P")], ids=str)
+def test_plan_and_show_need_no_torch(words: tuple[str, ...], file: Path, tmp_path: Path) -> None:
+    plan_file("greedy", tmp_path / "made.json")
+    names = {"P": str(file), "Q": str(tmp_path / "made.json")}
+    script = (
+        "import sys\nfrom hf_helix.planning import search\nfrom hf_helix.cli import main\nsearch.EFFORT = 20_000\n"
+        f"main({[names.get(word, word) for word in words]!r})\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'numpy', 'matplotlib'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=120)
+
+
+# Bad input
+
+
+def garbage(path: Path, text: bytes) -> Path:
+    path.write_bytes(text)
+    return path
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"not JSON", b"\xff\xfe\x00", b"[1, 2"])
+def test_what_is_no_json_is_refused(text: bytes, tmp_path: Path, capsys: Any) -> None:
+    path = garbage(tmp_path / "x.json", text)
+    assert f"{path} is not JSON" in said(capsys, "show", path)
+    assert str(path) in said(capsys, "plan", path, "--output", tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize("data", [{}, [], 5, None, "hf_helix.plan/2", {"format": None}, {"format": "other/1"}])
+def test_what_is_neither_plan_nor_profile_is_refused(data: object, tmp_path: Path, capsys: Any) -> None:
+    path = garbage(tmp_path / "x.json", json.dumps(data).encode())
+    assert "is neither a plan nor a profile" in said(capsys, "show", path)
+    assert "has format" in said(capsys, "plan", path)
+
+
+def test_another_version_is_refused(file: Path, tmp_path: Path, capsys: Any) -> None:
+    broken(file, lambda data: data.update(format="hf_helix.profile/99"))
+    for command in ("show", "plan"):
+        assert "'hf_helix.profile/99'" in said(capsys, command, file)
+
+
+@pytest.mark.parametrize("command", ["plan", "show"])
+def test_a_file_that_is_missing_or_a_folder(command: str, tmp_path: Path, capsys: Any) -> None:
+    assert "absent.json" in said(capsys, command, tmp_path / "absent.json")
+    assert str(tmp_path) in said(capsys, command, tmp_path)
+
+
+def test_a_plan_needs_a_profile_to_be_drawn(file: Path, tmp_path: Path, capsys: Any) -> None:
+    plan = plan_file("greedy", tmp_path / "plan.json")
+    assert "add --profile profile.json" in said(capsys, "show", plan)
+    assert "absent.json" in said(capsys, "show", plan, "--profile", tmp_path / "absent.json")
+    assert "has format" in said(capsys, "show", plan, "--profile", plan)
+
+
+def test_a_plan_for_something_else_or_damaged_is_refused(file: Path, tmp_path: Path, capsys: Any) -> None:
+    plan, other = plan_file("sequential", tmp_path / "plan.json"), tmp_path / "other.json"
+    tiny_profile().save(other)
+    broken(other, lambda data: data["about"].update(mesh="tp=4"))
+    assert "is for mesh" in refused(capsys, "show", plan, "--profile", other)
+    for change in (
+        lambda data: data.pop("blocks"),
+        lambda data: data["blocks"].popitem(),
+        lambda data: data["blocks"]["F.layer"].reverse(),
+        lambda data: data["blocks"].update({"F.layer": 5}),
+        lambda data: data["blocks"].update({"F.layer": [["F.mlp.up"]]}),
+        lambda data: data.update(blocks=[]),
+        lambda data: data.update(tiles=0),
+        lambda data: data.update(graphs="0"),
+    ):
+        plan_file("sequential", plan)
+        broken(plan, change)
+        assert str(plan) in refused(capsys, "show", plan, "--profile", file)
+
+
+def test_damaged_flows_are_refused(file: Path, tmp_path: Path, capsys: Any) -> None:
+    plan = tmp_path / "plan.json"
+    for change in (
+        lambda data: data.update(flow=[]),
+        lambda data: data["flow"].pop("extra_layers"),
+        lambda data: data["flow"].update(extra_layers=-1),
+        lambda data: data["flow"]["operators"].pop("head"),
+        lambda data: data["flow"]["operators"]["layer"].pop("F.mlp.up"),
+        lambda data: data["flow"]["operators"]["layer"]["F.mlp.up"].update(ms=0),
+        lambda data: data["flow"]["operators"]["layer"]["F.mlp.up"].update(ms="fast"),
+        lambda data: data["flow"]["operators"]["layer"]["F.mlp.up"].update(ms=[1]),
+    ):
+        plan_file("greedy", plan)
+        broken(plan, change)
+        assert str(plan) in refused(capsys, "show", plan, "--profile", file)
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no operators": lambda data: data.pop("operators"),
+    "no about": lambda data: data.pop("about"),
+    "about is a list": lambda data: data.update(about=[1]),
+    "no graphs": lambda data: data.pop("graphs"),
+    "no layout": lambda data: data.pop("layout"),
+    "unknown unit": lambda data: data["layout"]["units"].append("layers"),
+    "unit out of range": lambda data: data["layout"]["chunks"]["1"].append(99),
+    "chunk with a name": lambda data: data["layout"]["chunks"].update(x=[0]),
+    "like nothing": lambda data: data["operators"]["layer"]["F.attn.gather"].update(like=5),
+    "operator missing": lambda data: data["operators"]["layer"].pop("F.mlp.up"),
+    "operator unknown": lambda data: data["operators"]["layer"].update({"F.new": {"ms": 1, "spread": 0}}),
+    "zero": lambda data: data["operators"]["layer"]["F.mlp.up"].update(ms=0),
+    "negative": lambda data: data["operators"]["layer"]["F.mlp.up"].update(ms=-1.0),
+    "infinite": lambda data: data["operators"]["layer"]["F.mlp.up"].update(ms=float("inf")),
+    "NaN": lambda data: data["operators"]["layer"]["F.mlp.up"].update(ms=float("nan")),
+    "text": lambda data: data["operators"]["layer"]["F.mlp.up"].update(ms="fast"),
+    "list": lambda data: data["operators"]["layer"]["F.mlp.up"].update(ms=[1]),
+    "pair of nothing": lambda data: data["pairs"][0].update(first="layer/F.new"),
+    "pair without a time": lambda data: data["pairs"][0].pop("together_ms"),
+    "pairs are a number": lambda data: data.update(pairs=3),
+    "kind unknown": lambda data: data["graphs"]["layer"]["operators"][0].update(kind="magic"),
+    "value unknown": lambda data: data["graphs"]["layer"]["operators"][0].update(reads="nothing"),
+    "operator twice": lambda data: data["graphs"]["layer"]["operators"].append(data["graphs"]["layer"]["operators"][0]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("command", ["plan", "show"])
+def test_a_damaged_profile_is_refused(command: str, damage: str, file: Path, capsys: Any) -> None:
+    broken(file, DAMAGES[damage])
+    text = said(capsys, command, file)
+    assert f"profile file {file} is damaged" in text
+    assert "hf-helix profile" in text
+
+
+@pytest.mark.parametrize("key", ["model", "mesh"])
+@pytest.mark.parametrize("value", [None, "", "x=y", "tp=two"])
+def test_a_profile_that_does_not_say_what_it_is_for(key: str, value: str | None, file: Path, capsys: Any) -> None:
+    if key == "model" and value:
+        pytest.skip("any word may be a model")
+    broken(file, lambda data: data["about"].pop(key) if value is None else data["about"].update({key: value}))
+    assert "does not say what it is for" in said(capsys, "plan", file)
+
+
+def test_output_that_cannot_be_written(file: Path, tmp_path: Path, two_rules: None, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("plan", file, "--rule", "greedy", "--output", tmp_path / "absent" / "plan.json")
+    assert caught.value.code == 2
+    assert "absent" in capsys.readouterr().err
+    assert "end with one of .svg, .png" in said(capsys, "show", file, "--output", tmp_path / "x.bmp")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("planning",),
+        ("plan",),
+        ("plan", "P", "--rule", "magic"),
+        ("plan", "P", "--without", "magic"),
+        ("plan", "P", "--microbatches", "many"),
+        ("show", "P", "--width", "wide"),
+        ("profile",),
+        ("profile", "--model", "M", "--tp_size", "two"),
+    ],
+    ids=str,
+)
+def test_wrong_words_are_refused(words: tuple[str, ...], file: Path, capsys: Any) -> None:
+    text = refused(capsys, *(str(file) if word == "P" else word for word in words))
+    assert "usage: hf-helix" in text
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_windows_have_micro_batches(count: int, file: Path, tmp_path: Path, capsys: Any) -> None:
+    assert str(count) in said(capsys, "plan", file, "--microbatches", count, "--output", tmp_path / "plan.json")
+    plan_file("greedy", tmp_path / "plan.json")
+    assert str(count) in said(capsys, "show", tmp_path / "plan.json", "--profile", file, "--microbatches", count)
+
+
+@pytest.mark.parametrize("name", [GATHER, UP])
+def test_pairs_of_the_file_are_the_ones_by_hand(name: tuple[str, str], file: Path) -> None:
+    assert load_profile(file).pairs.keys() == {(UP, GATHER)}
+    assert load_profile(file).times[name] == tiny_profile().times[name]
+
+
+# profile
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaConfig(vocab_size=131, num_hidden_layers=2, max_position_embeddings=64, **sizes).save_pretrained(folder)
+    return folder
+
+
+def command(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """A real `hf-helix profile` of two processes, as a user starts it."""
+    launched = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NCCL_MAX_NCHANNELS",
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in launched}
+    return subprocess.run(
+        [sys.executable, "-m", "hf_helix", "profile", *map(str, words)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
+
+
+@cpu_only
+def test_profile_measures_and_traces(model_folder: Path, tmp_path: Path, two_rules: None, capsys: Any) -> None:
+    sizes = ("--batch_size", 2, "--sequence_length", 17, "--microbatches", 2)
+    done = command(tmp_path, "--model", model_folder, "--tp_size", 2, *sizes, "--trace", "trace.json")
+    assert done.returncode == 0, done.stderr
+    # The default output, in the folder it was started in; rank 0 alone talks.
+    profile = load_profile(tmp_path / "profile.json")
+    assert done.stdout.count(f"{len(profile.times)} operators and {len(profile.pairs)} pairs: profile.json") == 1
+    assert profile.about["mesh"] == "tp=2"
+    assert profile.about["model"].startswith("LlamaForCausalLM ")
+    assert profile.about["shapes"] == "2 x 17, 2 x 17"
+    assert profile.about["backend"] == "gloo"
+    assert "NCCL_MAX_NCHANNELS" not in profile.about
+    assert [*profile.layout.units] == ["embedding", "layer", "layer", "head"]
+    assert profile.pairs
+    assert profile.like
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
+    assert {event["args"]["microbatch"] for event in events if event["ph"] == "X"} == {0, 1}
+    # What it wrote is what the others take.
+    run("plan", tmp_path / "profile.json", "--rule", "greedy", "--output", tmp_path / "plan.json")
+    run("show", tmp_path / "profile.json")
+    run("show", tmp_path / "plan.json", "--profile", tmp_path / "profile.json")
+    assert "greedy: 3 micro-batches" in capsys.readouterr().out
+
+
+@cpu_only
+def test_profile_keeps_the_best_number_of_channels(model_folder: Path, tmp_path: Path) -> None:
+    words = ("--tp_size", 2, "--sequence_length", 9, "--microbatches", 2, "--output", "chosen.json")
+    done = command(tmp_path, "--model", model_folder, *words, "--nccl_channels", 4, 8)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("NCCL_MAX_NCHANNELS=")]
+    found = {line.split("=")[1].split(":")[0]: float(line.split()[-2].replace(",", "")) for line in lines}
+    assert found.keys() == {"4", "8"}
+    kept = load_profile(tmp_path / "chosen.json").about["NCCL_MAX_NCHANNELS"]
+    assert found[kept] == min(found.values())
+    assert f"kept in chosen.json: {kept} channels" in done.stdout
+
+
+@cpu_only
+@pytest.mark.parametrize("there", [False, True])
+def test_profile_of_no_model_fails(there: bool, tmp_path: Path) -> None:
+    if there:
+        (tmp_path / "model").write_text("{}")
+    done = command(tmp_path, "--model", tmp_path / "model", "--tp_size", 1)
+    assert done.returncode != 0
+    assert done.stderr.count("hf-helix profile: ") == 1
+    assert not (tmp_path / "profile.json").exists()
