@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="draw a plan as a timeline, or a profile as OEF table and breakdown")
     show.add_argument("file", type=Path, help="a plan or a profile")
     show.add_argument("--profile", type=Path, help="the profile that a plan is drawn with")
+    show.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="as the plan was made")
     show.add_argument("--microbatches", type=int, default=3, help="of the window that is drawn")
     show.add_argument("--width", type=int, default=100, help="columns of text")
     show.add_argument("--output", type=Path, help="a picture, .svg or .png, instead of text")
@@ -130,8 +131,12 @@ def _measure(options: argparse.Namespace) -> None:
     from tqdm.auto import tqdm
 
     from hf_helix.runtime.profiler import measure_profile
+    from hf_helix.runtime.streams import prepare_cuda
     from hf_helix.workload import Workload
 
+    notice = prepare_cuda()
+    if notice:
+        print(notice, file=sys.stderr)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -271,7 +276,7 @@ def _show_plan(options: argparse.Namespace) -> None:
 
     if options.profile is None:
         raise ValueError("a plan is drawn with times: add --profile profile.json")
-    profile = load_profile(options.profile)
+    profile = load_profile(options.profile, without=options.without)
     model, mesh = _made_for(profile)
     plan = load_plan(options.file, profile.layout.graphs, model=model, mesh=mesh)
     program, timeline = predict_plan(plan, profile, _slots(options.microbatches))

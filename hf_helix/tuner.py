@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -50,6 +51,11 @@ def describe(model: Any, mesh: Mesh) -> dict[str, str]:
         "transformers": version("transformers"),
         "hf_helix": __version__,
     }
+
+
+def digest_of(path: str | None) -> str:
+    """A fingerprint of a file; empty without one."""
+    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
 
 
 class Tuner:
@@ -100,7 +106,7 @@ class Tuner:
         whole, window = len(window), window[:TUNED_MICROBATCHES]
         about = {**machine(runner), **self._about, "shapes": ", ".join(batch.shape for batch in window)}
         case = {**about, "plan": self.config.plan, "without": " ".join(self.config.without)}
-        case["profile"] = self.config.profile or ""
+        case["profile"] = digest_of(self.config.profile)
         found = self._recall(case, runner) if self.config.cache else None
         chosen, self.tuning = found or self._measure(runner, window, whole, about, case)
         if rank() == 0:

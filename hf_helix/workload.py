@@ -37,7 +37,7 @@ class Workload:
         if isinstance(config, str):
             config = AutoConfig.from_pretrained(config)
         torch.manual_seed(0)
-        self.model = AutoModelForCausalLM.from_config(config).to(device).train()
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
         self.mesh = build_mesh(tp_size, device)
         self.about = describe(self.model, self.mesh)
         self._family = family_of(self.model)

@@ -42,18 +42,24 @@ def format_tuning(tuning: Tuning, share_of_step: float = 1.0) -> str:
     kept = tuning.overlaps[tuning.kept]
     others = ", ".join(_timed(rule, tuning) for rule in tuning.overlaps)
     baseline = tuning.overlaps.get(BASELINE)
-    gain = f", {baseline.step / kept.step:.2f} times as fast as {BASELINE}" if baseline is not None else ""
+    compared = baseline is not None and tuning.kept != BASELINE
+    gain = f", {baseline.step / kept.step:.2f} times as fast as {BASELINE}" if compared and baseline else ""
     when = f" (measured {tuning.measured})" if tuning.measured else ""
     sentences = [
         f"hf_helix: plan {tuning.kept} is kept{gain}{when}.",
         f"A window takes: {others}; its computation alone {_ms(kept.computation)}, its communication alone "
-        f"{_ms(kept.communication)}, and no plan can beat {_ms(kept.bound)}.",
+        f"{_ms(kept.communication)}{_bound(kept)}.",
         f"{kept.overlapped_fraction:.0%} of communication runs beside computation{_by_kind(kept)}, {_saved(kept)}, "
         f"{_ms(kept.exposed)} are exposed.",
         *_why_small(tuning),
         *_alternative(tuning, share_of_step),
     ]
     return " ".join(sentences)
+
+
+def _bound(overlap: Overlap) -> str:
+    """Nothing where noise has made the step shorter than its bound."""
+    return f", and no plan can beat {_ms(overlap.bound)}" if overlap.bound <= overlap.step else ""
 
 
 def _timed(rule: str, tuning: Tuning) -> str:
@@ -77,7 +83,7 @@ def _why_small(tuning: Tuning) -> list[str]:
     share = kept.communication / (kept.computation + kept.communication)
     if share < 0.1:
         return [f"{start}: communication is only {share:.0%} of the work."]
-    if kept.overlapped_fraction - max(0.0, kept.hidden_fraction) > 0.3:
+    if kept.exposed > kept.communication or kept.overlapped_fraction - max(0.0, kept.hidden_fraction) > 0.3:
         return [f"{start}: communication runs beside computation, but takes the cores or the memory that it needs."]
     return [f"{start}: communication is {share:.0%} of the work, and computation waits for it."]
 

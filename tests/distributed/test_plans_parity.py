@@ -80,6 +80,31 @@ def test_dropout_does_not_depend_on_tiles(cluster_of: Any, tmp_path: Any) -> Non
             check_tiled(row, rank["rows"][0])
 
 
+def events_of(cluster: Any, folder: str, without: tuple[str, ...]) -> list[tuple[str, str]]:
+    helix = {"tp_size": 2, "plan": "greedy", "without": without}
+    return cluster.run("window_gradients", folder=folder, helix=helix, num_microbatches=2, traced=True)[0]["events"]
+
+
+def test_without_local_everything_runs_on_the_compute_stream(cluster_of: Any, tmp_path: Any) -> None:
+    events = events_of(cluster_of(2), str(tmp_path), ("local",))
+    assert {verb for verb, _ in events} == {"run"}
+    assert sum(label.endswith(".mlp.gather") for _, label in events) == 2 * 2 * 3
+    usual = events_of(cluster_of(2), str(tmp_path), ("cross",))  # of which there is none
+    assert {verb for verb, _ in usual} == {"run", "issue", "wait"}
+    assert sorted(label for verb, label in usual if verb != "wait") == sorted(label for _, label in events)
+
+
+def test_without_wgrad_weight_gradients_stay_where_they_are(cluster_of: Any, tmp_path: Any) -> None:
+    """By themselves they wait till the end of the chain."""
+    for without, stays in ((("wgrad",), True), ((), False)):
+        events = events_of(cluster_of(2), str(tmp_path), without)
+        order = [label for verb, label in events if verb in ("run", "issue")]
+        for layer in range(3):
+            place = f"B0.layers.{layer}."
+            assert (order.index(f"{place}mlp.down.W") < order.index(f"{place}mlp.act")) == stays
+            assert (order.index(f"{place}attn.out.W") < order.index(f"{place}attention")) == stays
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5])
 @pytest.mark.parametrize("without", [(name,) for name in ABLATIONS] + [("wgrad", "comm_beside_comm"), ABLATIONS])

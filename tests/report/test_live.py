@@ -241,3 +241,14 @@ def test_a_trace_needs_a_window(cluster_of: Any, tmp_path: Path) -> None:
     for failure in cluster_of(2).errors("support.tuning_jobs:trace_untrained", folder=str(tmp_path)):
         assert failure.kind == "ValueError"
         assert "after train()" in failure.message
+
+
+def test_data_parallel_ranks_have_nothing_to_hide(cluster_of: Any, tmp_path: Path) -> None:
+    """Each with a batch of its own: twice the tokens, and no communication that a plan could order."""
+    case = {"folder": str(tmp_path), "helix": {"tp_size": 1, "plan": "auto"}, **CASE}
+    flops = token_flops(llama(num_hidden_layers=2)).causal(16)
+    for rank in cluster_of(2).run(JOB, **case):
+        for entry in rank["logs"]:
+            assert {key for key in entry if key.startswith("helix/")} == SPEED
+            each = entry["helix/tokens_per_second"] * flops / 2 / 1e12
+            assert entry["helix/tflops_per_device"] == pytest.approx(each, rel=1e-4)

@@ -105,6 +105,22 @@ def test_small_gains_say_why(figures: dict[str, float], reason: str, kept: str, 
     assert reason in text
 
 
+def test_contention_that_costs_more_than_all_communication_is_the_reason() -> None:
+    figures = {"computation": 60.0, "communication": 30.0, "overlapped_fraction": 0.1}
+    steps = {"sequential": overlap(100.0, **figures), "search": overlap(101.0, **figures)}
+    assert "but takes the cores or the memory that it needs" in format_tuning(tuning("sequential", steps))
+
+
+def test_the_baseline_is_not_compared_with_itself() -> None:
+    text = format_tuning(tuning("sequential", {"sequential": overlap(8.0), "search": overlap(9.0)}))
+    assert text.startswith("hf_helix: plan sequential is kept. A window takes: sequential 8.0 ms, search 9.0 ms;")
+
+
+def test_a_bound_that_was_beaten_is_noise_and_not_said() -> None:
+    assert "no plan can beat" not in format_tuning(tuning("search", {**BOTH, "search": overlap(5.9)}))
+    assert "no plan can beat 6.0 ms" in format_tuning(tuning("search", {**BOTH, "search": overlap(6.1)}))
+
+
 @pytest.mark.parametrize(("baseline", "small"), [(10.4, True), (10.6, False)])
 def test_what_counts_as_small(baseline: float, small: bool) -> None:
     text = format_tuning(tuning("search", {"sequential": overlap(baseline), "search": overlap(10.0)}))
