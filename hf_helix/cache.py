@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -67,7 +68,7 @@ def load(case: Mapping[str, str]) -> tuple[Tuning, str] | None:
             return None
         profile = load_profile(folder / "profile.json") if (folder / "profile.json").is_file() else None
         return _tuning(data, profile), (folder / "plan.json").read_text()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -77,9 +78,18 @@ def today() -> str:
 
 
 def _tuning(data: Mapping[str, Any], profile: Any) -> Tuning:
-    overlaps = {rule: Overlap(**figures) for rule, figures in data["overlaps"].items()}
+    overlaps = {rule: _overlap(figures) for rule, figures in data["overlaps"].items()}
+    if data["kept"] not in overlaps:
+        raise ValueError(f"no figures of the plan that was kept, {data['kept']!r}")
     figures = {key: data[key] for key in ("kept", "predicted", "bound", "measured", "gradient_bytes", "ranks")}
     return Tuning(overlaps=overlaps, profile=profile, **figures)
+
+
+def _overlap(figures: Mapping[str, Any]) -> Overlap:
+    times = [figures[key] for key in ("step", "computation", "communication")]
+    if not all(isinstance(seconds, float) and math.isfinite(seconds) and seconds >= 0 for seconds in times):
+        raise ValueError(f"impossible times: {times}")
+    return Overlap(**figures)
 
 
 def _write(path: Path, text: str) -> None:

@@ -85,7 +85,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def run_profile(options: argparse.Namespace) -> None:
     """Measure, in as many processes as the mesh needs: started by a launcher, or here by torchrun."""
+    if not Path(options.model).exists():
+        raise ValueError(f"--model {options.model} does not exist; give a folder with a config.json, or such a file")
     if "WORLD_SIZE" in os.environ:
+        if options.nccl_channels:
+            raise ValueError("--nccl_channels starts its own processes; call hf-helix without a launcher")
         _measure(options)
     elif options.nccl_channels:
         _choose_channels(options)

@@ -103,7 +103,12 @@ class HelixConfig:
         for name in ("pp_size", "cp_size", "ep_size"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not built yet; use {name}=1 and tp_size instead")
-        if self.profile is not None and not (isinstance(self.profile, str) and os.path.isfile(self.profile)):
+        if self.profile is not None and not isinstance(self.profile, str):
+            raise TypeError(
+                f"profile={self.profile!r} must be a path as a string, of a file made with "
+                "`hf-helix profile --output PATH`, or use profile=None"
+            )
+        if self.profile is not None and not os.path.isfile(self.profile):
             raise ValueError(
                 f"profile={self.profile!r} is not an existing file; make one with `hf-helix profile --output PATH`, or "
                 "use profile=None: plan='auto' measures by itself"

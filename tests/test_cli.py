@@ -315,7 +315,6 @@ def test_output_that_cannot_be_written(file: Path, tmp_path: Path, two_rules: No
     assert "end with one of .svg, .png" in said(capsys, "show", file, "--output", tmp_path / "x.bmp")
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="`repeats` of a graph is taken as it is")
 @pytest.mark.parametrize("command", ["plan", "show"])
 def test_a_graph_whose_repeats_is_no_yes_or_no(command: str, file: Path, capsys: Any) -> None:
     broken(file, lambda data: data["graphs"]["layer"].update(repeats="x"))

@@ -29,6 +29,11 @@ class Linear(SplitComputation):
         self.linears = tuple(linears)
         self.adds_bias = adds_bias
 
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Whose gradients W adds to."""
+        return tuple(p for linear in self.linears for p in (linear.weight, linear.bias) if p is not None)
+
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (value,) = inputs
         if call.training:

@@ -4,7 +4,8 @@ In:   the instructions of a window, seconds and bias of every operator, and how 
 Out:  the order of issue.
 Must hold: a pure function of its inputs, the same on every rank. Values are written before they are read; micro-batches
 go through the forward strand in the schedule's order, and through the backward strand; every parameter's gradients
-accumulate in micro-batch order. Activations that wait for their backward never exceed the limit.
+accumulate in micro-batch order. Forward goes on only while what waits for backward stays within the limit: activations,
+and the gradients that weight gradients read.
 
 Nothing is aligned to layers or slots: what one layer leaves open the next may fill, and the ends of a stage are
 scheduled like its middle. Communication is issued as soon as its input is; the next computation is the one that can
@@ -107,6 +108,8 @@ class Window:
         micro-batch's embedding may begin beside the head, but two layers of a strand are never under way at once.
         """
         last: dict[tuple[int, str], int] = {}
+        rows = {each: row for row, found in enumerate(layout.shared) for each in found}
+        added: dict[int, int] = {}
         named: dict[tuple[Visit, str], int] = {}
         visits: dict[Visit, list[int]] = {}
         for place, instruction in enumerate(program):
@@ -119,9 +122,15 @@ class Window:
                     self.needs[place].append(before)
                 for name in (op.name, *op.after):  # parts of one gradient, all of a micro-batch before the next
                     last[instruction.unit, name] = place
+                row = rows.get((instruction.unit, op.name))
+                if row is not None:
+                    self.needs[place] += [added[row]] if row in added else []
+                    added[row] = place
             named[visit, op.name] = place
             self.needs[place] += [named[visit, name] for name in op.after]
-            if op.part is not Part.W:
+            if op.part is Part.W:
+                self.needs[place].append(named[visit, f"{op.of}.I"])  # what is urgent goes first
+            else:
                 visits.setdefault(visit, []).append(place)
         for forward in (True, False):
             strand = [visit for visit in visits if visit[0] is forward]
@@ -165,7 +174,11 @@ def _shares(program: Sequence[Instruction], layout: Layout) -> tuple[list[float]
         if name in share and op.kind is Kind.COMPUTE:
             if op.part is Part.F:
                 takes[place] = share[name]
-            elif op.part is not Part.I and layout.graphs[name].forward[op.of].kind is Kind.COMPUTE:
+            elif op.part is Part.I:
+                gives[place] = -share[name]  # keeps the gradient that W reads; not held up, or backward could stop
+            elif op.part is Part.W:
+                gives[place] = 2 * share[name]
+            elif layout.graphs[name].forward[op.of].kind is Kind.COMPUTE:
                 gives[place] = share[name]
     return takes, gives
 

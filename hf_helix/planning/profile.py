@@ -123,6 +123,7 @@ class Profile:
             "layout": {
                 "units": list(self.layout.units),
                 "chunks": {str(stage): list(units) for stage, units in self.layout.chunks.items()},
+                "shared": [[list(each) for each in row] for row in self.layout.shared],
             },
             "graphs": {name: _graph_data(pair.forward) for name, pair in self.layout.graphs.items()},
         }
@@ -240,6 +241,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     chunks = {int(stage): list(found) for stage, found in data["layout"]["chunks"].items()}
     if set(units) != graphs.keys() or any(unit not in range(len(units)) for chunk in chunks.values() for unit in chunk):
         raise ValueError("its layout names units that it does not hold")
+    shared = [[(int(unit), str(name)) for unit, name in row] for row in data["layout"].get("shared", ())]
     times, spread, like = {}, {}, {}
     for unit, operators in data["operators"].items():
         for entry, figures in operators.items():
@@ -254,7 +256,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
         seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
         pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
     about = {str(key): str(value) for key, value in data["about"].items()}
-    return Profile(about, Layout(units, chunks, graphs), times, spread, pairs, like)
+    return Profile(about, Layout(units, chunks, graphs, shared), times, spread, pairs, like)
 
 
 def _graph_data(graph: Graph) -> dict[str, Any]:
@@ -294,6 +296,8 @@ def _graph_from(name: str, data: Mapping[str, Any]) -> Graph:
         )
         for op in data["operators"]
     )
+    if not isinstance(data["repeats"], bool):
+        raise ValueError(f"graph {name!r}: repeats must be true or false, got {data['repeats']!r}")
     return Graph(name, operators, tuple(data["inputs"].split()), tuple(data["outputs"].split()), data["repeats"])
 
 

@@ -73,18 +73,25 @@ def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction
     ]
 
 
-def validate_program(program: Sequence[Instruction], sources: Collection[Key]) -> None:
+def validate_program(program: Sequence[Instruction], sources: Collection[Key], layout: Layout | None = None) -> None:
     """Check a program by itself: nothing is read before it is written or after it is freed, nothing runs twice, and
     gradients add up in the order of the micro-batches.
 
     Args:
         sources: values that exist from the start, such as the gradient of the loss.
+        layout: says which operators share a gradient; None where none do.
 
     Raises:
         ValueError: names the first instruction that is wrong.
     """
     alive: dict[int, set[Key]] = {}
     latest: dict[tuple[int, str], int] = {}
+    rows = {
+        each: (row, place)
+        for row, found in enumerate(layout.shared if layout else ())
+        for place, each in enumerate(found)
+    }
+    added: dict[int, tuple[int, int]] = {}
     seen: set[tuple[int, int, str, bool]] = set()
     for place, instruction in enumerate(program):
         op = instruction.operator
@@ -104,5 +111,9 @@ def validate_program(program: Sequence[Instruction], sources: Collection[Key]) -
             if any(latest.get((instruction.unit, name), -1) > instruction.microbatch for name in parts):
                 raise ValueError(f"{what} comes after a later micro-batch, so gradients would add up in another order")
             latest[instruction.unit, op.name] = instruction.microbatch
+            row, turn = rows.get((instruction.unit, op.name), (-1, 0))
+            if row >= 0 and added.get(row, (-1, -1)) > (instruction.microbatch, turn):
+                raise ValueError(f"{what} adds to a shared gradient out of turn")
+            added[row] = (instruction.microbatch, turn)
         values.update(instruction.writes)
         values.difference_update(instruction.frees)

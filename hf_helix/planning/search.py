@@ -150,15 +150,18 @@ def shorten(layout: Layout) -> Layout:
     """The layout with at most `SHORT_LAYERS` repeating units in a chunk."""
     units: list[str] = []
     chunks: dict[int, list[int]] = {}
+    numbers: dict[int, int] = {}
     for stage, members in layout.chunks.items():
         chunks[stage], seen = [], 0
         for unit in members:
             repeats = layout.graphs[layout.units[unit]].forward.repeats
             seen += repeats
             if not repeats or seen <= SHORT_LAYERS:
+                numbers[unit] = len(units)
                 chunks[stage].append(len(units))
                 units.append(layout.units[unit])
-    return Layout(units, chunks, layout.graphs)
+    shared = [[(numbers[unit], name) for unit, name in row if unit in numbers] for row in layout.shared]
+    return Layout(units, chunks, layout.graphs, shared)
 
 
 def shorten_slots(slots: Sequence[Slot]) -> list[Slot]:

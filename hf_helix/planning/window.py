@@ -49,11 +49,23 @@ BARRIER_INSTRUCTION = Instruction(-1, -1, None)
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank holds, by name: the graphs of its units in forward order, and the units of each virtual stage."""
+    """What a rank holds, by name.
+
+    Attributes:
+        units: names of its units in forward order.
+        chunks: the units of each virtual stage, as indices.
+        graphs: of each name.
+        shared: operators of backward, as (unit, name), that add to one gradient, such as that of tied embeddings; each
+            row in the order in which a micro-batch runs them.
+    """
 
     units: Sequence[str]
     chunks: Mapping[int, Sequence[int]]
     graphs: Mapping[str, GraphPair]
+    shared: Sequence[Sequence[tuple[int, str]]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared", tuple(tuple((unit, name) for unit, name in row) for row in self.shared))
 
     def key(self, unit: int, value: str, forward: bool) -> Key:
         """The key of a value: of the unit that writes it."""

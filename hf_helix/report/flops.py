@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import nn
 
-# Dense bf16 TFLOP/s, from the vendors' data sheets; the first name that is part of the device's counts.
+# Dense bf16 TFLOP/s, from the vendors' data sheets, by what the device's name holds as whole words.
 PEAKS = {
     "B200": 2250.0,
     "H200": 989.0,
+    "H100 NVL": 835.0,
     "H100 PCIe": 756.0,
     "H100": 989.0,
     "H800": 989.0,
@@ -58,4 +59,5 @@ def token_flops(model: Any) -> TokenFlops:
 
 def peak_tflops(device_name: str) -> float | None:
     """Dense bf16 peak of a device by its name; None where it is not known."""
-    return next((peak for name, peak in PEAKS.items() if name in device_name), None)
+    words = f" {device_name.replace('-', ' ')} "
+    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)

@@ -10,10 +10,12 @@ arrive. Gradients are left as between two optimizer steps.
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,13 +82,25 @@ def machine(runner: Runner) -> dict[str, str]:
     device = runner.mesh.device
     cuda = device.type == "cuda"
     known = {
-        "device": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} CPU",
+        "device": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
         "threads": "" if cuda else str(torch.get_num_threads()),
         "backend": str(dist.get_backend()) if dist.is_initialized() else "none",
         "hosts": str(len(set(over_ranks(platform.node())))),
         "torch": torch.__version__,
     }
     return over_ranks({key: value for key, value in known.items() if value})[0]
+
+
+def _cpu_name() -> str:
+    """Model and number of cores, as far as the system says."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return f"{model} CPU, {os.cpu_count()} cores"
 
 
 def _in_steps(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:

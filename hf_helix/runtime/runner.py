@@ -93,6 +93,6 @@ class Runner:
         if num_microbatches not in self._programs:
             slots = self.slots(num_microbatches)
             program = build_program(slots, self.layout, self.plan, (self._loss,))
-            validate_program(program, [self._loss_gradient])
+            validate_program(program, [self._loss_gradient], self.layout)
             self._programs[num_microbatches] = program
         return self._programs[num_microbatches]

@@ -15,7 +15,7 @@ from torch import nn
 from hf_helix.operators.tiling import tile_unit
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.planning.fold import chunks_of_rank, fold_layers
-from hf_helix.planning.graph import GraphPair
+from hf_helix.planning.graph import GraphPair, Part
 from hf_helix.planning.window import Layout
 
 
@@ -34,7 +34,7 @@ class Stage:
         """The same by name, for planning."""
         numbered = iter(range(len(self.units)))
         chunks = {stage: [next(numbered) for _ in chunk] for stage, chunk in self.chunks.items()}
-        return Layout([unit.name for unit in self.units], chunks, self.graphs)
+        return Layout([unit.name for unit in self.units], chunks, self.graphs, _shared(self.units))
 
     @property
     def graphs(self) -> dict[str, GraphPair]:
@@ -64,3 +64,15 @@ def fold_units(units: Sequence[Unit], pp_rank: int = 0, pp_size: int = 1) -> Sta
             chunk.append(head)
         chunks[stage] = chunk
     return Stage(chunks)
+
+
+def _shared(units: Sequence[Unit]) -> list[list[tuple[int, str]]]:
+    """The operators of backward that add to a gradient of several units, see `Layout.shared`."""
+    users: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for index in reversed(range(len(units))):
+        backward = units[index].graphs.backward
+        for op in backward.operators:
+            if op.part is not Part.I:
+                for parameter in getattr(units[index].operators[op.of], "parameters", ()):
+                    users.setdefault(parameter, []).append((index, op.name))
+    return [found for found in users.values() if len({index for index, _ in found}) > 1]

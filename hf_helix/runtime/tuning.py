@@ -99,7 +99,9 @@ def tune(
     every = window_instructions(runner.slots(len(window)), profile.layout)
     limit = bound(work_of(every, profile.layout, profile.times), profile.layout)
     whole = sum(
-        parameter.nbytes * (1 if placement.dim is None else runner.mesh.tp.size)
+        parameter.nbytes
+        if placement.dim is None
+        else parameter.nbytes // max(1, parameter.shape[placement.dim]) * placement.length
         for parameter, placement in runner.whole.placements.items()
         if parameter.requires_grad
     )

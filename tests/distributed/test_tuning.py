@@ -143,7 +143,6 @@ def test_gradients_of_the_whole_model_are_counted(kept: Any) -> None:
     assert kept[1]["search"]["gradient_bytes"] == pytest.approx([4 * whole] * 2, rel=0.02)
 
 
-@pytest.mark.xfail(strict=True, reason="a rank counts its own slice times the ranks")
 def test_gradients_are_counted_to_the_byte(kept: Any) -> None:
     whole = sum(parameter.numel() for parameter in llama(num_hidden_layers=2).parameters())
     assert kept[1]["search"]["gradient_bytes"] == [4 * whole] * 2
@@ -245,7 +244,6 @@ def test_what_is_damaged_is_not_read(harm: str, kept: Any, tmp_path: Path, monke
     assert not loads(DAMAGES[harm], kept, tmp_path, monkeypatch)
 
 
-@pytest.mark.xfail(strict=True, reason="cache.load takes figures as they are; AttributeError is not caught")
 @pytest.mark.parametrize("harm", UNREAD)
 def test_what_makes_no_sense_is_not_read(harm: str, kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read or raised on rank 0, it takes the training down."""

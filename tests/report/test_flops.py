@@ -74,7 +74,6 @@ def test_peaks(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
 
 
-@pytest.mark.xfail(strict=True, reason="a peak is taken from the first known name that the device's name contains")
 @pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA A10G", "NVIDIA RTX A4000", "NVIDIA RTX A1000 Laptop GPU"])
 def test_devices_with_names_like_others_are_not_guessed(name: str) -> None:
     assert peak_tflops(name) is None

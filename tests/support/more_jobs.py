@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.jobs import _microbatches, make_trainer
 from support.models import arguments, llama, sequences
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
@@ -283,3 +284,17 @@ def train_with(
         "events": recorder.events,
         "counts": Counter(name for name, _ in recorder.events),
     }
+
+
+def window_memory(folder: str, helix: dict[str, Any], layers: int, num_microbatches: int) -> int:
+    """The most bytes of tensors alive in a window, parameters and gradients left out."""
+    model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
+    trainer = make_trainer(folder, helix, model=model, data={"lengths": (128,)})
+    trainer.model.train()
+    window = _microbatches(trainer, num_microbatches)
+    trainer.runner.train_window(window)  # makes the gradients
+    kept = [t for p in trainer.model.parameters() for t in (p, p.grad) if t is not None]
+    kept += [t for batch in window for t in batch.prepare().values() if isinstance(t, Tensor)]
+    with LiveBytes(kept) as counter:
+        trainer.runner.train_window(window)
+    return counter.peak
