@@ -178,7 +178,10 @@ class _Bench:
     def together(self, first: _Timed, second: _Timed) -> list[tuple[Span, Span]]:
         """The spans of two operators that start together on every rank, `TRAIN` times."""
         if first.op.kind is second.op.kind:
-            return self._aside(first, second)
+            # Two that draw random numbers at once would leave each other's state behind.
+            device = self.runner.mesh.device
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                return self._aside(first, second)
         # Communication is issued first: a computation issued before it would hold it up.
         issue = sorted((first, second), key=lambda timed: timed.op.kind is Kind.COMPUTE)
         program = [*self._before(0, first), *self._before(0, second), BARRIER_INSTRUCTION]
