@@ -36,15 +36,16 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_helix.adapters import family_of
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import Call, Tensors, Work
 from hf_helix.operators.collectives import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph import Operator, Part
-from hf_helix.planning.plan import make_plan
-from hf_helix.planning.rules import RULES
-from hf_helix.runtime.mesh import Mesh
+from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.rules import RULES, TILED, make_plan
+from hf_helix.planning.scheduler import Scheduler
+from hf_helix.runtime.mesh import Mesh, Pipe
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import fold_units
+from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.trace import Trace
@@ -85,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches in a window")
-    parser.add_argument("--plan", default="greedy", choices=sorted(RULES))
+    parser.add_argument("--plan", default="greedy", choices=[rule for rule in RULES if rule != TILED])
     parser.add_argument("--windows", type=int, default=20, help="windows of each case in a round")
     parser.add_argument("--rounds", type=int, default=20, help="rounds that count")
     parser.add_argument("--warmup-rounds", type=int, default=2)
@@ -115,8 +116,8 @@ class Idle:
     def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
         pass
 
-    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        return NOTHING, _do_nothing
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        return self.outputs if part is Part.F else self.gradients, _do_nothing
 
 
 def _do_nothing() -> None:
@@ -170,10 +171,11 @@ def make_window(options: argparse.Namespace, tp_size: int) -> tuple[list[Unit], 
 
 
 def make_runner(units: list[Unit], tp_size: int, rule: str) -> Runner:
-    stage = fold_units(units)
-    mesh = Mesh({"dp": 1, "tp": tp_size}, torch.device("cpu"), None, _axis(tp_size), None)
-    plan = make_plan(rule, RULES[rule], stage.graphs, model="LlamaForCausalLM", mesh={"tp_size": tp_size})
-    return Runner(stage, plan, mesh, make_streams(mesh.device), "w", seed=0)
+    stage = place_units(units)
+    sizes = {"dp": 1, "pp": 1, "tp": tp_size}
+    mesh = Mesh(sizes, torch.device("cpu"), None, _axis(tp_size), Pipe([0], ()), None, None)
+    plan = make_plan(rule, rough_profile(stage.layout), model="LlamaForCausalLM", mesh={"tp_size": tp_size})
+    return Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), seed=0)
 
 
 def _axis(tp_size: int) -> Axis:
@@ -233,9 +235,9 @@ def record_calls(runner: Runner, window: list[MicroBatch]) -> list[tuple[Callabl
 
     units = [
         dataclasses.replace(unit, operators={name: _Noting(op, note) for name, op in unit.operators.items()})
-        for unit in runner.stage.units
+        for unit in runner.stage.units.values()
     ]
-    noting = make_runner(units, runner.mesh.tp.size, runner.plan.rule)
+    noting = Runner(place_units(units), runner.plan, runner.mesh, runner.executor.streams, runner.scheduler, seed=0)
     noting.train_window(window)
     return recorded
 
@@ -247,9 +249,9 @@ class _Noting:
         self._operator = operator
         self._note = note
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        function = getattr(self._operator, name)
-        return lambda call, *inputs: self._note(function, call, inputs)
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._operator, name)
+        return (lambda call, *inputs: self._note(found, call, inputs)) if callable(found) else found
 
 
 # -- measuring and printing --------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator, Part
 from hf_helix.planning.plan import Plan
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
-from hf_helix.planning.program import build_program
+from hf_helix.planning.program import build_programs
 from hf_helix.planning.rules import make_plan
-from hf_helix.planning.schedule import Action, Slot
+from hf_helix.planning.schedule import Action, Schedule, Slot
 from hf_helix.planning.search import bound, predict
 from hf_helix.planning.window import Layout, window_instructions
 
@@ -40,6 +40,7 @@ RULES = ("sequential", "round_robin", "dhelix", "greedy", "search")
 LAYERS = (8, 24)
 TINY = 1e-6
 BYTES = 2  # of a number
+KINDS = (Kind.COMPUTE, Kind.LOCAL, Kind.CROSS)
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def _slow_pairs(layout: Layout, times: Mapping[Name, float], contention: float) 
 
 def totals(profile: Profile) -> dict[Kind, float]:
     """C, L and X: seconds of one layer, forward and backward."""
-    found = dict.fromkeys(Kind, 0.0)
+    found = dict.fromkeys(KINDS, 0.0)
     for name, op in named_operators(profile.layout):
         found[op.kind] += profile.times[name]
     return found
@@ -296,20 +297,20 @@ def judge(row: Row, contention: float = 1.0, memory: bool = False, rules: Sequen
     found, planning = {}, {}
     for rule in rules:
         start = time.process_time()
-        chain, slots = fused(profile, 40)
-        plan = make_plan(rule, chain, model="layer", mesh={}, slots=slots)
+        chain, schedule = fused(profile, 40)
+        plan = make_plan(rule, chain, model="layer", mesh={}, schedule=schedule)
         planning[rule] = time.process_time() - start
         found[rule] = 1e3 * steady_seconds(plan, profile)
     loads = totals(profile)
     least = 1e3 * lower_bound(profile)
-    slowed = 1e3 * slowed_load([loads[kind] for kind in Kind], contention)
-    return Result(row, tuple(1e3 * loads[kind] for kind in Kind), least, max(least, slowed), found, planning)
+    slowed = 1e3 * slowed_load([loads[kind] for kind in KINDS], contention)
+    return Result(row, tuple(1e3 * loads[kind] for kind in KINDS), least, max(least, slowed), found, planning)
 
 
-def fused(profile: Profile, layers: int) -> tuple[Profile, list[Slot]]:
+def fused(profile: Profile, layers: int) -> tuple[Profile, Schedule]:
     """The forward of a micro-batch beside the backward of another, through `layers` layers of one chunk."""
     layout = Layout(["layer"] * layers, {0: range(layers)}, profile.layout.graphs)
-    return dataclasses.replace(profile, layout=layout), [Slot(Action(0, "F", 1), Action(0, "B", 0))]
+    return dataclasses.replace(profile, layout=layout), [[Slot(Action(0, "F", 1), Action(0, "B", 0))]]
 
 
 def steady_seconds(plan: Plan, profile: Profile, layers: tuple[int, int] = LAYERS) -> float:
@@ -318,17 +319,18 @@ def steady_seconds(plan: Plan, profile: Profile, layers: tuple[int, int] = LAYER
     return (long - short) / (layers[1] - layers[0])
 
 
-def _fused_seconds(plan: Plan, profile: Profile, slots: list[Slot]) -> float:
+def _fused_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
     if plan.flow is not None:
-        return predict(plan.flow, profile, slots).seconds
-    work = work_of(build_program(slots, profile.layout, plan), profile.layout, profile.times)
+        return predict(plan.flow, profile, schedule).seconds
+    (program,) = build_programs(schedule, profile.layout, plan)
+    work = work_of(program, profile.layout, profile.times)
     return simulate(work, profile.slowdown if profile.pairs else None).seconds
 
 
 def lower_bound(profile: Profile) -> float:
     """Seconds of one layer that no plan beats."""
-    profile, slots = fused(profile, LAYERS[0])
-    work = work_of(window_instructions(slots, profile.layout), profile.layout, profile.times)
+    profile, schedule = fused(profile, LAYERS[0])
+    work = work_of(window_instructions(schedule, profile.layout), profile.layout, profile.times)
     return bound(work, profile.layout) / LAYERS[0]
 
 

@@ -204,9 +204,10 @@ class Bench:
         from hf_helix.checkpoint import cut_parameters
         from hf_helix.planning.profile import rough_profile
         from hf_helix.planning.rules import make_plan
+        from hf_helix.planning.scheduler import Scheduler
         from hf_helix.runtime.mesh import build_mesh
         from hf_helix.runtime.runner import Runner
-        from hf_helix.runtime.stage import fold_units
+        from hf_helix.runtime.stage import place_units
         from hf_helix.runtime.streams import make_streams
 
         torch.manual_seed(0)
@@ -224,12 +225,11 @@ class Bench:
         self.alternatives = build_models(self.model, 2, Path(tempfile.gettempdir()) / "model")  # see start_rank
         mesh = build_mesh(2, "cpu")
         self.family = family_of(self.model)
-        units = self.family.units(self.model, mesh.tp)
-        cut_parameters(units, mesh)
-        stage = fold_units(units)
+        stage = place_units(self.family.units(self.model, mesh.tp))
+        cut_parameters(stage, mesh)
         streams = make_streams(torch.device("cpu"))
         plan = make_plan("sequential", rough_profile(stage.layout), model="bench", mesh={"tp_size": 2})
-        self.runner = Runner(stage, plan, mesh, streams, "w", 0)
+        self.runner = Runner(stage, plan, mesh, streams, Scheduler("w", 1), 0)
 
     def batches(self, count: int) -> list[dict[str, Any]]:
         """The micro-batches of a window."""

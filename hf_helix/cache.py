@@ -49,6 +49,7 @@ def store(case: Mapping[str, str], tuning: Tuning, plan_text: str) -> Path:
         "bound": tuning.bound,
         "gradient_bytes": tuning.gradient_bytes,
         "ranks": tuning.ranks,
+        "schedule": tuning.schedule,
         "predicted": dict(tuning.predicted),
         "overlaps": {rule: dataclasses.asdict(overlap) for rule, overlap in tuning.overlaps.items()},
     }
@@ -81,7 +82,8 @@ def _tuning(data: Mapping[str, Any], profile: Any) -> Tuning:
     overlaps = {rule: _overlap(figures) for rule, figures in data["overlaps"].items()}
     if data["kept"] not in overlaps:
         raise ValueError(f"no figures of the plan that was kept, {data['kept']!r}")
-    figures = {key: data[key] for key in ("kept", "predicted", "bound", "measured", "gradient_bytes", "ranks")}
+    keys = ("kept", "predicted", "bound", "measured", "gradient_bytes", "ranks", "schedule")
+    figures = {key: data[key] for key in keys}
     return Tuning(overlaps=overlaps, profile=profile, **figures)
 
 

@@ -1,7 +1,8 @@
 """Hugging Face checkpoint <-> shards.
 
 In:   a whole model on every rank; later, the cut one.
-Out:  parameters cut in place under their own names; ordinary safetensors in a folder.
+Out:  parameters cut in place under their own names, those of other pipeline ranks emptied; ordinary safetensors in a
+      folder.
 Must hold: names, types and configuration never change; `from_pretrained` loads what is saved, from any layout. The
 writing rank holds its own share and one file's tensors, and a file is no larger than the largest single unit
 (a layer, the embedding or the head).
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +25,63 @@ from torch import Tensor, nn
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.runtime.gradients import tp_group
 from hf_helix.runtime.mesh import Mesh, rank, world_size
+from hf_helix.runtime.stage import Stage
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
-def cut_parameters(units: Iterable[Unit], mesh: Mesh) -> None:
-    """Keep this rank's slice of every parameter, in place.
+def cut_parameters(stage: Stage, mesh: Mesh) -> None:
+    """Keep this rank's slice of every parameter that it holds, in place, and nothing of the others.
 
     Rank 0's values count, as with DDP: where another rank starts from other weights (a model initialised at random
-    without a common seed), it gets rank 0's.
+    without a common seed), it gets rank 0's. Parameters of other pipeline ranks stay in the model under their names,
+    empty and not trained.
     """
-    placements = {p: placement for unit in units for p, placement in unit.placements.items()}
+    placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
     if world_size() > 1:
         _align_with_rank_0(list(placements), mesh.device)
+    owners = stage.owners
     for parameter, placement in placements.items():
-        if placement.dim is not None and mesh.tp.size > 1:
+        if owners[parameter] != stage.rank:
+            parameter.data = parameter.data.new_empty(0)
+            parameter.requires_grad_(False)
+        elif placement.dim is not None and mesh.tp.size > 1:
             first, last = placement.bounds(mesh.tp.size, mesh.tp.rank)
             parameter.data = parameter.data.narrow(placement.dim, first, last - first).clone()
 
 
-def whole_parameter(parameter: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
-    """The uncut parameter on the first rank of the tensor-parallel group, None on the others. Collective.
+def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
+    """The uncut tensor on the first rank of the batch's ranks, None on the others. Collective over these.
 
     The writing rank allocates the whole once, and one slice where slices do not lie in one piece.
+
+    Args:
+        value: this rank's slice of a parameter, or of its gradient; on ranks that do not hold it, anything.
+        owner: the pipeline rank that holds it.
     """
+    pipe = mesh.pipe
+    whole = _join_slices(value.detach(), placement, mesh) if pipe.rank == owner and value is not None else None
+    if owner == 0 or mesh.tp.rank > 0:
+        return whole if pipe.rank == 0 else None
+    if pipe.rank == owner:
+        assert whole is not None
+        about: list[Any] = [tuple(whole.shape), whole.dtype]
+        dist.send_object_list(about, pipe.ranks[0], group=pipe.group)
+        dist.send(whole.contiguous(), pipe.ranks[0], group=pipe.group)
+    if pipe.rank > 0:
+        return None
+    about = [None, None]
+    dist.recv_object_list(about, pipe.ranks[owner], group=pipe.group)
+    arrived = torch.empty(about[0], dtype=about[1], device=mesh.device)
+    dist.recv(arrived, pipe.ranks[owner], group=pipe.group)
+    return arrived
+
+
+def _join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
+    """The uncut tensor on the first rank of the tensor-parallel group, None on the others. Collective over it."""
     group = tp_group(mesh.tp)
-    value = parameter.detach()
     if group is None or placement.dim is None:
         return value if mesh.tp.rank == 0 else None
     ranks = dist.get_process_group_ranks(group)
@@ -75,7 +105,7 @@ def whole_parameter(parameter: Tensor, placement: Placement, mesh: Mesh) -> Tens
     return whole
 
 
-def save_pretrained(model: Any, units: list[Unit], mesh: Mesh, folder: str | Path) -> None:
+def save_pretrained(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
     """Write the model as an ordinary Hugging Face checkpoint. Collective; rank 0 writes.
 
     Files of an earlier save in the same folder go once the new ones are complete.
@@ -84,11 +114,13 @@ def save_pretrained(model: Any, units: list[Unit], mesh: Mesh, folder: str | Pat
     names = {parameter: name for name, parameter in model.named_parameters()}
     writer = _Writer(folder, model) if rank() == 0 else None
     if mesh.dp_size == 1 or dist.get_rank(mesh.dp_group) == 0:
-        limit = max(_whole_bytes(unit.placements) for unit in units)
-        for group in _file_groups(units, limit):
+        units, owners = list(stage.model.values()), stage.owners
+        sizes = _whole_bytes(stage, mesh)
+        limit = max(sum(sizes[parameter] for parameter in unit.placements) for unit in units)
+        for group in _file_groups(units, sizes, limit):
             tensors = {}
             for parameter, placement in group.items():
-                whole = whole_parameter(parameter, placement, mesh)
+                whole = whole_parameter(parameter, placement, mesh, owners[parameter])
                 if whole is not None:
                     tensors[names[parameter]] = whole.cpu()
             if writer is not None:
@@ -142,14 +174,16 @@ class _Writer:
             self.model.generation_config.save_pretrained(self.folder)
 
 
-def _file_groups(units: list[Unit], limit: int) -> Iterator[dict[nn.Parameter, Placement]]:
+def _file_groups(
+    units: list[Unit], sizes: Mapping[nn.Parameter, int], limit: int
+) -> Iterator[dict[nn.Parameter, Placement]]:
     """Units in order, packed into files of at most `limit` bytes; a tied parameter goes where it comes first."""
     group: dict[nn.Parameter, Placement] = {}
     seen: set[nn.Parameter] = set()
     for unit in units:
         new = {p: placement for p, placement in unit.placements.items() if p not in seen}
         seen.update(new)
-        if group and _whole_bytes(group) + _whole_bytes(new) > limit:
+        if group and sum(sizes[parameter] for parameter in (*group, *new)) > limit:
             yield group
             group = {}
         group.update(new)
@@ -157,13 +191,20 @@ def _file_groups(units: list[Unit], limit: int) -> Iterator[dict[nn.Parameter, P
         yield group
 
 
-def _whole_bytes(placements: Mapping[nn.Parameter, Placement]) -> int:
-    """Bytes of uncut parameters."""
-    total = 0
+def _whole_bytes(stage: Stage, mesh: Mesh) -> dict[nn.Parameter, int]:
+    """Bytes of every parameter when it is not cut, also of those that other pipeline ranks hold. Collective."""
+    placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
+    found = []
     for parameter, placement in placements.items():
         size = parameter.nbytes
-        total += size if placement.dim is None else size // parameter.shape[placement.dim] * placement.length
-    return total
+        if size and placement.dim is not None:
+            size = size // parameter.shape[placement.dim] * placement.length
+        found.append(size)
+    if mesh.pipe.group is not None:
+        sizes = torch.tensor(found, device=mesh.device)
+        dist.all_reduce(sizes, group=mesh.pipe.group)
+        found = sizes.tolist()
+    return dict(zip(placements, found, strict=True))
 
 
 def _align_with_rank_0(parameters: list[nn.Parameter], device: torch.device) -> None:

@@ -8,6 +8,8 @@ Must hold: only `profile` needs the model and its processes; `plan` and `show` w
     hf-helix plan profile.json --rule search --output plan.json
     hf-helix show plan.json --profile profile.json --output plan.svg
     hf-helix show profile.json
+    hf-helix show --schedule w --pp 4 --microbatches 12 --output pipeline.svg
+    hf-helix show --schedule all --gain 1.4
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from hf_helix.config import ABLATIONS
 if TYPE_CHECKING:
     from hf_helix.planning.plan import Plan
     from hf_helix.planning.profile import Profile
-    from hf_helix.planning.schedule import Slot
+    from hf_helix.planning.schedule import Schedule
+    from hf_helix.planning.simulate import Simulated
 
 EVERY = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
+PARTS = {"forward": "F", "input": "I, the input gradient", "weight": "W, the weight gradients"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     profile = commands.add_parser("profile", help="measure every operator, and operators beside each other")
     profile.add_argument("--model", required=True, help="a folder with a config.json, or such a file")
     profile.add_argument("--tp_size", type=int, default=2)
+    profile.add_argument("--pp_size", type=int, default=1)
+    profile.add_argument("--schedule", default="w", help="of the pipeline: w, dualpipe_v, 1f1b, or an action file")
     profile.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch")
     profile.add_argument("--sequence_length", type=int, default=512)
     profile.add_argument("--microbatches", type=int, default=4, help="of the window that is timed")
@@ -65,17 +71,27 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("profile", type=Path)
     plan.add_argument("--rule", choices=EVERY, default="search")
     plan.add_argument("--microbatches", type=int, default=8, help="of the window that is predicted")
+    plan.add_argument("--schedule", default="w", help="of a pipeline: w, dualpipe_v, 1f1b, auto, or an action file")
     plan.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="what plans must not use")
     plan.add_argument("--output", type=Path, default=Path("plan.json"))
     plan.set_defaults(run=run_plan)
 
-    show = commands.add_parser("show", help="draw a plan as a timeline, or a profile as OEF table and breakdown")
-    show.add_argument("file", type=Path, help="a plan or a profile")
+    show = commands.add_parser(
+        "show", help="draw a plan as a timeline, a profile as OEF table, a schedule as a pipeline"
+    )
+    show.add_argument("file", type=Path, nargs="?", help="a plan or a profile")
     show.add_argument("--profile", type=Path, help="the profile that a plan is drawn with")
     show.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="as the plan was made")
-    show.add_argument("--microbatches", type=int, default=3, help="of the window that is drawn")
+    show.add_argument("--microbatches", type=int, help="of the window that is drawn")
     show.add_argument("--width", type=int, default=100, help="columns of text")
     show.add_argument("--output", type=Path, help="a picture, .svg or .png, instead of text")
+    show.add_argument("--schedule", help="draw this: w, dualpipe_v, 1f1b, auto, or an action file; `all` compares them")
+    show.add_argument("--pp", type=int, default=4, help="pipeline ranks of the schedule")
+    show.add_argument("--layers", type=int, help="of the model; two for each rank if left out")
+    for part in ("forward", "input", "weight"):
+        show.add_argument(f"--{part}", type=float, default=1.0, help=f"time of a layer's {PARTS[part]}")
+    show.add_argument("--transfer", type=float, default=0.0, help="time from a rank to the next")
+    show.add_argument("--gain", type=float, default=1.0, help="how much faster forward beside backward is than apart")
     show.set_defaults(run=run_show)
     return parser
 
@@ -85,8 +101,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def run_profile(options: argparse.Namespace) -> None:
     """Measure, in as many processes as the mesh needs: started by a launcher, or here by torchrun."""
+    from hf_helix.planning.scheduler import Scheduler
+
     if not Path(options.model).exists():
         raise ValueError(f"--model {options.model} does not exist; give a folder with a config.json, or such a file")
+    Scheduler(options.schedule, options.pp_size)  # refused once, not by every process
     if "WORLD_SIZE" in os.environ:
         if options.nccl_channels:
             raise ValueError("--nccl_channels starts its own processes; call hf-helix without a launcher")
@@ -100,10 +119,14 @@ def run_profile(options: argparse.Namespace) -> None:
 def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
     words = [
         f"--{name}={getattr(options, name)}"
-        for name in ("model", "tp_size", "batch_size", "sequence_length", "microbatches", "output", "trace")
+        for name in (
+            *("model", "tp_size", "pp_size", "schedule", "batch_size", "sequence_length", "microbatches", "output"),
+            "trace",
+        )
         if getattr(options, name) is not None
     ]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.tp_size}"]
+    processes = options.tp_size * options.pp_size
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     code = subprocess.call(
         [*launcher, "-m", "hf_helix", "profile", *words],
         env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
@@ -120,7 +143,7 @@ def _choose_channels(options: argparse.Namespace) -> None:
     for channels in options.nccl_channels:
         _launch(options, {"NCCL_MAX_NCHANNELS": str(channels)})
         profile = load_profile(options.output)
-        seconds = predict(greedy(profile), profile, _slots(options.microbatches)).seconds
+        seconds = predict(greedy(profile), profile, _schedule(profile, options.microbatches)).seconds
         print(f"NCCL_MAX_NCHANNELS={channels}: a window is predicted to take {seconds * 1e3:,.1f} ms")
         if seconds < shortest:
             best, shortest = options.output.read_text(), seconds
@@ -146,7 +169,7 @@ def _measure(options: argparse.Namespace) -> None:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-    work = Workload(options.model, options.tp_size, device)
+    work = Workload(options.model, options.tp_size, device, options.pp_size, options.schedule)
     window = work.window(options.microbatches, options.batch_size, options.sequence_length)
     about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
     if "NCCL_MAX_NCHANNELS" in os.environ:
@@ -182,17 +205,15 @@ def _write_trace(path: Path, work: Any, window: Any, profile: Profile) -> None:
 
 def run_plan(options: argparse.Namespace) -> None:
     """Predict every rule, print the table, save the plan of one."""
-    from hf_helix.planning.cost import work_of
     from hf_helix.planning.profile import load_profile
     from hf_helix.planning.rules import predict_plan
-    from hf_helix.planning.search import bound
-    from hf_helix.planning.window import window_instructions
+    from hf_helix.planning.search import lower_bound
 
     profile = load_profile(options.profile, without=options.without)
-    slots = _slots(options.microbatches)
-    limit = bound(work_of(window_instructions(slots, profile.layout), profile.layout, profile.times), profile.layout)
-    plans = {rule: _plan(rule, profile, slots) for rule in EVERY}
-    predicted = {rule: predict_plan(plan, profile, slots)[1].seconds for rule, plan in plans.items()}
+    schedule = _schedule(profile, options.microbatches, options.schedule)
+    limit = lower_bound(profile, schedule)
+    plans = {rule: _plan(rule, profile, schedule) for rule in EVERY}
+    predicted = {rule: predict_plan(plan, profile, schedule)[1].seconds for rule, plan in plans.items()}
     print(f"a window of {options.microbatches} micro-batches; no plan can beat {limit * 1e3:,.1f} ms")
     print(f"{'plan':<12} {'predicted':>13} {'speed-up':>9} {'of bound':>9}")
     for rule, seconds in predicted.items():
@@ -204,7 +225,7 @@ def run_plan(options: argparse.Namespace) -> None:
     print(f"{options.rule}: {options.output}")
 
 
-def _plan(rule: str, profile: Profile, slots: list[Slot]) -> Plan:
+def _plan(rule: str, profile: Profile, schedule: Schedule) -> Plan:
     from tqdm.auto import tqdm
 
     from hf_helix.planning.rules import make_plan
@@ -216,7 +237,7 @@ def _plan(rule: str, profile: Profile, slots: list[Slot]) -> Plan:
             profile,
             model=model,
             mesh=mesh,
-            slots=slots,
+            schedule=schedule,
             progress=lambda share: bar.update(round(100 * share) - bar.n),
         )
 
@@ -232,10 +253,11 @@ def _made_for(profile: Profile) -> tuple[str, dict[str, int]]:
         ) from error
 
 
-def _slots(microbatches: int) -> list[Slot]:
-    from hf_helix.planning.schedule import build_schedule
+def _schedule(profile: Profile, microbatches: int, name: str = "w") -> Schedule:
+    """The schedule of a window on the ranks that a profile is for."""
+    from hf_helix.planning.scheduler import Scheduler, stage_costs
 
-    return build_schedule("w", 1, microbatches)[0]
+    return Scheduler(name, profile.layout.num_ranks, stage_costs(profile))(microbatches)
 
 
 # -- show ------------------------------------------------------------------------------------------------------------
@@ -243,6 +265,10 @@ def _slots(microbatches: int) -> list[Slot]:
 
 def run_show(options: argparse.Namespace) -> None:
     """Text, or a picture where `--output` is given."""
+    if (options.file is None) == (options.schedule is None):
+        raise ValueError("show takes either a plan or a profile, or a schedule, such as --schedule w; give one of them")
+    if options.schedule is not None:
+        return _show_schedule(options)
     try:
         data = json.loads(options.file.read_text())
     except (ValueError, UnicodeDecodeError) as error:
@@ -278,16 +304,47 @@ def _show_plan(options: argparse.Namespace) -> None:
     from hf_helix.report.bars import bars_of_timeline
     from hf_helix.report.timeline import draw_timeline, text_timeline
 
+    microbatches = 3 if options.microbatches is None else options.microbatches
     if options.profile is None:
         raise ValueError("a plan is drawn with times: add --profile profile.json")
     profile = load_profile(options.profile, without=options.without)
     model, mesh = _made_for(profile)
     plan = load_plan(options.file, profile.layout.graphs, model=model, mesh=mesh)
-    program, timeline = predict_plan(plan, profile, _slots(options.microbatches))
+    program, timeline = predict_plan(plan, profile, _schedule(profile, microbatches))
     bars = bars_of_timeline(timeline, program)
-    title = f"{plan.rule}: {options.microbatches} micro-batches, predicted {timeline.seconds * 1e3:,.1f} ms"
+    title = f"{plan.rule}: {microbatches} micro-batches, predicted {timeline.seconds * 1e3:,.1f} ms"
     if options.output is None:
         print(title, text_timeline(bars, options.width), sep="\n")
     else:
         draw_timeline(bars, options.output, title)
         print(options.output)
+
+
+def _show_schedule(options: argparse.Namespace) -> None:
+    from hf_helix.planning.pipeline import AUTO
+    from hf_helix.planning.schedule import PLACEMENT_OF
+    from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
+
+    if options.pp < 1:
+        raise ValueError(f"--pp {options.pp} must be at least 1, such as --pp 4")
+    if options.schedule == "all":
+        if options.output is not None:
+            raise ValueError("--schedule all is a table; for a picture name one schedule, such as --schedule w")
+        print(text_comparison(dict(_simulated(name, options) for name in (*PLACEMENT_OF, AUTO))))
+        return
+    label, simulated = _simulated(options.schedule, options)
+    title = f"{label}: {options.pp} ranks, {simulated.num_microbatches} micro-batches, time {simulated.seconds:,.6g}"
+    if options.output is None:
+        print(title, text_pipeline(simulated, options.width), text_ranks(simulated), sep="\n\n")
+    else:
+        draw_pipeline(simulated, options.output, title)
+        print(text_ranks(simulated), options.output, sep="\n")
+
+
+def _simulated(name: str, options: argparse.Namespace) -> tuple[str, Simulated]:
+    """A schedule by name or file, and its label, run on a clock with the times of the command line."""
+    from hf_helix.planning.pipeline import simulate_layers
+
+    times = {key: getattr(options, key) for key in (*PARTS, "transfer", "gain")}
+    label, simulated = simulate_layers(name, options.pp, options.microbatches, options.layers, **times)
+    return name if label == name else f"{name} ({label})", simulated

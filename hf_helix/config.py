@@ -20,8 +20,7 @@ CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
 PLANS = ("auto", "search", "greedy", "dhelix", "round_robin", "intra_batch", "sequential")
 ABLATIONS = ("local", "cross", "comm_beside_comm", "wgrad")
-SCHEDULES = ("w",)
-PLANNED_SCHEDULES = ("1f1b", "dualpipe_v")
+SCHEDULES = ("w", "dualpipe_v", "1f1b", "auto")
 
 WHERE = f"""Give the options in one of these ways (the first that is found counts):
   1. HelixTrainer(..., helix_config=HelixConfig(tp_size=2))
@@ -41,7 +40,8 @@ class HelixConfig:
 
     Args:
         tp_size: ranks that share every layer (tensor and sequence parallelism).
-        pp_size: ranks of the folded pipeline. Only 1 so far.
+        pp_size: ranks of the pipeline, each with layers of its own; on the fold, rank r holds the virtual stages r and
+            2 * pp_size - 1 - r, so embedding and head are both on rank 0.
         cp_size: ranks that share a sequence (context parallelism). Only 1 so far.
         ep_size: ranks that share the experts. Only 1 so far.
         plan: how the operators of two micro-batches are interleaved:
@@ -54,7 +54,15 @@ class HelixConfig:
             `intra_batch`: one micro-batch at a time, collectives cut into tiles beside their GEMM (MegaScale's way);
             `sequential`: one micro-batch at a time (Megatron's way);
             or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
-        schedule: `w`, the paper's W-shaped schedule on a folded placement (section 4.1).
+        schedule: which micro-batch a pipeline rank takes when:
+            `w`: the paper's W-shaped schedule on the fold (section 4.1);
+            `dualpipe_v`: DualPipeV on the fold, with weight gradients in the bubbles;
+            `1f1b`: one forward, one backward, every rank with one stretch of layers (Megatron's way);
+            `auto`: with `plan="auto"`, the fastest on the fold that is found with the measured times;
+            or the path of a file with a line of actions for each rank, such as `0F0 1F0 (0F1;1B0)OVERLAP_F_B`.
+        layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
+            `1f1b`); None to spread the work evenly, embedding, head and loss included.
+        shard_optimizer: keep the optimizer's states on one data-parallel rank each instead of on all (ZeRO-1).
         profile: path of a profile made with `hf-helix profile`, to plan with instead of measuring.
         without: what plans must not use, for ablations (the paper's figure 15): `local` or `cross` (communication of
             that kind is never overlapped), `comm_beside_comm` (both kinds share one stream), `wgrad` (weight gradients
@@ -76,6 +84,8 @@ class HelixConfig:
     profile: str | None = None
     without: tuple[str, ...] = ()
     cache: bool = True
+    layers_per_stage: tuple[int, ...] | None = None
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
@@ -85,8 +95,10 @@ class HelixConfig:
             if not isinstance(value, str) or not value:
                 example = "auto" if name == "plan" else "w"
                 raise TypeError(f"{name} must be a string, such as {example!r}; got {value!r}")
-        if not isinstance(self.cache, bool):
-            raise TypeError(f"cache must be true or false, such as cache=True; got {self.cache!r}")
+        for name in ("cache", "shard_optimizer"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be true or false, such as {name}=True; got {getattr(self, name)!r}")
+        self._check_layers()
         self._check_without()
         self._check_built()
 
@@ -99,10 +111,22 @@ class HelixConfig:
             if name not in ABLATIONS:
                 raise ValueError(f"without={name!r} is unknown; use some of {', '.join(ABLATIONS)}")
 
+    def _check_layers(self) -> None:
+        if isinstance(self.layers_per_stage, list):
+            object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
+        given = self.layers_per_stage
+        if given is None:
+            return
+        whole = isinstance(given, tuple) and all(isinstance(n, int) and not isinstance(n, bool) for n in given)
+        if not whole:
+            raise TypeError(f"layers_per_stage must be a list of whole numbers, such as [4, 4, 4, 4]; got {given!r}")
+
     def _check_built(self) -> None:
-        for name in ("pp_size", "cp_size", "ep_size"):
+        for name in ("cp_size", "ep_size"):
             if getattr(self, name) > 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not built yet; use {name}=1 and tp_size instead")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not built yet; use {name}=1 and tp_size or pp_size instead"
+                )
         if self.profile is not None and not isinstance(self.profile, str):
             raise TypeError(
                 f"profile={self.profile!r} must be a path as a string, of a file made with "
@@ -118,10 +142,11 @@ class HelixConfig:
                 f"plan={self.plan!r} is neither a rule nor an existing file; "
                 f"rules: {', '.join(PLANS)}{_nearest(self.plan, PLANS)}"
             )
-        if self.schedule in PLANNED_SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r} is not built yet; use schedule='w'")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r} is unknown; use one of {', '.join(SCHEDULES)}")
+        if self.schedule not in SCHEDULES and not os.path.isfile(self.schedule):
+            raise ValueError(
+                f"schedule={self.schedule!r} is neither a schedule nor an existing file of actions; "
+                f"schedules: {', '.join(SCHEDULES)}{_nearest(self.schedule, SCHEDULES)}"
+            )
 
     @property
     def ranks_per_batch(self) -> int:

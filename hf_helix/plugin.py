@@ -55,7 +55,7 @@ class HelixPlugin(ParallelismConfig):
     def build_mesh(self, device: torch.device | str) -> Mesh:
         """The mesh of this run, built on first use. Collective."""
         if self.mesh is None:
-            self.mesh = build_mesh(self.config.tp_size, device)
+            self.mesh = build_mesh(self.config.tp_size, device, self.config.pp_size)
         return self.mesh
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:

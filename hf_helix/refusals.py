@@ -178,7 +178,9 @@ def check_trainer(trainer: Any, args: Any) -> None:
 
 def _check_optimizer(trainer: Any) -> None:
     works = ", ".join(kind.__name__ for kind in ELEMENTWISE_CLASSES)
-    if trainer.optimizer_cls_and_kwargs is not None or type(trainer).create_optimizer is not Trainer.create_optimizer:
+    makers = [kind for kind in type(trainer).__mro__ if "create_optimizer" in vars(kind)]
+    overridden = any(kind.__module__ not in ("hf_helix.trainer", Trainer.__module__) for kind in makers)
+    if trainer.optimizer_cls_and_kwargs is not None or overridden:
         raise ValueError(
             "optimizer_cls_and_kwargs and overrides of create_optimizer are not built yet for cut parameters; use "
             f"TrainingArguments(optim=...) or optimizers=(...), one of {works}"
@@ -187,4 +189,9 @@ def _check_optimizer(trainer: Any) -> None:
         raise ValueError(
             f"optimizers=({type(trainer.optimizer).__name__}, ...): it may not update a slice as it would the whole; "
             f"use one of {works}"
+        )
+    if trainer.optimizer is not None and trainer.helix_config.shard_optimizer:
+        raise ValueError(
+            f"optimizers=({type(trainer.optimizer).__name__}, ...) was given, and shard_optimizer=True makes its own; "
+            "use TrainingArguments(optim=...), or shard_optimizer=False"
         )

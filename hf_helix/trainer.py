@@ -12,6 +12,7 @@ sum of its losses, the others return zero.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -29,25 +30,28 @@ from hf_helix.adapters import family_of
 from hf_helix.checkpoint import cut_parameters, save_pretrained
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.operators.collectives import prepare_all_gather
+from hf_helix.planning.pipeline import AUTO
 from hf_helix.planning.plan import Plan
-from hf_helix.planning.schedule import build_schedule, format_schedule
+from hf_helix.planning.schedule import format_schedule
 from hf_helix.plugin import HelixPlugin
 from hf_helix.refusals import check_arguments, check_batch, check_model, check_placements, check_trainer
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore
 from hf_helix.report.perfetto import write_perfetto
-from hf_helix.runtime.agreement import agree_on_text, agree_on_window
-from hf_helix.runtime.gradients import gradient_norm, tp_group
+from hf_helix.runtime.agreement import agree_on_number, agree_on_text, agree_on_window
+from hf_helix.runtime.gradients import gradient_norm
 from hf_helix.runtime.liveness import start_watch, watched
 from hf_helix.runtime.measure import Overlap, measure_overlap, over_ranks, trace_window
+from hf_helix.runtime.memory import peak_bytes
 from hf_helix.runtime.mesh import Mesh, world_size
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import fold_units
+from hf_helix.runtime.sharding import ShardedOptimizer
+from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams, prepare_cuda
 from hf_helix.runtime.trace import Trace
 from hf_helix.runtime.tuning import Tuning
-from hf_helix.tuner import Tuner, describe
+from hf_helix.tuner import Tuner, describe, options_of
 
 logger = get_logger(__name__)
 
@@ -89,6 +93,8 @@ class HelixTrainerMixin:
         check_arguments(arguments)
         if plugin is None or plugin.config != config:
             plugin = arguments.parallelism_config = HelixPlugin(config)
+        steps = arguments.gradient_accumulation_steps
+        agree_on_text(f"{options_of(config)}\ngradient_accumulation_steps={steps}", "options")
         self.helix_config = config
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
         self._last_alone: Overlap | None = None
@@ -130,6 +136,18 @@ class HelixTrainerMixin:
             self._last_alone = measure_overlap({"": self.runner}, self._last_window, repeats)[""]
         return self._last_alone
 
+    def measure_memory(self) -> list[int]:
+        """The most bytes of activations and buffers alive in the last window, rank by rank. Collective.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        if not self._last_window:
+            raise ValueError("measure_memory() needs a window to repeat; call it after train()")
+        self.model.train()
+        with watched():
+            return over_ranks(peak_bytes(self.runner, self._last_window))
+
     def trace(self, path: str | Path) -> None:
         """Write a trace of the last window for https://ui.perfetto.dev, a track per stream. Collective.
 
@@ -140,7 +158,8 @@ class HelixTrainerMixin:
             raise ValueError("trace() needs a window to repeat; call it after train()")
         self.model.train()
         with watched():
-            spans = over_ranks(trace_window(self.runner, self._last_window).spans)
+            trace = trace_window(self.runner, self._last_window, complete=self._mesh.dp_size > 1)
+            spans = over_ranks(trace.spans)
         if self.is_world_process_zero():  # type: ignore[attr-defined]
             write_perfetto(path, spans)
 
@@ -154,25 +173,35 @@ class HelixTrainerMixin:
         """Keep this rank's part of the model, in place, before anything moves to the device; make it runnable."""
         check_model(model)
         self._family = family_of(model)
-        self._units = [unit.without(self.helix_config.without) for unit in self._family.units(model, self._mesh.tp)]
-        stage = fold_units(self._units)
-        check_placements(model, stage.placements)
+        config, tp_size = self.helix_config, self._mesh.tp.size
         name = type(model).__name__
-        self._tuner = Tuner(self.helix_config, name, describe(model, self._mesh))
+        self._tuner = Tuner(config, name, describe(model, self._mesh))
+        units = [unit.without(config.without) for unit in self._family.units(model, self._mesh.tp)]
+        check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
+        stage = place_units(
+            units,
+            self._mesh.pipe,
+            self._family.empty(model, tp_size),
+            self._tuner.scheduler.placement,
+            self._family.head_cost(model),
+            config.layers_per_stage,
+        )
         with watched():
             plan = self._tuner.first_plan(stage.layout)
         peak = peak_tflops(torch.cuda.get_device_name(args.device)) if args.device.type == "cuda" else None
         self._live = LiveScore(token_flops(model), world_size(), self._mesh.dp_size, peak)
-        schedule = self.helix_config.schedule
+        scheduler = self._tuner.scheduler
         with watched():
             # All ranks agree before anything is cut or communicated by the plan.
-            agree_on_text(format_schedule(build_schedule(schedule, 1, 2)) + "\n" + plan.to_json(), "plans")
-            cut_parameters(self._units, self._mesh)
+            whole = 1 if scheduler.name == AUTO else args.gradient_accumulation_steps
+            text = f"{stage.layout.describe()}\n{format_schedule(scheduler(whole))}\n{plan.to_json()}"
+            agree_on_text(text, "plans")
+            cut_parameters(stage, self._mesh)
         if hasattr(self, "runner"):
             self.runner.executor.streams.close()
-        self.runner = Runner(stage, plan, self._mesh, make_streams(args.device), schedule, args.seed)
+        self.runner = Runner(stage, plan, self._mesh, make_streams(args.device), scheduler, args.seed)
         model._is_accelerate_prepared = True  # nothing is left to wrap
-        model._is_cut_by_helix = self._mesh.tp.size > 1
+        model._is_cut_by_helix = self._mesh.batch_group is not None
         if model._is_cut_by_helix:
             model.forward = _refuse_forward(model.forward)
 
@@ -188,9 +217,12 @@ class HelixTrainerMixin:
         with watched():
             return super().train(None, *args, **kwargs)  # type: ignore[misc]
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        """Collects the micro-batches of an optimizer step, and keeps them for `training_step`."""
-        samples, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective."""
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        with watched():
+            agree_on_number(len(batches), device)
+        samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = list(samples)
         return samples, num_items
 
@@ -204,7 +236,7 @@ class HelixTrainerMixin:
             self.optimizer.train()  # schedule-free optimizers have a mode, too
         batches = [self._prepare_inputs(batch) for batch in window]  # type: ignore[attr-defined]
         check_batch(batches[0])
-        agree_on_window([batch["input_ids"] for batch in batches], tp_group(self._mesh.tp))
+        agree_on_window([batch["input_ids"] for batch in batches], self._mesh.batch_group)
         microbatches = [
             self._microbatch(batch, num_items_in_batch, (self.state.global_step, place))
             for place, batch in enumerate(batches)
@@ -247,6 +279,16 @@ class HelixTrainerMixin:
         ids = batch["input_ids"]
         return MicroBatch(prepare, key, num_tokens=ids.numel(), shape=" x ".join(map(str, ids.shape)))
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method; with `shard_optimizer`, every data-parallel rank keeps the states of its share."""
+        is_new, group = self.optimizer is None, self._mesh.dp_group
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if is_new and self.helix_config.shard_optimizer and group is not None:
+            made, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
+            rows = [{key: row[key] for key in ("params", "weight_decay")} for row in optimizer.param_groups]
+            self.optimizer = ShardedOptimizer(rows, made, process_group=group, **options)
+        return self.optimizer
+
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         norm = gradient_norm(self.runner.stage.placements, self._mesh)
         parameters = [parameter for parameter in self.runner.stage.placements if parameter.grad is not None]
@@ -281,20 +323,43 @@ class HelixTrainerMixin:
         batch = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         labels = batch.get("labels")
         num_items = self._get_num_items_in_batch([batch], self.args.device)  # type: ignore[attr-defined]
-        microbatch = self._microbatch(batch, 1 if num_items is None else num_items, (self.state.global_step, 0))
+        items = 1 if num_items is None else num_items
+        pieces = [
+            self._microbatch(piece, items, (self.state.global_step, place))
+            for place, piece in enumerate(self._pieces(batch))
+        ]
         with torch.no_grad():
-            loss, logits = self.runner.evaluate(microbatch, keep_logits=not prediction_loss_only)
+            loss, logits = self.runner.evaluate(pieces, keep_logits=not prediction_loss_only)
         found = None if labels is None else loss.detach()
         if logits is None:
             return found, None, None
         length = batch["input_ids"].shape[1]
         return found, self._whole_logits(logits)[:, :length], labels
 
+    def _pieces(self, batch: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The rows of a batch in as many micro-batches as keep every rank of the pipeline and two strands busy."""
+        rows = len(batch["input_ids"])
+        most = min(rows, self.runner.scheduler.most or rows)
+        count = min(most, 2 * self._mesh.pipe.size) if self._mesh.batch_group is not None else 1
+        if count < 2:
+            return [batch]
+        cut = {
+            name: value.tensor_split(count)
+            if isinstance(value, Tensor) and value.dim() and len(value) == rows
+            else None
+            for name, value in batch.items()
+        }
+        return [
+            {name: batch[name] if parts is None else parts[place] for name, parts in cut.items()}
+            for place in range(count)
+        ]
+
     def _whole_logits(self, logits: Tensor) -> Tensor:
         """[sequence, batch, slice] of every rank to [batch, sequence, vocabulary]."""
         tp = self._mesh.tp
         if tp.size > 1:
-            head = self.runner.stage.placements[self.model.get_output_embeddings().weight]
+            stage = self.runner.stage
+            head = stage.model[stage.head].placements[self.model.get_output_embeddings().weight]
             lengths = [last - first for first, last in (head.bounds(tp.size, r) for r in range(tp.size))]
             padded = nn.functional.pad(logits, (0, max(lengths) - logits.shape[-1]))
             gathered, work = prepare_all_gather(tp, padded)
@@ -331,7 +396,7 @@ class HelixTrainerMixin:
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
         with watched():
-            save_pretrained(self.model, self._units, self._mesh, folder)
+            save_pretrained(self.model, self.runner.whole, self._mesh, folder)
         if self.args.should_save:
             processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processing is not None:

@@ -7,11 +7,12 @@ Must hold: every rank decides the same; what was measured is said, once, by rank
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ import torch.distributed as dist
 from tqdm.auto import tqdm
 
 from hf_helix import __version__, cache
-from hf_helix.config import HelixConfig
+from hf_helix.config import SCHEDULES, HelixConfig
 from hf_helix.planning.plan import Plan, load_plan, parse_plan
 from hf_helix.planning.profile import Profile, load_profile, rough_profile
 from hf_helix.planning.rules import RULES
+from hf_helix.planning.scheduler import Scheduler, candidates, stage_costs
 from hf_helix.planning.window import Layout
 from hf_helix.report.scorecard import format_tuning
 from hf_helix.runtime.agreement import agree_on_text
@@ -37,7 +39,7 @@ from hf_helix.runtime.tuning import BASELINE, CANDIDATES, Progress, Tuning, make
 # Rules that wait for a measurement in the first window; until then, a plan that needs none serves.
 MEASURED = {"auto": CANDIDATES, "search": ("search",), "dhelix": ("dhelix",)}
 UNMEASURED = "greedy"
-TUNED_MICROBATCHES = 4  # enough to see the steady state
+TUNED_MICROBATCHES = 4  # for each rank of the pipeline: enough to see the steady state
 
 
 def describe(model: Any, mesh: Mesh) -> dict[str, str]:
@@ -46,7 +48,7 @@ def describe(model: Any, mesh: Mesh) -> dict[str, str]:
     digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
     return {
         "model": f"{type(model).__name__} {digest}",
-        "mesh": f"tp={mesh.tp.size}",
+        "mesh": f"tp={mesh.tp.size}" + (f" pp={mesh.pipe.size}" if mesh.pipe.size > 1 else ""),
         "attention": str(model.config._attn_implementation),
         "transformers": version("transformers"),
         "hf_helix": __version__,
@@ -56,6 +58,19 @@ def describe(model: Any, mesh: Mesh) -> dict[str, str]:
 def digest_of(path: str | None) -> str:
     """A fingerprint of a file; empty without one."""
     return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+
+
+def options_of(config: HelixConfig) -> str:
+    """What ranks must have in common, a line for each option; the plan is compared by itself, once it is made.
+
+    Files may lie elsewhere on another host, so what is in them counts.
+    """
+    values = dataclasses.asdict(config)
+    del values["plan"]
+    values["profile"] = digest_of(config.profile)
+    if config.schedule not in SCHEDULES:
+        values["schedule"] = Path(config.schedule).read_text().strip()
+    return "\n".join(f"{name}={value}" for name, value in values.items())
 
 
 class Tuner:
@@ -73,6 +88,7 @@ class Tuner:
         self._mesh = {"tp_size": config.tp_size, "pp_size": config.pp_size}
         self._about = about
         self._said_untuned = False
+        self.scheduler = Scheduler(config.schedule, config.pp_size)
 
     def first_plan(self, layout: Layout) -> Plan:
         """The plan that the run starts with. Collective.
@@ -84,13 +100,16 @@ class Tuner:
         is_file = name not in MEASURED and name not in RULES
         # Files may lie elsewhere on another host; what is in them is compared with the plan.
         kinds = ("a file" if is_file else name, self.config.without, self.config.profile is not None)
-        agree_on_text("plan={!r}\nwithout={!r}\nprofile given: {}".format(*kinds), "plans")
+        placed = f"plan={kinds[0]!r}\nwithout={kinds[1]!r}\nprofile given: {kinds[2]}\n{layout.describe()}"
+        agree_on_text(placed, "plans")
         profile = self._given_profile(layout)
+        if profile is not None:
+            self.scheduler = Scheduler(self.config.schedule, self.config.pp_size, stage_costs(profile))
         if is_file:
             return load_plan(name, layout.graphs, model=self._model, mesh=self._mesh)
         if name in MEASURED and profile is None:
             # One rank has nothing to hide, and one strand at a time is kinder to the caches.
-            name = UNMEASURED if self.config.tp_size > 1 else BASELINE
+            name = UNMEASURED if self.config.ranks_per_batch > 1 else BASELINE
         if name == "auto":
             name = UNMEASURED
         plans = make_plans([name], profile or rough_profile(layout), model=self._model, mesh=self._mesh)
@@ -103,10 +122,10 @@ class Tuner:
         if min(over_ranks(len(window))) < 2:
             self._say_untuned(runner)
             return runner
-        whole, window = len(window), window[:TUNED_MICROBATCHES]
+        whole, window = len(window), window[: TUNED_MICROBATCHES * self.config.pp_size]
         about = {**machine(runner), **self._about, "shapes": ", ".join(batch.shape for batch in window)}
         case = {**about, "plan": self.config.plan, "without": " ".join(self.config.without)}
-        case["profile"] = digest_of(self.config.profile)
+        case |= {"profile": digest_of(self.config.profile), "schedule": self.config.schedule}
         found = self._recall(case, runner) if self.config.cache else None
         chosen, self.tuning = found or self._measure(runner, window, whole, about, case)
         if rank() == 0:
@@ -116,7 +135,7 @@ class Tuner:
     def _is_settled(self) -> bool:
         rules = MEASURED.get(self.config.plan)
         known = self.config.plan != "auto" and self.config.profile is not None
-        return rules is None or known or self.tuning is not None or self.config.tp_size == 1
+        return rules is None or known or self.tuning is not None or self.config.ranks_per_batch == 1
 
     def _given_profile(self, layout: Layout) -> Profile | None:
         if self.config.profile is None:
@@ -139,10 +158,11 @@ class Tuner:
                 MEASURED[self.config.plan],
                 about=about,
                 profile=self._given_profile(runner.whole.layout),
+                schedules=functools.partial(candidates, self.config.schedule),
                 microbatches=whole,
                 progress=progress,
             )
-        tuning = replace(tuning, measured=cache.today())
+        tuning = dataclasses.replace(tuning, measured=cache.today())
         if rank() == 0 and self.config.cache:
             try:
                 cache.store(case, tuning, chosen.plan.to_json())
@@ -159,10 +179,11 @@ class Tuner:
             return None
         tuning, text = box[0]
         try:
-            plan = parse_plan(text, runner.whole.graphs, model=self._model, mesh=self._mesh)
+            plan = parse_plan(text, runner.whole.layout.graphs, model=self._model, mesh=self._mesh)
         except ValueError:
             return None  # of an older version: the same on every rank
-        return runner.with_plan(plan), tuning
+        costs = stage_costs(tuning.profile) if tuning.profile is not None else None
+        return runner.with_plan(plan, Scheduler(tuning.schedule, self.config.pp_size, costs)), tuning
 
     def _say_untuned(self, runner: Runner) -> None:
         if rank() == 0 and not self._said_untuned:

@@ -17,9 +17,10 @@ from hf_helix.adapters import family_of
 from hf_helix.checkpoint import cut_parameters
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.rules import make_plan
-from hf_helix.runtime.mesh import build_mesh
+from hf_helix.planning.scheduler import Scheduler
+from hf_helix.runtime.mesh import Mesh, build_mesh
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import fold_units
+from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 from hf_helix.tuner import describe
@@ -31,26 +32,38 @@ class Workload:
     Args:
         config: of the model, or the folder of one.
         device: to run on.
+        schedule: see `HelixConfig`.
+        mesh: of these sizes, if there is one already.
     """
 
-    def __init__(self, config: Any, tp_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Any,
+        tp_size: int,
+        device: torch.device,
+        pp_size: int = 1,
+        schedule: str = "w",
+        mesh: Mesh | None = None,
+    ) -> None:
         if isinstance(config, str):
             config = AutoConfig.from_pretrained(config)
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
-        self.mesh = build_mesh(tp_size, device)
+        self.mesh = mesh or build_mesh(tp_size, device, pp_size)
         self.about = describe(self.model, self.mesh)
         self._family = family_of(self.model)
         units = self._family.units(self.model, self.mesh.tp)
-        stage = fold_units(units)
+        scheduler = Scheduler(schedule, pp_size)
+        empty, head_cost = self._family.empty(self.model, tp_size), self._family.head_cost(self.model)
+        stage = place_units(units, self.mesh.pipe, empty, scheduler.placement, head_cost)
         plan = make_plan(
             "sequential",
             rough_profile(stage.layout),
             model=type(self.model).__name__,
-            mesh={"tp_size": tp_size, "pp_size": 1},
+            mesh={"tp_size": tp_size, "pp_size": pp_size},
         )
-        cut_parameters(units, self.mesh)
-        self.runner = Runner(stage, plan, self.mesh, make_streams(device), "w", 0)
+        cut_parameters(stage, self.mesh)
+        self.runner = Runner(stage, plan, self.mesh, make_streams(device), scheduler, 0)
 
     def window(self, count: int, batch: int, length: int) -> list[MicroBatch]:
         """Micro-batches of `batch` sequences of `length` random tokens."""

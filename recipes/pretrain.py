@@ -1,7 +1,8 @@
-"""Train a small Llama from scratch, tensor-parallel, with communication hidden behind computation.
+"""Train a small Llama from scratch, over a tensor-parallel group or a pipeline, communication behind computation.
 
     accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py
     accelerate launch --config_file accelerate_configs/gpu_tp2.yaml recipes/pretrain.py --text corpus.jsonl
+    accelerate launch --config_file accelerate_configs/cpu_pp2.yaml recipes/pretrain.py
 
 The text is Python's own documentation unless `--text` names something else; a byte-level BPE tokenizer is trained on
 it on the spot. Every field of TrainingArguments is a flag, too.

@@ -97,7 +97,7 @@ def test_the_table_is_what_the_cost_function_says(file: Path, tmp_path: Path, ca
     figures = {row.split()[0]: (float(row.split()[1]), float(row.split()[3].rstrip("x"))) for row in rows}
     profile = tiny_profile()
     plan = load_plan(tmp_path / "plan.json", profile.layout.graphs, model=MODEL, mesh=MESH)
-    seconds = predict_plan(plan, profile, build_schedule("w", 1, 3)[0])[1].seconds
+    seconds = predict_plan(plan, profile, build_schedule("w", 1, 3))[1].seconds
     assert figures["dhelix"][0] == pytest.approx(seconds * 1e3, abs=0.05)
     assert figures["sequential"][1] == 1.0
     for milliseconds, speedup in figures.values():
@@ -170,7 +170,9 @@ def test_a_profile_without_pairs_as_text(tmp_path: Path, capsys: Any) -> None:
     assert "no pairs of operators were measured" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [("plan", "P"), ("show", "P"), ("show", "Q", "--profile", "P")], ids=str)
+@pytest.mark.parametrize(
+    "words", [("plan", "P"), ("show", "P"), ("show", "Q", "--profile", "P"), ("show", "--schedule", "auto")], ids=str
+)
 def test_plan_and_show_need_no_torch(words: tuple[str, ...], file: Path, tmp_path: Path) -> None:
     plan_file("greedy", tmp_path / "made.json")
     names = {"P": str(file), "Q": str(tmp_path / "made.json")}
@@ -181,6 +183,95 @@ def test_plan_and_show_need_no_torch(words: tuple[str, ...], file: Path, tmp_pat
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL, timeout=120)
+
+
+# show --schedule
+
+
+def test_a_schedule_as_text(capsys: Any) -> None:
+    run("show", "--schedule", "w", "--pp", 4, "--microbatches", 12, "--width", 90)
+    title, _, *rows, _, head, first, _, _, last = capsys.readouterr().out.splitlines()
+    # 1F1B over 16 units that go down and up; a fused slot takes as long as its two.
+    assert title == "w: 4 ranks, 12 micro-batches, time 90"
+    assert [row.split()[1] for row in rows[:4]] == ["0", "1", "2", "3"]
+    assert all(len(row) <= 90 for row in rows[:4])
+    assert head.split() == ["bubble", "fused", "live", "activations", "in", "stage-shares"]
+    assert first.split() == ["rank", "0", "20.0%", "16", "9", "4.50"]
+    assert last.split()[:2] == ["rank", "3"]
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_pictures_of_schedules(suffix: str, tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"pipeline{suffix}"
+    run("show", "--schedule", "dualpipe_v", "--pp", 2, "--output", path)
+    *rows, last = capsys.readouterr().out.splitlines()
+    assert last == str(path)
+    assert [row.split()[:2] for row in rows[1:]] == [["rank", "0"], ["rank", "1"]]
+    assert path.read_bytes().startswith(b"<?xml" if suffix == ".svg" else b"\x89PNG")
+
+
+def test_times_of_the_command_line_are_used(capsys: Any) -> None:
+    def time(*words: object) -> float:
+        run("show", "--schedule", "1f1b", "--pp", 2, "--microbatches", 3, *words)
+        return float(capsys.readouterr().out.splitlines()[0].rpartition(" ")[2])
+
+    # 1F1B on two ranks takes the time of 3 + 1 micro-batches, of two layers each unless told otherwise.
+    assert time() == 4 * 2 * 3
+    assert time("--forward", 2, "--input", 3, "--weight", 0.5) == 4 * 2 * 5.5
+    assert time("--layers", 6) == 4 * 3 * 3
+    assert time("--transfer", 0.25) > time()
+    assert time("--gain", 1.4) == time()
+
+
+def test_schedules_are_compared(capsys: Any) -> None:
+    run("show", "--schedule", "all", "--pp", 4, "--microbatches", 8, "--gain", 1.4)
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["schedule", "time", "bubble", "fused"]
+    assert [row.split()[0] for row in rows] == ["w", "dualpipe_v", "1f1b", "auto"]
+    times = {row.split()[0]: float(row[24:34].replace(",", "")) for row in rows}
+    assert min(times, key=lambda name: times[name]) == "auto"
+    run("show", "--schedule", "auto", "--pp", 4, "--microbatches", 8, "--gain", 1.4)
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title.startswith("auto (")
+    assert float(title.rpartition(" ")[2]) == pytest.approx(times["auto"], abs=0.01)
+
+
+def test_an_action_file_is_drawn(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "schedule.txt"
+    path.write_text("0F0,0F1,0B0,,0B1\n1F0,1B0,1F1,1B1\n")
+    run("show", "--schedule", path, "--pp", 2)
+    assert capsys.readouterr().out.startswith(f"{path}: 2 ranks, 2 micro-batches, time ")
+    run("show", "--schedule", path, "--pp", 2, "--microbatches", 1)
+    assert capsys.readouterr().out.startswith(f"{path}: 2 ranks, 1 micro-batches, time 12")
+    assert "take at most 2 micro-batches" in said(capsys, "show", "--schedule", path, "--pp", 2, "--microbatches", 3)
+    assert "pp_size=3 needs 3" in refused(capsys, "show", "--schedule", path, "--pp", 3)
+    path.write_text("0F0,0F1,0B0,,0B1\n1F0,1F1,1B1,1B0\n")
+    text = refused(capsys, "show", "--schedule", path, "--pp", 2)
+    assert text.startswith(f"hf-helix show: schedule file {path}: ")
+    assert "rank 1: 1F0 1F1 >>> 1B1 1B0" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "such as --schedule w; give one of them"),
+        (("P", "--schedule", "w"), "give one of them"),
+        (("--schedule", "magic"), "'magic' is neither the name of a schedule nor an existing file"),
+        (("--schedule", "w", "--pp", 0), "--pp 0 must be at least 1"),
+        (("--schedule", "all", "--pp", -1), "--pp -1 must be at least 1"),
+        (("--schedule", "w", "--microbatches", 0), "0 micro-batches"),
+        (("--schedule", "auto", "--microbatches", -3), "-3 micro-batches"),
+        (("--schedule", "w", "--layers", 7), "7 layers and pp_size=4 needs at least 8"),
+        (("--schedule", "w", "--forward", -1), "at least 0"),
+        (("--schedule", "w", "--gain", 0), "gain=0.0 must be more than 0"),
+        (("--schedule", "all", "--output", "x.svg"), "name one schedule"),
+        (("--schedule", "w", "--output", "x.bmp"), "must end with one of"),
+    ],
+    ids=str,
+)
+def test_schedules_that_cannot_be_shown(words: tuple[object, ...], message: str, file: Path, capsys: Any) -> None:
+    assert message in said(capsys, "show", *(file if word == "P" else word for word in words))
 
 
 # Bad input
@@ -425,6 +516,53 @@ def test_profile_measures_and_traces(model_folder: Path, tmp_path: Path, two_rul
     run("show", tmp_path / "profile.json")
     run("show", tmp_path / "plan.json", "--profile", tmp_path / "profile.json")
     assert "greedy: 3 micro-batches" in capsys.readouterr().out
+
+
+@cpu_only
+def test_profile_of_a_pipeline(tmp_path: Path, two_rules: None, capsys: Any) -> None:
+    """Two ranks, each with two of four layers; what they send each other is measured, too, and plans go by it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=131, num_hidden_layers=4, max_position_embeddings=64, **sizes)
+    config.save_pretrained(tmp_path / "model")
+    words = ("--model", "model", "--tp_size", 1, "--pp_size", 2, "--sequence_length", 9, "--microbatches", 3)
+    done = command(tmp_path, *words, "--trace", "trace.json")
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(tmp_path / "profile.json")
+    assert profile.about["mesh"] == "tp=1 pp=2"
+    assert profile.layout.num_ranks == 2
+    assert {("send", "F.transfer"), ("send", "B.transfer"), ("receive", "F.transfer")} <= profile.times.keys()
+    assert sum(name == "layer" for name in profile.layout.units) == 4
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
+    assert {(pid, f"pipeline {way}") for pid in (1, 2) for way in ("0F", "0B", "2F", "2B")} <= tracks
+    # What it wrote is what the others take, with any schedule.
+    for schedule in ("w", "auto"):
+        output = tmp_path / f"{schedule}.json"
+        run("plan", tmp_path / "profile.json", "--rule", "greedy", "--schedule", schedule, "--output", output)
+        assert load_plan(output, profile.layout.graphs, model=MODEL, mesh={"tp_size": 1, "pp_size": 2}).rule == "greedy"
+    run("show", tmp_path / "profile.json")
+    run("show", tmp_path / "w.json", "--profile", tmp_path / "profile.json")
+    assert "greedy: 3 micro-batches" in capsys.readouterr().out
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--pp_size", 2), "the model has 2 layers and pp_size=2 needs at least 4"),
+        (
+            ("--pp_size", 2, "--schedule", "1f2b"),
+            "schedule='1f2b' is neither the name of a schedule nor an existing file",
+        ),
+    ],
+)
+def test_profile_of_a_pipeline_that_cannot_be(
+    words: tuple[object, ...], message: str, model_folder: Path, tmp_path: Path
+) -> None:
+    done = command(tmp_path, "--model", model_folder, "--tp_size", 1, *words)
+    assert done.returncode != 0
+    assert f"hf-helix profile: {message}" in done.stderr
+    assert not (tmp_path / "profile.json").exists()
 
 
 @cpu_only

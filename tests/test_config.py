@@ -12,8 +12,8 @@ from hf_helix import config
 from hf_helix.config import (
     ABLATIONS,
     CONFIG_FILE_VARIABLE,
-    PLANNED_SCHEDULES,
     PLANS,
+    SCHEDULES,
     HelixConfig,
     config_file_of,
     launcher_config_file,
@@ -21,7 +21,7 @@ from hf_helix.config import (
 )
 
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
-UNBUILT = ("pp_size", "cp_size", "ep_size")
+UNBUILT = ("cp_size", "ep_size")
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +46,14 @@ def test_the_defaults_are_one_rank_and_auto():
         "profile": None,
         "without": (),
         "cache": True,
+        "layers_per_stage": None,
+        "shard_optimizer": False,
     }
 
 
 def test_ranks_per_batch():
     assert HelixConfig(tp_size=3).ranks_per_batch == 3
+    assert HelixConfig(tp_size=3, pp_size=2).ranks_per_batch == 6
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -81,10 +84,16 @@ def test_sizes_that_are_not_built_are_refused_by_name(name: str):
         HelixConfig(**{name: 2})
 
 
-@pytest.mark.parametrize("schedule", PLANNED_SCHEDULES)
-def test_schedules_that_are_not_built_are_refused_by_name(schedule: str):
-    with pytest.raises(ValueError, match=f"^schedule='{schedule}' is not built yet; use schedule='w'$"):
-        HelixConfig(schedule=schedule)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_that_is_offered_is_taken(schedule: str):
+    assert HelixConfig(schedule=schedule).schedule == schedule
+
+
+def test_a_schedule_may_be_an_existing_file_but_not_a_folder(tmp_path: Path):
+    path = str(write(tmp_path / "schedule.txt", "0F0 1F0 1B0 0B0"))
+    assert HelixConfig(schedule=path).schedule == path
+    with pytest.raises(ValueError, match="neither a schedule nor an existing file"):
+        HelixConfig(schedule=str(tmp_path))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -153,16 +162,31 @@ def test_unknown_ablations_are_refused_by_name(name: object):
         assert str(error.value).startswith(f"without={name!r} is unknown")
 
 
+@pytest.mark.parametrize("name", ["cache", "shard_optimizer"])
 @pytest.mark.parametrize("value", [1, 0, "yes", None, []])
-def test_a_cache_that_is_no_yes_or_no_is_refused(value: object):
-    with pytest.raises(TypeError, match=r"^cache must be true or false, such as cache=True; got ") as error:
-        HelixConfig(cache=value)
+def test_a_switch_that_is_no_yes_or_no_is_refused(name: str, value: object):
+    with pytest.raises(TypeError, match=f"^{name} must be true or false, such as {name}=True; got ") as error:
+        HelixConfig(**{name: value})
     assert str(error.value).endswith(repr(value))
 
 
-def test_an_unknown_schedule_lists_the_known():
-    with pytest.raises(ValueError, match=r"schedule='v' is unknown; use one of w$"):
+def test_an_unknown_schedule_lists_the_known_and_names_the_nearest():
+    with pytest.raises(ValueError, match=r"schedule='v' is neither .*; schedules: w, dualpipe_v, 1f1b, auto$"):
         HelixConfig(schedule="v")
+    with pytest.raises(ValueError, match=r"did you mean 'dualpipe_v'"):
+        HelixConfig(schedule="dualpipev")
+
+
+def test_layers_per_stage_are_taken_as_a_tuple_or_a_list():
+    config = HelixConfig(pp_size=2, layers_per_stage=[3, 2, 2, 3])
+    assert config.layers_per_stage == (3, 2, 2, 3)
+    assert hash(config) == hash(HelixConfig(pp_size=2, layers_per_stage=(3, 2, 2, 3)))
+
+
+@pytest.mark.parametrize("value", [2, "2,2", [2, "2"], [2.0], [True], {2}])
+def test_layers_per_stage_that_are_no_whole_numbers_are_refused(value: object):
+    with pytest.raises(TypeError, match=r"^layers_per_stage must be a list of whole numbers, such as .*; got "):
+        HelixConfig(layers_per_stage=value)
 
 
 def test_a_config_does_not_change():
@@ -192,10 +216,10 @@ def test_what_is_no_mapping_is_refused(options: object):
 
 
 @pytest.mark.parametrize(
-    ("options", "error"), [({"tp_size": "2"}, TypeError), ({"tp_size": 0}, ValueError), ({"pp_size": 2}, ValueError)]
+    ("options", "error"), [({"tp_size": "2"}, TypeError), ({"tp_size": 0}, ValueError), ({"cp_size": 2}, ValueError)]
 )
 def test_a_wrong_value_says_where_it_came_from(options: dict[str, object], error: type[Exception]):
-    with pytest.raises(error, match=r"^here: [tp]p_size"):
+    with pytest.raises(error, match=r"^here: [tc]p_size"):
         HelixConfig.from_mapping(options, "here")
 
 

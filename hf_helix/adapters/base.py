@@ -246,6 +246,26 @@ class Family(ABC):
         found.append(self.head(Builder("head", "head", tp), model))
         return found
 
+    def empty(self, model: Any, tp_size: int) -> Callable[[Mapping[str, Any]], Tensor]:
+        """From the side inputs of a micro-batch, room for what a layer hands on: [sequence shard, batch, hidden].
+
+        Called before the model is cut.
+        """
+        weight = model.get_input_embeddings().weight
+        hidden, dtype = weight.shape[1], weight.dtype
+
+        def make(side: Mapping[str, Any]) -> Tensor:
+            ids = side["ids"]
+            return torch.empty(ids.shape[0] // tp_size, ids.shape[1], hidden, dtype=dtype, device=ids.device)
+
+        return make
+
+    def head_cost(self, model: Any) -> float:
+        """The work of head and loss in layers, by the sizes of their matrices."""
+        layer = next(iter(self.layers(model)))
+        matrices = sum(weight.numel() for weight in layer.parameters() if weight.dim() > 1)
+        return float(model.get_output_embeddings().weight.numel() / matrices)
+
     def side_inputs(self, model: Any, batch: Mapping[str, Any], tp_size: int, loss_scale: Tensor) -> dict[str, Any]:
         """The tensors of a micro-batch that carry no gradient, sequence first, padded to a multiple of `tp_size`.
 

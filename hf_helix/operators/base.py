@@ -19,6 +19,8 @@ from torch import Tensor
 from hf_helix.planning.graph import Part
 
 Tensors = tuple[Tensor, ...]
+Work = Callable[[], object]
+"""Moves data into what was allocated before."""
 
 
 @dataclass(slots=True)
@@ -74,18 +76,18 @@ class Communication(ABC):
     """
 
     @abstractmethod
-    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        """The output, not yet filled, and the work that fills it. `part` is F or B."""
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        """The outputs, not yet filled, and the work that fills them. `part` is F or B."""
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         """The same on the compute stream, where a plan may not overlap it."""
-        return self._now(Part.F, *inputs)
+        return self._now(call, Part.F, *inputs)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         """See `forward`."""
-        return self._now(Part.B, *gradients)
+        return self._now(call, Part.B, *gradients)
 
-    def _now(self, part: Part, value: Tensor) -> Tensors:
-        out, work = self.prepare(part, value)
+    def _now(self, call: Call, part: Part, *inputs: Tensor) -> Tensors:
+        outputs, work = self.prepare(call, part, *inputs)
         work()
-        return (out,)
+        return outputs

@@ -8,13 +8,13 @@ Must hold: sums run in rank order, so every rank and every run gets the same bit
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Tensors
+from hf_helix.operators.base import Call, Communication, Tensors, Work
 from hf_helix.planning.graph import Part
 
 # Renamed in torch 2.13, where the old names warn.
@@ -170,10 +170,9 @@ class Gather(Communication):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        if part is Part.F:
-            return prepare_all_gather(self.axis, value)
-        return prepare_reduce_scatter(self.axis, value)
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        out, work = (prepare_all_gather if part is Part.F else prepare_reduce_scatter)(self.axis, *inputs)
+        return (out,), work
 
 
 class Scatter(Communication):
@@ -182,10 +181,9 @@ class Scatter(Communication):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        if part is Part.F:
-            return prepare_reduce_scatter(self.axis, value)
-        return prepare_all_gather(self.axis, value)
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        out, work = (prepare_reduce_scatter if part is Part.F else prepare_all_gather)(self.axis, *inputs)
+        return (out,), work
 
 
 class GatherReplicated(Communication):
@@ -194,21 +192,22 @@ class GatherReplicated(Communication):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
-        return prepare_all_gather(self.axis, value)
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        out, work = prepare_all_gather(self.axis, *inputs)
+        return (out,), work
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         return (gradients[0].chunk(self.axis.size)[self.axis.rank],)
 
 
-def prepare_all_gather(axis: Axis, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+def prepare_all_gather(axis: Axis, value: Tensor) -> tuple[Tensor, Work]:
     """Shards [n, ...] to the whole [size * n, ...]: the output to come, and the work that fills it."""
     value = value.contiguous()
     out = value.new_empty((axis.size * value.shape[0], *value.shape[1:]))
     return out, lambda: axis.transport.all_gather(out, value)
 
 
-def prepare_reduce_scatter(axis: Axis, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+def prepare_reduce_scatter(axis: Axis, value: Tensor) -> tuple[Tensor, Work]:
     """Partial sums [size * n, ...] to this rank's shard [n, ...] of their sum; as `prepare_all_gather`."""
     value = value.contiguous()
     transport = axis.transport

@@ -9,13 +9,13 @@ than there are tiles leaves the last tiles empty; nothing is communicated for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Computation, Tensors
+from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
 from hf_helix.operators.collectives import Gather, Scatter
 from hf_helix.operators.unit import TensorOperator, Unit
 from hf_helix.planning.graph import GraphPair, Part
@@ -82,10 +82,11 @@ class TileTransfer(Communication):
     def __init__(self, whole: Communication) -> None:
         self.whole = whole
 
-    def prepare(self, part: Part, value: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        (value,) = inputs
         if value.shape[0] == 0:
-            return torch.empty_like(value), lambda: None
-        return self.whole.prepare(part, value)
+            return (torch.empty_like(value),), lambda: None
+        return self.whole.prepare(call, part, value)
 
 
 def cut_rows(value: Tensor, blocks: int, tiles: int) -> Tensors:

@@ -1,19 +1,21 @@
-"""The cost function: from a program and measured times to the time it takes.
+"""The cost function: from programs and measured times to the time they take.
 
-In:   instructions in the order of issue, seconds of every operator alone, and how much operators slow each other down.
+In:   instructions in the order of issue (of several ranks: one rank after the other), seconds of every operator alone,
+      and how much operators slow each other down.
 Out:  a `Timeline`: start and end of every instruction.
-Must hold: the same rules as the executor's. Every stream runs in the order of issue; communication starts once
-everything issued before it on the compute stream is done, a computation once the values that it reads have arrived; at
-a barrier the compute stream waits for all communication. Where operators run beside each other, each goes on at its
-own slowed rate, until one of them ends.
+Must hold: the same rules as the executor's. Every stream of a rank runs in the order of issue; communication starts
+once everything issued before it on the compute stream is done, a computation once the values that it reads have
+arrived; at a barrier the compute stream waits for the collectives. What a rank sends to a neighbour goes over one link
+in order, and has arrived when it is sent. Where operators of a rank run beside each other, each goes on at its own
+slowed rate, until one of them ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hf_helix.planning.graph import Kind, Part
+from hf_helix.planning.graph import Kind, Operator, Part
 from hf_helix.planning.window import Instruction, Layout
 
 Times = Mapping[tuple[str, str], float]
@@ -22,21 +24,23 @@ Times = Mapping[tuple[str, str], float]
 Slowdown = Callable[[tuple[str, str], tuple[str, str]], float]
 """How many times longer the first operator takes while the second runs beside it; 1 where they do not interfere."""
 
-STREAMS = tuple(Kind)
+STREAMS = (Kind.COMPUTE, Kind.LOCAL, Kind.CROSS, Kind.PIPELINE)
 COMPUTE = STREAMS.index(Kind.COMPUTE)
 _NONE = -1
 
 
 @dataclass(frozen=True)
 class Work:
-    """A program as plain numbers.
+    """Programs as plain numbers.
 
     Attributes:
         streams: of each instruction, an index into `STREAMS`.
         seconds: of each instruction alone.
-        needs: the earlier instructions that each waits for.
+        needs: the instructions that each waits for.
         entries: what each runs, an index into `names`; -1 for a barrier.
         names: (unit name, entry).
+        ranks: of each instruction, the pipeline rank that runs it; empty where there is one.
+        lanes: of each instruction, what it queues on, together with its rank and stream; empty where it is 0 for all.
     """
 
     streams: list[int]
@@ -44,16 +48,31 @@ class Work:
     needs: list[list[int]]
     entries: list[int]
     names: list[tuple[str, str]]
+    ranks: list[int] = field(default_factory=list)
+    lanes: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.streams)
 
+    def rank(self, place: int) -> int:
+        """The pipeline rank of an instruction."""
+        return self.ranks[place] if self.ranks else 0
+
+    def queues(self) -> list[int]:
+        """Of each instruction, the number of its queue; instructions of one queue run one after the other."""
+        ranks, lanes = self.ranks or [0] * len(self), self.lanes or [0] * len(self)
+        numbers: dict[tuple[int, int, int], int] = {}
+        return [numbers.setdefault(key, len(numbers)) for key in zip(ranks, self.streams, lanes, strict=True)]
+
     def loads(self) -> dict[Kind, float]:
-        """Seconds of work on each stream."""
-        totals = dict.fromkeys(STREAMS, 0.0)
-        for stream, seconds in zip(self.streams, self.seconds, strict=True):
-            totals[STREAMS[stream]] += seconds
-        return totals
+        """Seconds of work on each stream of the rank that has most."""
+        totals: dict[tuple[int, int], float] = {}
+        for place, key in enumerate(zip(self.ranks or [0] * len(self), self.streams, strict=True)):
+            totals[key] = totals.get(key, 0.0) + self.seconds[place]
+        return {
+            kind: max((seconds for (_, stream), seconds in totals.items() if stream == number), default=0.0)
+            for number, kind in enumerate(STREAMS)
+        }
 
 
 @dataclass(frozen=True)
@@ -87,7 +106,7 @@ def entry_of(instruction: Instruction, layout: Layout) -> tuple[str, str]:
 
 
 def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Work:
-    """The numbers of a program.
+    """The numbers of a program, or of several ranks' programs one after the other.
 
     Raises:
         KeyError: `times` lacks an operator.
@@ -96,15 +115,17 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
     work = Work([], [], [], [], [])
     writers: dict[tuple[int, object], int] = {}
     forwards: dict[tuple[int, int, str], int] = {}
-    pending: list[int] = []
+    pending: dict[int, list[int]] = {}
+    sent = _senders(program)
     for place, instruction in enumerate(program):
-        op = instruction.operator
+        op, rank = instruction.operator, layout.rank_of(instruction.unit)
+        work.ranks.append(rank)
         if op is None:
             work.streams.append(COMPUTE)
+            work.lanes.append(0)
             work.seconds.append(0.0)
-            work.needs.append(pending)
+            work.needs.append(pending.pop(rank, []))
             work.entries.append(_NONE)
-            pending = []
             continue
         name = entry_of(instruction, layout)
         microbatch = instruction.microbatch
@@ -112,18 +133,48 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
         place_of_call = (microbatch, instruction.unit, op.of)
         if op.part is Part.F:
             forwards[place_of_call] = place
-        elif place_of_call in forwards:
+        elif place_of_call in forwards and op.kind is not Kind.PIPELINE:
             needs.append(forwards[place_of_call])  # what forward kept for backward
         for key in instruction.writes:
             writers[microbatch, key] = place
-        if op.kind.communicates:
-            pending.append(place)
+        if op.kind.communicates and op.kind is not Kind.PIPELINE:
+            pending.setdefault(rank, []).append(place)
+        if op.receives:
+            needs += [sent[key] for key in [_passage(instruction)] if key in sent]
         work.streams.append(STREAMS.index(op.kind))
-        work.seconds.append(times[name])
+        work.lanes.append(_lane(instruction, op, layout))
+        work.seconds.append(0.0 if op.receives else times[name])
         work.needs.append(list(dict.fromkeys(needs)))
         work.entries.append(numbers.setdefault(name, len(numbers)))
     work.names.extend(numbers)
     return work
+
+
+def _senders(program: Sequence[Instruction]) -> dict[tuple[int, bool, int], int]:
+    """What is sent between ranks -> the instruction that sends it."""
+    return {
+        _passage(instruction): place
+        for place, instruction in enumerate(program)
+        if instruction.operator is not None and instruction.operator.sends
+    }
+
+
+def _passage(instruction: Instruction) -> tuple[int, bool, int]:
+    """Micro-batch, whether forward, and the unit that forward sends from; the same at both ends."""
+    op = instruction.operator
+    assert op is not None
+    forward = op.part is Part.F
+    return instruction.microbatch, forward, instruction.unit - (op.receives if forward else op.sends)
+
+
+def _lane(instruction: Instruction, op: Operator, layout: Layout) -> int:
+    """0, or of pipeline communication: one lane to each neighbour, and one for everything that may arrive by itself."""
+    if op.kind is not Kind.PIPELINE:
+        return 0
+    forward = op.part is Part.F
+    if op.sends:
+        return 1 + layout.rank_of(instruction.unit + (1 if forward else -1))
+    return -1 - 2 * instruction.unit - forward
 
 
 def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] | None = None) -> Timeline:
@@ -137,7 +188,7 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
         ValueError: an instruction waits for one that is issued later on its own stream.
     """
     order = range(len(work)) if order is None else order
-    queues = _queues(work, order)
+    queues, ranks = _queues(work, order)
     slow = _slow_table(work, slowdown)
     running = [_NONE] * len(queues)
     left, rate = [0.0] * len(queues), [1.0] * len(queues)
@@ -145,7 +196,7 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
     starts, ends = [0.0] * len(work), [0.0] * len(work)
     done = bytearray(len(work) + 1)
     done[_NONE] = 1
-    now, finished, streams = 0.0, 0, [s for s, queue in enumerate(queues) if queue]
+    now, finished, streams = 0.0, 0, list(range(len(queues)))
     while finished < len(order):
         for stream in streams:
             if running[stream] == _NONE and position[stream] < len(queues[stream]):
@@ -161,7 +212,7 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
             for stream in active:
                 rate[stream] = 1.0
                 for other in active:
-                    if other != stream:
+                    if other != stream and ranks[other] == ranks[stream]:
                         rate[stream] *= slow[work.entries[running[stream]]][work.entries[running[other]]]
             step = min(left[stream] * rate[stream] for stream in active)
             for stream in active:
@@ -180,16 +231,19 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
     return Timeline(work, starts, ends)
 
 
-def _queues(work: Work, order: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """By stream: what it runs in order, each with the computation issued last before it (-1: none)."""
-    queues: list[list[tuple[int, int]]] = [[] for _ in STREAMS]
-    last = _NONE
+def _queues(work: Work, order: Sequence[int]) -> tuple[list[list[tuple[int, int]]], list[int]]:
+    """Of every queue: what it runs, each with the computation issued last before it (-1: none), and its rank."""
+    numbers = work.queues()
+    queues: list[list[tuple[int, int]]] = [[] for _ in range(max(numbers, default=-1) + 1)]
+    ranks = [0] * len(queues)
+    last: dict[int, int] = {}
     for place in order:
-        stream = work.streams[place]
-        queues[stream].append((place, _NONE if stream == COMPUTE else last))
-        if stream == COMPUTE:
-            last = place
-    return queues
+        rank, computes = work.rank(place), work.streams[place] == COMPUTE
+        ranks[numbers[place]] = rank
+        queues[numbers[place]].append((place, _NONE if computes else last.get(rank, _NONE)))
+        if computes:
+            last[rank] = place
+    return queues, ranks
 
 
 def _slow_table(work: Work, slowdown: Slowdown | None) -> list[list[float]] | None:

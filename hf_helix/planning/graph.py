@@ -16,11 +16,17 @@ from itertools import zip_longest
 
 
 class Kind(Enum):
-    """Which stream an operator runs on: computation, or one of the two kinds of communication."""
+    """Which stream an operator runs on: computation, or one of the kinds of communication.
+
+    Local and cross-node communication are collectives inside a layer, `PIPELINE` takes a value from one virtual stage
+    to the next, and `GRADIENTS` are the sums over data-parallel ranks (no operators, but a stream of their own).
+    """
 
     COMPUTE = "compute"
     LOCAL = "local"
     CROSS = "cross"
+    PIPELINE = "pipeline"
+    GRADIENTS = "gradients"
 
     @property
     def communicates(self) -> bool:
@@ -68,6 +74,16 @@ class Operator:
         """Every value that must exist before this operator runs."""
         return self.reads + tuple(name for name in self.adds if name is not None)
 
+    @property
+    def receives(self) -> bool:
+        """Whether what it writes comes from another pipeline rank."""
+        return self.kind is Kind.PIPELINE and bool(self.writes)
+
+    @property
+    def sends(self) -> bool:
+        """Whether what it reads goes to another pipeline rank."""
+        return self.kind is Kind.PIPELINE and bool(self.reads)
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -104,6 +120,11 @@ class Graph:
             if name in known:
                 raise ValueError(f"graph {self.name!r}: {what} {name!r} a second time")
             known.add(name)
+
+    @property
+    def transfers(self) -> bool:
+        """Whether the unit is no part of the model, but a way between pipeline ranks."""
+        return any(op.kind is Kind.PIPELINE for op in self.operators)
 
     def __getitem__(self, name: str) -> Operator:
         for operator in self.operators:
@@ -152,6 +173,22 @@ class GraphPair:
             for graph in (self.forward, self.backward)
         )
         return GraphPair(forward, _hold_weights(backward) if "wgrad" in names else backward)
+
+
+SEND, RECEIVE = "send", "receive"
+
+
+def transfer_graphs() -> dict[str, GraphPair]:
+    """The units between two virtual stages on different ranks: `send` ends the one, `receive` begins the other.
+
+    Backward, derived like any other, the gradient comes in at `send` and goes out at `receive`.
+    """
+    send = Operator(name="transfer", kind=Kind.PIPELINE, reads=("x",), writes=())
+    receive = Operator(name="transfer", kind=Kind.PIPELINE, reads=(), writes=("x",))
+    return {
+        SEND: GraphPair.of(Graph(SEND, (send,), ("x",), ())),
+        RECEIVE: GraphPair.of(Graph(RECEIVE, (receive,), (), ("x",))),
+    }
 
 
 def digest(graphs: Iterable[Graph]) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_helix.planning.flow import Flow
-from hf_helix.planning.graph import Graph, GraphPair, Operator, digest
+from hf_helix.planning.graph import RECEIVE, SEND, Graph, GraphPair, Operator, digest
 from hf_helix.planning.profile import Profile, format_json, round_ms
 from hf_helix.planning.tiling import tile_graph
 
@@ -161,12 +161,15 @@ def tile_pairs(pairs: Mapping[str, GraphPair], tiles: int) -> Mapping[str, Graph
     """The graphs with their collectives cut into tiles."""
     if tiles == 1:
         return pairs
-    return {name: GraphPair.of(tile_graph(pair.forward, tiles)) for name, pair in pairs.items()}
+    return {
+        name: pair if pair.forward.transfers else GraphPair.of(tile_graph(pair.forward, tiles))
+        for name, pair in pairs.items()
+    }
 
 
 def all_blocks(units: Iterable[str]) -> list[Block]:
     """Every block that units of these names can form: each alone, and each forward beside each backward."""
-    names = list(units)
+    names = [name for name in units if name not in (SEND, RECEIVE)]
     alone = [Block(name, None) for name in names] + [Block(None, name) for name in names]
     return alone + [Block(forward, backward) for forward in names for backward in names]
 

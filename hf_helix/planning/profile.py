@@ -124,6 +124,7 @@ class Profile:
                 "units": list(self.layout.units),
                 "chunks": {str(stage): list(units) for stage, units in self.layout.chunks.items()},
                 "shared": [[list(each) for each in row] for row in self.layout.shared],
+                "ranks": list(self.layout.ranks),
             },
             "graphs": {name: _graph_data(pair.forward) for name, pair in self.layout.graphs.items()},
         }
@@ -242,6 +243,9 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     if set(units) != graphs.keys() or any(unit not in range(len(units)) for chunk in chunks.values() for unit in chunk):
         raise ValueError("its layout names units that it does not hold")
     shared = [[(int(unit), str(name)) for unit, name in row] for row in data["layout"].get("shared", ())]
+    ranks = [int(rank) for rank in data["layout"].get("ranks", ())]
+    if ranks and len(ranks) != len(chunks):
+        raise ValueError(f"its layout has {len(chunks)} stages on {len(ranks)} ranks")
     times, spread, like = {}, {}, {}
     for unit, operators in data["operators"].items():
         for entry, figures in operators.items():
@@ -256,7 +260,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
         seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
         pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
     about = {str(key): str(value) for key, value in data["about"].items()}
-    return Profile(about, Layout(units, chunks, graphs, shared), times, spread, pairs, like)
+    return Profile(about, Layout(units, chunks, graphs, shared, ranks), times, spread, pairs, like)
 
 
 def _graph_data(graph: Graph) -> dict[str, Any]:

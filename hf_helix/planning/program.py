@@ -1,9 +1,9 @@
 """Programs: everything one rank issues for a window, in one flat list.
 
-In:   the rank's slots, the units of its chunks, and a plan.
-Out:  the instructions in the order of issue, with what may be freed after each.
+In:   a schedule, the units of every virtual stage, and a plan.
+Out:  per rank the instructions in the order of issue, with what may be freed after each.
 Must hold: every operator of every micro-batch once, each after what it reads; a value is freed with its last reader,
-so what is alive follows from the program alone.
+so what is alive follows from the program alone; what is sent over one way between two ranks arrives in the same order.
 """
 
 from __future__ import annotations
@@ -12,45 +12,56 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from hf_helix.planning.flow import flow_order
-from hf_helix.planning.graph import Part
+from hf_helix.planning.graph import Kind, Part
 from hf_helix.planning.plan import BARRIER, Plan
-from hf_helix.planning.schedule import Slot
+from hf_helix.planning.schedule import Schedule, Slot
 from hf_helix.planning.window import (
     BARRIER_INSTRUCTION,
     Instruction,
     Key,
     Layout,
+    action_instructions,
     blocks_of,
-    unit_instructions,
+    transfers_of,
     window_instructions,
 )
 
 
-def build_program(slots: Sequence[Slot], layout: Layout, plan: Plan, keep: Collection[Key] = ()) -> list[Instruction]:
-    """The instructions of a window.
+def build_programs(
+    schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = ()
+) -> list[list[Instruction]]:
+    """The instructions of a window, rank by rank.
 
     Args:
         keep: values that are never freed.
     """
     if plan.flow is None:
-        program = _by_blocks(slots, layout, plan)
+        programs = [_by_blocks(slots, layout, plan) for slots in schedule]
     else:
-        made = window_instructions(slots, layout)
-        program = [made[place] for place in flow_order(made, slots, layout, plan.flow)]
-    return _free(program, keep)
+        programs = flow_order(schedule, layout, plan.flow)
+    return [_complete(_free(program, keep), layout) for program in programs]
 
 
 def _by_blocks(slots: Sequence[Slot], layout: Layout, plan: Plan) -> list[Instruction]:
+    """Slot by slot; what a slot receives is awaited from the slot before on, what it sends leaves at its end."""
     program: list[Instruction] = []
-    for slot in slots:
+    posted = 0
+    for number, slot in enumerate(slots):
+        for ahead in slots[posted : number + 2]:
+            program += transfers_of(ahead, layout, receives=True)
+        posted = number + 2
         for forward, backward in blocks_of(slot, layout):
-            made: dict[str, Instruction] = {BARRIER: BARRIER_INSTRUCTION}
-            for letter, place in (("F", forward), ("B", backward)):
-                for instruction in unit_instructions(layout, place, letter == "F") if place else ():
+            made: dict[str, Instruction] = {}
+            for letter, place, action in (("F", forward, slot.forward), ("B", backward, slot.backward)):
+                for instruction in action_instructions(layout, place, action) if place and action else ():
                     assert instruction.operator is not None
                     made[f"{letter}.{instruction.operator.name}"] = instruction
+            unit = (forward or backward or (0, -1))[1]
+            made[BARRIER] = replace(BARRIER_INSTRUCTION, unit=unit)
             names = (layout.units[place[1]] if place else None for place in (forward, backward))
-            program += [made[entry] for entry in plan.order(*names)]
+            # Of a backward in two halves, only one is there.
+            program += [made[entry] for entry in plan.order(*names) if entry in made]
+        program += transfers_of(slot, layout, receives=False)
     return program
 
 
@@ -73,25 +84,39 @@ def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction
     ]
 
 
-def validate_program(program: Sequence[Instruction], sources: Collection[Key], layout: Layout | None = None) -> None:
-    """Check a program by itself: nothing is read before it is written or after it is freed, nothing runs twice, and
-    gradients add up in the order of the micro-batches.
+def _complete(program: list[Instruction], layout: Layout) -> list[Instruction]:
+    """Note on each instruction the units that have all their gradients with it."""
+    last: dict[int, int] = {}
+    for place, instruction in enumerate(program):
+        op = instruction.operator
+        if op is not None and op.part is not Part.F and op.kind is not Kind.PIPELINE:
+            last[instruction.unit] = place
+    units: dict[int, list[int]] = {}
+    for unit, place in last.items():
+        units.setdefault(place, []).append(unit)
+    return [replace(made, completes=tuple(units[i])) if i in units else made for i, made in enumerate(program)]
+
+
+def validate_program(
+    program: Sequence[Instruction],
+    sources: Collection[Key],
+    layout: Layout | None = None,
+    slots: Sequence[Slot] = (),
+) -> None:
+    """Check a rank's program by itself: nothing is read before it is written or after it is freed, nothing runs twice,
+    and gradients add up, and transfers follow each other, in the order of the micro-batches.
 
     Args:
         sources: values that exist from the start, such as the gradient of the loss.
         layout: says which operators share a gradient; None where none do.
+        slots: of the rank; gradients that operators share add up in their order.
 
     Raises:
         ValueError: names the first instruction that is wrong.
     """
     alive: dict[int, set[Key]] = {}
-    latest: dict[tuple[int, str], int] = {}
-    rows = {
-        each: (row, place)
-        for row, found in enumerate(layout.shared if layout else ())
-        for place, each in enumerate(found)
-    }
-    added: dict[int, tuple[int, int]] = {}
+    latest: dict[tuple[int, str, bool], int] = {}
+    turns = _turns(slots, layout) if layout and slots else {}
     seen: set[tuple[int, int, str, bool]] = set()
     for place, instruction in enumerate(program):
         op = instruction.operator
@@ -106,14 +131,28 @@ def validate_program(program: Sequence[Instruction], sources: Collection[Key], l
         if name in seen:
             raise ValueError(f"{what} runs a second time")
         seen.add(name)
-        if op.part is not Part.F:
+        forward = op.part is Part.F
+        if not forward or op.kind is Kind.PIPELINE:
             parts = (op.name, *op.after)
-            if any(latest.get((instruction.unit, name), -1) > instruction.microbatch for name in parts):
+            if any(latest.get((instruction.unit, name, forward), -1) > instruction.microbatch for name in parts):
                 raise ValueError(f"{what} comes after a later micro-batch, so gradients would add up in another order")
-            latest[instruction.unit, op.name] = instruction.microbatch
-            row, turn = rows.get((instruction.unit, op.name), (-1, 0))
-            if row >= 0 and added.get(row, (-1, -1)) > (instruction.microbatch, turn):
+            latest[instruction.unit, op.name, forward] = instruction.microbatch
+        if not forward and (instruction.unit, op.name) in turns:
+            expected = turns[instruction.unit, op.name]
+            if expected.pop(0) != (instruction.microbatch, instruction.unit, op.name):
                 raise ValueError(f"{what} adds to a shared gradient out of turn")
-            added[row] = (instruction.microbatch, turn)
         values.update(instruction.writes)
         values.difference_update(instruction.frees)
+
+
+def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[tuple[int, int, str]]]:
+    """Operators that share a gradient -> who adds to it in turn; one list for those of one gradient."""
+    found: dict[tuple[int, str], list[tuple[int, int, str]]] = {}
+    for row in layout.shared:
+        turns: list[tuple[int, int, str]] = []
+        found.update(dict.fromkeys(row, turns))
+    for instruction in window_instructions([list(slots)], layout):
+        op = instruction.operator
+        if op is not None and op.part is not Part.F and (instruction.unit, op.name) in found:
+            found[instruction.unit, op.name].append((instruction.microbatch, instruction.unit, op.name))
+    return found

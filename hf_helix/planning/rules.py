@@ -7,15 +7,15 @@ Must hold: every rule makes its plan from the profile alone, so a plan can be ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from hf_helix.planning.baselines import round_robin, sequential
 from hf_helix.planning.cost import Timeline, simulate, work_of
 from hf_helix.planning.pairing import dhelix
 from hf_helix.planning.plan import Plan, Rule, block_plan, graphs_digest
 from hf_helix.planning.profile import Profile
-from hf_helix.planning.program import build_program
-from hf_helix.planning.schedule import Slot
+from hf_helix.planning.program import build_programs
+from hf_helix.planning.schedule import Schedule
 from hf_helix.planning.search import Progress, greedy, search
 from hf_helix.planning.tiling import tile_profile
 from hf_helix.planning.window import Instruction
@@ -37,7 +37,7 @@ def make_plan(
     *,
     model: str,
     mesh: Mapping[str, int],
-    slots: Sequence[Slot] | None = None,
+    schedule: Schedule | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The plan of a rule.
@@ -46,7 +46,7 @@ def make_plan(
         KeyError: no rule has this name.
     """
     if rule in FLOW_RULES:
-        flow = greedy(profile) if rule == "greedy" else search(profile, slots, progress=progress)
+        flow = greedy(profile) if rule == "greedy" else search(profile, schedule, progress=progress)
         return Plan(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), {}, flow)
     tiles = mesh["tp_size"] if rule == TILED else 1
     return block_plan(rule, BLOCK_RULES[rule], tiled(profile, tiles), model=model, mesh=mesh, tiles=tiles)
@@ -57,9 +57,9 @@ def tiled(profile: Profile, tiles: int) -> Profile:
     return profile if tiles == 1 else tile_profile(profile, tiles)
 
 
-def predict_plan(plan: Plan, profile: Profile, slots: Sequence[Slot]) -> tuple[list[Instruction], Timeline]:
-    """The program of a plan for these slots, and what the cost function says of it."""
+def predict_plan(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[list[Instruction], Timeline]:
+    """The programs of a plan, rank by rank in one list, and what the cost function says of them."""
     profile = tiled(profile, plan.tiles)
-    program = build_program(slots, profile.layout, plan)
+    program = [made for found in build_programs(schedule, profile.layout, plan) for made in found]
     work = work_of(program, profile.layout, profile.times)
     return program, simulate(work, profile.slowdown if profile.pairs else None)

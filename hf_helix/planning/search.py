@@ -1,14 +1,14 @@
 """Search: how urgent every operator is, so that a window is short.
 
-In:   what a rank holds, its slots, and a profile.
+In:   what the ranks hold, a schedule, and a profile.
 Out:  a `Flow`, with its predicted time and the bound that no order can beat.
 Must hold: within the memory that `extra_layers` allows; on the window that it is made for never longer, by the cost
 function, than `greedy` on the same profile.
 
-Annealing over the biases of a flow, first on a chain of layers, the forward of one micro-batch beside the backward of
-another, where only the steady state counts; then, from what was found, on a short window with its ends and the
-boundaries between its units. A candidate is judged by the cost function, contention included. Of what comes out, and of
-`greedy`, the best on the whole window is kept.
+Annealing over the biases of a flow, on one rank: first on a chain of layers, the forward of one micro-batch beside the
+backward of another, where only the steady state counts; then, from what was found, on a short window with its ends and
+the boundaries between its units. A candidate is judged by the cost function, contention included. Of what comes out,
+and of `greedy`, the best on the whole window, on all ranks, is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from hf_helix.planning.cost import Timeline, Work, simulate, work_of
 from hf_helix.planning.flow import EXTRA_LAYERS, Bias, Flow, Window
 from hf_helix.planning.graph import Graph, Part
 from hf_helix.planning.profile import Name, Profile, named_operators
-from hf_helix.planning.schedule import Action, Slot, build_schedule
+from hf_helix.planning.schedule import (
+    Action,
+    Schedule,
+    Slot,
+    build_schedule,
+    num_microbatches_of,
+    without_microbatches,
+)
 from hf_helix.planning.window import Layout, window_instructions
 
 EFFORT = 1_200_000  # of one annealing: instructions ordered and simulated, twice as dear where they slow each other
@@ -36,36 +43,55 @@ Progress = Callable[[float], object]
 """Told how much of a search is done, from 0 to 1."""
 
 
-def greedy(profile: Profile, extra_layers: int = EXTRA_LAYERS) -> Flow:
-    """The flow without a search: what can start soonest, then the shortest; weight gradients last."""
+def usual_extra(layout: Layout) -> int:
+    """Layers whose activations may be alive beyond what the schedule's strands keep in turns.
+
+    One; none on several ranks, whose fused slots keep one layer more than a single strand would (paper, section 6.5).
+    """
+    return EXTRA_LAYERS if layout.num_ranks == 1 else 0
+
+
+def greedy(profile: Profile, extra_layers: int | None = None) -> Flow:
+    """The flow without a search: what can start soonest, then the shortest; weight gradients last.
+
+    Args:
+        extra_layers: see `Flow`; None for `usual_extra`.
+    """
     longest = max(profile.times.values())
     bias = {
         name: 1e-3 * (profile.times[name] + (longest if op.part is Part.W else 0.0))
         for name, op in named_operators(profile.layout)
     }
-    return Flow(profile.times, bias, extra_layers)
+    return Flow(profile.times, bias, usual_extra(profile.layout) if extra_layers is None else extra_layers)
 
 
 def search(
     profile: Profile,
-    slots: Sequence[Slot] | None = None,
-    extra_layers: int = EXTRA_LAYERS,
+    schedule: Schedule | None = None,
+    extra_layers: int | None = None,
     progress: Progress | None = None,
 ) -> Flow:
     """The best flow found.
 
     Args:
-        slots: what the rank runs in the window that the flow is made for; by default eight micro-batches of the W
-            schedule on one rank.
+        schedule: of the window that the flow is made for; by default eight micro-batches of the W schedule, or of 1F1B
+            where every rank has one chunk.
+        extra_layers: as for `greedy`.
     """
-    slots = slots or build_schedule("w", 1, USUAL_MICROBATCHES)[0]
+    num_ranks = profile.layout.num_ranks
+    name = "w" if len(profile.layout.chunks) > num_ranks else "1f1b"
+    usual = schedule or build_schedule(name, num_ranks, USUAL_MICROBATCHES)
 
     def best(flows: Sequence[Flow]) -> Flow:
-        return min(flows, key=lambda flow: predict(flow, profile, slots).seconds)
+        return min(flows, key=lambda flow: predict(flow, profile, usual).seconds)
 
     found = [greedy(profile, extra_layers)]
     views = [(*view, seed) for view in chains(profile.layout) for seed in range(CHAIN_STARTS)]
-    views.append((shorten(profile.layout), shorten_slots(slots), 0))
+    if num_ranks == 1:
+        short = without_microbatches(usual, SHORT_MICROBATCHES)
+    else:
+        short = build_schedule("w", 1, min(num_microbatches_of(usual), SHORT_MICROBATCHES))
+    views.append((shorten(profile.layout), short, 0))
     for number, (layout, few, seed) in enumerate(views):
         start = found[0] if number < len(views) - 1 else best(found)
         told = None if progress is None else functools.partial(_tell, progress, number, len(views))
@@ -73,20 +99,19 @@ def search(
     return best(found)
 
 
-def chains(layout: Layout) -> list[tuple[Layout, list[Slot]]]:
+def chains(layout: Layout) -> list[tuple[Layout, Schedule]]:
     """Of every kind of layer: the forward of a micro-batch beside the backward of another through several of them."""
     names = dict.fromkeys(name for name in layout.units if layout.graphs[name].forward.repeats)
-    slots = [Slot(Action(0, "F", 1), Action(0, "B", 0))]
+    schedule = [[Slot(Action(0, "F", 1), Action(0, "B", 0))]]
     units = list(range(CHAIN_LAYERS))
-    return [(Layout([name] * len(units), {0: units}, {name: layout.graphs[name]}), slots) for name in names]
+    return [(Layout([name] * len(units), {0: units}, {name: layout.graphs[name]}), schedule) for name in names]
 
 
 def _improve(
-    start: Flow, profile: Profile, layout: Layout, slots: Sequence[Slot], seed: int, progress: Progress | None
+    start: Flow, profile: Profile, layout: Layout, schedule: Schedule, seed: int, progress: Progress | None
 ) -> Flow:
     """The flow with the biases that annealing finds for a window."""
-    program = window_instructions(slots, layout)
-    window = Window(program, slots, layout, profile.times, start.extra_layers)
+    window = Window(schedule, layout, profile.times, start.extra_layers)
     slowdown = profile.slowdown if profile.pairs else None
 
     def cost(bias: Bias) -> float:
@@ -96,7 +121,7 @@ def _improve(
         names=window.work.names,
         scale=max(profile.times.values()),
         cost=cost,
-        steps=min(MOST_STEPS, EFFORT // (len(program) * (2 if slowdown is None else 4))),
+        steps=min(MOST_STEPS, EFFORT // (len(window.program) * (2 if slowdown is None else 4))),
         goal=bound(window.work, layout),
         dice=random.Random(seed),
     )
@@ -107,21 +132,35 @@ def _tell(progress: Progress, number: int, count: int, share: float) -> None:
     progress((number + share) / count)
 
 
-def predict(flow: Flow, profile: Profile, slots: Sequence[Slot]) -> Timeline:
+def predict(flow: Flow, profile: Profile, schedule: Schedule) -> Timeline:
     """What the cost function says of a window under a flow."""
-    program = window_instructions(slots, profile.layout)
-    window = Window(program, slots, profile.layout, flow.times, flow.extra_layers)
-    work = work_of(program, profile.layout, profile.times)
+    window = Window(schedule, profile.layout, flow.times, flow.extra_layers)
+    work = work_of(window.program, profile.layout, profile.times)
     return simulate(work, profile.slowdown if profile.pairs else None, window.order(flow.bias))
 
 
+def lower_bound(profile: Profile, schedule: Schedule) -> float:
+    """No order of this window takes less, see `bound`."""
+    made = window_instructions(schedule, profile.layout)
+    return bound(work_of(made, profile.layout, profile.times), profile.layout)
+
+
 def bound(work: Work, layout: Layout) -> float:
-    """No order of a window takes less: the busiest stream, and each strand's way through its layers, W off it."""
-    return max(max(work.loads().values()), *(_way(work, layout, letter) for letter in "FB"))
+    """No order of a window takes less: the busiest stream, and each strand's way through a rank's layers, W off it.
+
+    Where two micro-batches of one direction run beside each other (warm-up and cool-down on several ranks, evaluation),
+    half of both strands' ways.
+    """
+    found = [max(work.loads().values())]
+    for rank in range(layout.num_ranks):
+        forward, backward = (_way(work, layout, letter, rank) for letter in "FB")
+        single = layout.num_ranks == 1 and forward and backward
+        found.append(max(forward, backward) if single else (forward + backward) / 2)
+    return max(found)
 
 
-def _way(work: Work, layout: Layout, strand: str) -> float:
-    """Seconds of the longest chain through every repeating unit of a strand, one after the other."""
+def _way(work: Work, layout: Layout, strand: str, rank: int) -> float:
+    """Seconds of the longest chain through every repeating unit of a strand of a rank, one after the other."""
     times = dict(zip(work.entries, work.seconds, strict=True))
     seconds = {name: times[number] for number, name in enumerate(work.names)}
     total = 0.0
@@ -129,7 +168,8 @@ def _way(work: Work, layout: Layout, strand: str) -> float:
         graph = pair.forward if strand == "F" else pair.backward
         first = (unit, f"{strand}.{graph.operators[0].name}")
         if graph.repeats and first in seconds:
-            visits = work.entries.count(work.names.index(first))
+            number = work.names.index(first)
+            visits = sum(entry == number and work.rank(place) == rank for place, entry in enumerate(work.entries))
             total += visits * longest_way(
                 graph, {op.name: seconds[unit, f"{strand}.{op.name}"] for op in graph.operators}
             )
@@ -147,31 +187,26 @@ def longest_way(graph: Graph, seconds: dict[str, float]) -> float:
 
 
 def shorten(layout: Layout) -> Layout:
-    """The layout with at most `SHORT_LAYERS` repeating units in a chunk."""
+    """The layout on one rank, with at most `SHORT_LAYERS` repeating units in a chunk; of ranks, in two chunks."""
+    model = [unit for unit in range(len(layout.units)) if not layout.transfers(unit)]
+    layers = [unit for unit in model if layout.graphs[layout.units[unit]].forward.repeats]
+    parts = layout.chunks
+    if layout.num_ranks > 1:
+        middle = layers[(len(layers) - 1) // 2] if layers else -1
+        parts = {0: [unit for unit in model if unit <= middle], 1: [unit for unit in model if unit > middle]}
     units: list[str] = []
-    chunks: dict[int, list[int]] = {}
+    chunks: dict[int, list[int]] = {stage: [] for stage in parts}
     numbers: dict[int, int] = {}
-    for stage, members in layout.chunks.items():
-        chunks[stage], seen = [], 0
-        for unit in members:
-            repeats = layout.graphs[layout.units[unit]].forward.repeats
-            seen += repeats
-            if not repeats or seen <= SHORT_LAYERS:
+    for stage, members in parts.items():
+        for place, unit in enumerate(members):
+            before = [u for u in members[:place] if u in layers]
+            if unit not in layers or len(before) < SHORT_LAYERS:
                 numbers[unit] = len(units)
                 chunks[stage].append(len(units))
                 units.append(layout.units[unit])
     shared = [[(numbers[unit], name) for unit, name in row if unit in numbers] for row in layout.shared]
-    return Layout(units, chunks, layout.graphs, shared)
-
-
-def shorten_slots(slots: Sequence[Slot]) -> list[Slot]:
-    """The slots without the micro-batches beyond the first `SHORT_MICROBATCHES`."""
-
-    def kept(action: Action | None) -> Action | None:
-        return action if action is not None and action.microbatch < SHORT_MICROBATCHES else None
-
-    few = [Slot(kept(slot.forward), kept(slot.backward)) for slot in slots]
-    return [slot for slot in few if slot.actions]
+    graphs = {name: pair for name, pair in layout.graphs.items() if name in units}
+    return Layout(units, chunks, graphs, shared)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
         return profile
     old = profile.layout
     graphs = {name: GraphPair.of(tile_graph(pair.forward, tiles)) for name, pair in old.graphs.items()}
-    layout = Layout(old.units, old.chunks, graphs)
+    layout = Layout(old.units, old.chunks, graphs, ranks=old.ranks)
     sources = {name: _source(name, op, profile, tiles) for name, op in named_operators(layout)}
     times = {name: profile.times[source] / parts for name, (source, parts) in sources.items()}
     spread = {name: profile.spread.get(source, 0.0) for name, (source, _) in sources.items()}

@@ -73,6 +73,11 @@ def parse_label(label: str) -> tuple[str, int, str, str]:
     return match[1], int(match[2]), match[3], match[4]
 
 
+def sums_gradients(label: str) -> bool:
+    """Whether it names no operator, but a sum of gradients over ranks."""
+    return label.startswith(f"{Kind.GRADIENTS.value}.")
+
+
 def part_of(strand: str, operator: str) -> str:
     """The part (see `Part`) that an operator of a strand is, by its name."""
     ending = operator.rpartition(".")[2]
@@ -109,13 +114,14 @@ def _unit_labels(timeline: Timeline, program: Sequence[Instruction]) -> dict[int
 
 
 def bars_of_trace(trace: Trace) -> list[Bar]:
-    """What ran; times from the start of the first operator on."""
+    """What ran, sums of gradients left out; times from the start of the first operator on."""
     first = min((span.start for span in trace.spans), default=0.0)
     return [
         Bar(
             s.stream, *parse_label(s.label)[:2], s.label, s.start - first, s.end - first, s.stream != Kind.COMPUTE.value
         )
         for s in trace.spans
+        if not sums_gradients(s.label)
     ]
 
 

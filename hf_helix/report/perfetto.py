@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_helix.planning.cost import STREAMS
-from hf_helix.report.bars import parse_label, part_of
+from hf_helix.report.bars import parse_label, part_of, sums_gradients
 from hf_helix.runtime.trace import Span
 
 TRACKS = [kind.value for kind in STREAMS]
@@ -37,9 +37,10 @@ def _events_of_rank(rank: int, spans: Sequence[Span]) -> Iterator[Event]:
     # Viewers take process 0 and thread 0 for the idle ones of an operating system, and want threads with numbers that
     # are unique over all processes.
     process = rank + 1
-    threads = {stream: process * 10 + place for place, stream in enumerate(TRACKS)}
+    tracks = [*TRACKS, *sorted({span.stream for span in spans} - set(TRACKS))]
+    threads = {stream: process * 100 + place for place, stream in enumerate(tracks)}
     yield from _names("process", f"rank {rank}", rank, {"pid": process})
-    for place, stream in enumerate(TRACKS):
+    for place, stream in enumerate(tracks):
         if any(span.stream == stream for span in spans):
             yield from _names("thread", stream, place, {"pid": process, "tid": threads[stream]})
     first = min((span.start for span in spans), default=0.0)
@@ -54,15 +55,20 @@ def _names(what: str, name: str, place: int, ids: Event) -> Iterator[Event]:
 
 
 def _event(span: Span, first: float, ids: Event) -> Event:
-    strand, microbatch, unit, operator = parse_label(span.label)
+    name = span.label
+    about: dict[str, object] = {}
+    if not sums_gradients(span.label):
+        strand, microbatch, unit, operator = parse_label(span.label)
+        name = f"{strand}{microbatch}.{operator}"
+        about = {"unit": unit, "strand": strand, "microbatch": microbatch, "part": part_of(strand, operator)}
     return {
         "ph": "X",
-        "name": f"{strand}{microbatch}.{operator}",
+        "name": name,
         "cat": span.stream,
         "ts": _microseconds(span.start - first),
         "dur": _microseconds(span.seconds),
         **ids,
-        "args": {"unit": unit, "strand": strand, "microbatch": microbatch, "part": part_of(strand, operator)},
+        "args": about,
     }
 
 

@@ -18,11 +18,16 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
         f"{overlap.tokens:,} tokens (optimizer not counted)",
         f"  computation alone    {_ms(overlap.computation):>12}",
     ]
+    if overlap.bubble_fraction:
+        lines.append(
+            f"  pipeline bubbles     {overlap.bubble_fraction:12.0%}   of it a rank waits for others (mean over ranks)"
+        )
     if not overlap.communication:
-        return "\n".join([*lines, "  one rank: there is no communication to hide"])
+        alone = "no collectives to hide" if overlap.bubble_fraction else "one rank: there is no communication to hide"
+        return "\n".join([*lines, f"  {alone}"])
     lines += [
         f"  communication alone  {_ms(overlap.communication):>12}",
-        f"  overlapped           {overlap.overlapped_fraction:12.0%}   of communication ran beside computation",
+        *_overlapped(overlap),
         f"  hidden               {overlap.hidden_fraction:12.0%}   of its time was saved; "
         f"{_ms(overlap.exposed)} are exposed",
         f"  one after the other  {_ms(overlap.computation + overlap.communication):>12}",
@@ -33,6 +38,13 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
     return "\n".join(lines)
 
 
+def _overlapped(overlap: Overlap) -> list[str]:
+    """Nothing where only gradients are summed: no plan orders that."""
+    if not (overlap.overlapped_by_kind or overlap.overlapped_fraction):
+        return ["                                    (only the sums of gradients)"]
+    return [f"  overlapped           {overlap.overlapped_fraction:12.0%}   of communication ran beside computation"]
+
+
 def format_tuning(tuning: Tuning, share_of_step: float = 1.0) -> str:
     """What was chosen and why, in one paragraph.
 
@@ -41,20 +53,45 @@ def format_tuning(tuning: Tuning, share_of_step: float = 1.0) -> str:
     """
     kept = tuning.overlaps[tuning.kept]
     others = ", ".join(_timed(rule, tuning) for rule in tuning.overlaps)
-    baseline = tuning.overlaps.get(BASELINE)
-    compared = baseline is not None and tuning.kept != BASELINE
-    gain = f", {baseline.step / kept.step:.2f} times as fast as {BASELINE}" if compared and baseline else ""
+    baseline = _baseline(tuning)
+    gain = ""
+    if baseline is not None and tuning.kept != baseline:
+        gain = f", {tuning.overlaps[baseline].step / kept.step:.2f} times as fast as {baseline}"
     when = f" (measured {tuning.measured})" if tuning.measured else ""
     sentences = [
         f"hf_helix: plan {tuning.kept} is kept{gain}{when}.",
-        f"A window takes: {others}; its computation alone {_ms(kept.computation)}, its communication alone "
-        f"{_ms(kept.communication)}{_bound(kept)}.",
-        f"{kept.overlapped_fraction:.0%} of communication runs beside computation{_by_kind(kept)}, {_saved(kept)}, "
-        f"{_ms(kept.exposed)} are exposed.",
+        f"A window takes: {others}; its computation alone {_ms(kept.computation)}{_bubbles(kept)}{_alone(kept)}.",
+        _hidden(kept),
         *_why_small(tuning),
         *_alternative(tuning, share_of_step),
     ]
     return " ".join(sentences)
+
+
+def _baseline(tuning: Tuning) -> str | None:
+    """What gains are told against: without overlap, on the first schedule where there was a choice."""
+    return next((name for name in tuning.overlaps if name.split(" on ")[0] == BASELINE), None)
+
+
+def _bubbles(overlap: Overlap) -> str:
+    if not overlap.bubble_fraction:
+        return ""
+    return f" (of which a rank of the pipeline waits {overlap.bubble_fraction:.0%} for others)"
+
+
+def _alone(overlap: Overlap) -> str:
+    return f", its communication alone {_ms(overlap.communication)}{_bound(overlap)}" if overlap.communication else ""
+
+
+def _hidden(overlap: Overlap) -> str:
+    if not overlap.communication:
+        return "There are no collectives to hide."
+    if not (overlap.overlapped_by_kind or overlap.overlapped_fraction):
+        return f"Communication is sums of gradients only: {_saved(overlap)}, {_ms(overlap.exposed)} are exposed."
+    return (
+        f"{overlap.overlapped_fraction:.0%} of communication runs beside computation{_by_kind(overlap)}, "
+        f"{_saved(overlap)}, {_ms(overlap.exposed)} are exposed."
+    )
 
 
 def _bound(overlap: Overlap) -> str:
@@ -76,10 +113,12 @@ def _by_kind(overlap: Overlap) -> str:
 
 def _why_small(tuning: Tuning) -> list[str]:
     """The reason, where there is little or no gain."""
-    kept, baseline = tuning.overlaps[tuning.kept], tuning.overlaps.get(BASELINE)
-    if baseline is None or baseline.step >= 1.05 * kept.step:
+    kept, baseline = tuning.overlaps[tuning.kept], _baseline(tuning)
+    if baseline is None or not kept.communication or tuning.overlaps[baseline].step >= 1.05 * kept.step:
         return []
-    start = "No plan that overlaps is faster here" if tuning.kept == BASELINE else f"The gain over {BASELINE} is small"
+    start = f"The gain over {baseline} is small"
+    if tuning.kept.split(" on ")[0] == BASELINE:
+        start = "No plan that overlaps is faster here"
     share = kept.communication / (kept.computation + kept.communication)
     if share < 0.1:
         return [f"{start}: communication is only {share:.0%} of the work."]
@@ -93,7 +132,7 @@ def _alternative(tuning: Tuning, share_of_step: float) -> list[str]:
     kept = tuning.overlaps[tuning.kept]
     step = kept.step / share_of_step
     other = kept.computation / share_of_step + tuning.gradient_seconds
-    if tuning.ranks == 1 or other >= step:
+    if tuning.ranks == 1 or kept.bubble_fraction or other >= step:  # fewer micro-batches make a pipeline wait more
         return []
     return [
         f"Data parallelism alone (tp_size=1) would take about {_ms(other)} a step instead of {_ms(step)} (an estimate "

@@ -31,7 +31,8 @@ OPERATORS_PER_LINE, MOST_LINES = 70, 10
 
 def _rows(bars: Iterable[Bar]) -> list[str]:
     """The streams that run something; the order is that of a rank's devices, from the cores outward."""
-    return [stream for stream in ROWS if any(bar.stream == stream for bar in bars)]
+    found = {bar.stream for bar in bars}
+    return [*(stream for stream in ROWS if stream in found), *sorted(found - set(ROWS))]
 
 
 def _tick_step(span: float, most: int) -> float:

@@ -54,8 +54,28 @@ def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -
     if any(not torch.equal(mine, other) for other in found):
         lines = ", ".join(f"{int(other[1])} micro-batches with checksum {other[0]:.0f}" for other in found)
         raise ValueError(
-            f"ranks of one tensor-parallel group got different batches ({lines}); they must share every batch. "
-            "Shuffle with the same seed on every rank: TrainingArguments(seed=..., data_seed=...)"
+            f"ranks of one tensor-parallel or pipeline group got different batches ({lines}); they must share every "
+            "batch. Shuffle with the same seed on every rank: TrainingArguments(seed=..., data_seed=...)"
+        )
+
+
+def agree_on_number(count: int, device: torch.device) -> None:
+    """Compare the number of micro-batches of a window over all ranks. Collective.
+
+    Raises:
+        ValueError: on every rank, if they differ: the dataset of a rank has ended before the others'.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = torch.tensor([count], device=device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    counts = [int(other) for other in found]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"the ranks have windows of different length (micro-batches by rank: {counts}): the dataset of some ranks "
+            "ends before that of the others. Give every data-parallel rank as many samples, or stop before the "
+            "shortest ends with TrainingArguments(max_steps=...)"
         )
 
 

@@ -3,18 +3,20 @@
 In:   instructions, the units they name, and micro-batches.
 Out:  the values that the program keeps; gradients in `parameter.grad`.
 Must hold: one executor for every plan. It issues in the program's order, waits only where a value is read, frees a
-value after its last reader, and never synchronises with the device.
+value after its last reader, and never synchronises with the device. It never waits for another rank to take what it
+sends; what is sent stays alive until it has gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.graph import Operator, Part
+from hf_helix.planning.graph import Kind, Operator, Part
 from hf_helix.planning.window import Instruction, Key
 from hf_helix.runtime.strand import MicroBatch, Strand
 from hf_helix.runtime.streams import Event, Streams
@@ -26,14 +28,15 @@ class Executor:
     """Runs programs on a rank's streams.
 
     Args:
-        units: what the rank holds, in forward order.
+        units: what the rank holds, by index in the layout.
         seed: of the run.
     """
 
-    def __init__(self, units: Sequence[Unit], streams: Streams, seed: int) -> None:
+    def __init__(self, units: Mapping[int, Unit], streams: Streams, seed: int) -> None:
         self.units = units
         self.streams = streams
         self._seed = seed
+        self._sent: deque[tuple[Event, Tensor]] = deque()
 
     def run(
         self,
@@ -41,15 +44,19 @@ class Executor:
         microbatches: Sequence[MicroBatch],
         sources: Mapping[Key, Tensor],
         training: bool,
+        completed: Callable[[int], object] | None = None,
     ) -> Kept:
         """Issue every instruction; returns by micro-batch the values that were never freed.
 
         Args:
             sources: values that every micro-batch starts with, such as the gradient of its loss.
+            completed: told the index of a unit once all its gradients have been issued.
         """
         strands: dict[int, Strand] = {}
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for instruction in program:
+            if self._sent:
+                self._release()
             op = instruction.operator
             if op is None:
                 self._barrier(strands)
@@ -68,6 +75,11 @@ class Executor:
             if instruction.ends:
                 self._drain(strand)
                 kept[instruction.microbatch] = strands.pop(instruction.microbatch).values
+            if completed is not None:
+                for unit in instruction.completes:
+                    completed(unit)
+        while self._sent:
+            self._wait(self._sent.popleft()[0])
         return kept
 
     def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
@@ -98,17 +110,23 @@ class Executor:
             values[key] = outputs[place] if partial is None else values[partial] + outputs[place]
 
     def _communicate(self, instruction: Instruction, op: Operator, strand: Strand) -> None:
-        (source,), (result,) = instruction.reads, instruction.writes
+        inputs = [strand.values[key] for key in instruction.reads]
         # What fills the input stays listed: a computation that reads it, too, waits for itself.
-        earlier = strand.events.get(source)
+        after = [strand.events[key] for key in instruction.reads if key in strand.events]
         trace = self.streams.trace
         label = op.name if trace is None else self.label(strand.key[1], instruction.unit, op)
         if trace is not None:
             trace.note("issue", label)
-        operator: Any = self.units[instruction.unit].operators[op.of]
-        strand.values[result], work = operator.prepare(op.part, strand.values[source])
-        after = () if earlier is None else (earlier,)
-        strand.events[result] = self.streams.issue(op.kind, work, after, label)
+        unit = self.units[instruction.unit]
+        operator: Any = unit.operators[op.of]
+        outputs, work = operator.prepare(strand.call(instruction.unit, unit, op.of), op.part, *inputs)
+        lane = operator.lane(op.part) if op.kind is Kind.PIPELINE else ""
+        event = self.streams.issue(op.kind, work, after, label, lane)
+        for key, output in zip(instruction.writes, outputs, strict=True):
+            strand.values[key] = output
+            strand.events[key] = event
+        if op.sends:
+            self._sent += [(event, value) for value in inputs]
 
     def _apply(self, instruction: Instruction, op: Operator, strand: Strand, inputs: list[Tensor]) -> Sequence[Tensor]:
         unit = self.units[instruction.unit]
@@ -128,11 +146,21 @@ class Executor:
             self.streams.trace.note("wait", event.label)
         self.streams.wait(event)
 
+    def _release(self) -> None:
+        """Give up what has gone to another rank; one that is slow to take does not hold up what others have."""
+        for _ in range(len(self._sent)):
+            event, value = self._sent.popleft()
+            if self.streams.is_over(event):
+                self._wait(event)
+            else:
+                self._sent.append((event, value))
+
     def _drain(self, strand: Strand) -> None:
-        """Let the compute stream wait for all communication of a micro-batch."""
-        for event in strand.events.values():
-            self._wait(event)
-        strand.events.clear()
+        """Let the compute stream wait for the collectives of a micro-batch, but not for another rank."""
+        for key, event in list(strand.events.items()):
+            if event.kind is not Kind.PIPELINE:
+                self._wait(event)
+                del strand.events[key]
 
     def _barrier(self, strands: Mapping[int, Strand]) -> None:
         for strand in strands.values():

@@ -1,48 +1,151 @@
-"""Gradients over the ranks: sums at the end of a window, and the norm of the whole gradient.
+"""Gradients over the ranks: their sums during a window, and the norm of the whole gradient.
 
-In:   parameters with their placements, and the mesh.
+In:   units with their parameters and placements, and the mesh.
 Out:  complete gradients on every rank; one norm, equal on every rank.
-Must hold: a parameter that several ranks copy counts once; the order of sums is the same on every rank.
+Must hold: a parameter that several ranks copy counts once; sums come in the same order on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_helix.operators.collectives import Axis, GroupTransport
-from hf_helix.operators.unit import Placement
+from hf_helix.operators.unit import Placement, Unit
+from hf_helix.planning.graph import Kind
 from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.streams import Event, Streams
 
 BUCKET_BYTES = 25 * 2**20
 
 Placements = Mapping[nn.Parameter, Placement]
 
 
-def complete_gradients(placements: Placements, mesh: Mesh) -> None:
-    """Sum what each rank saw of the sequence (tp), then average over the batches (dp)."""
-    trained = [parameter for parameter in placements if parameter.grad is not None]
-    group = tp_group(mesh.tp)
-    if group is not None:
-        _all_reduce([p.grad for p in trained if placements[p].sums_gradient], group)
-    if mesh.dp_group is not None:
-        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        _all_reduce(gradients, mesh.dp_group)
-        torch._foreach_div_(gradients, float(mesh.dp_size))
+@dataclass
+class _Bucket:
+    """Parameters whose gradients are summed in one piece, and how many of them are not complete yet."""
+
+    placements: dict[nn.Parameter, Placement] = field(default_factory=dict)
+    waiting: int = 0
+
+
+class Reduction:
+    """Sums the gradients of one window over the ranks, while backward still runs.
+
+    Units report once their last gradient has been issued. Of a bucket of complete gradients, what each rank saw of the
+    sequence is summed over tp, in line with the other collectives there; then the average over the batches (dp) is
+    taken, on a stream of its own. What is in a bucket does not depend on the plan, so neither do the sums.
+
+    Args:
+        units: of this rank, by index.
+    """
+
+    def __init__(self, units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
+        self._mesh = mesh
+        self._streams = streams
+        self._units = units
+        self._waiting: dict[nn.Parameter, int] = {}  # units that have still to add to it
+        self._buckets: dict[nn.Parameter, _Bucket] = {}
+        self._events: list[Event] = []
+        bucket, size = _Bucket(), 0
+        for _, unit in sorted(units.items(), reverse=True):
+            for parameter, placement in unit.placements.items():
+                self._waiting[parameter] = self._waiting.get(parameter, 0) + 1
+                if parameter in self._buckets or not parameter.requires_grad:
+                    continue
+                if size and size + parameter.nbytes > BUCKET_BYTES:
+                    bucket, size = _Bucket(), 0
+                bucket.placements[parameter] = placement
+                bucket.waiting += 1
+                size += parameter.nbytes
+                self._buckets[parameter] = bucket
+
+    def complete(self, unit: int) -> None:
+        """The gradients of a unit are complete on this rank."""
+        for parameter in self._units[unit].placements:
+            self._waiting[parameter] -= 1
+            bucket = self._buckets.get(parameter)
+            if bucket is not None and not self._waiting[parameter]:
+                bucket.waiting -= 1
+                if not bucket.waiting:
+                    self._reduce(bucket.placements)
+
+    def finish(self) -> None:
+        """Let the compute stream wait until every gradient is complete on every rank."""
+        for event in self._events:
+            self._streams.wait(event)
+        self._events = []
+
+    def _reduce(self, placements: Placements) -> None:
+        tp, dp = tp_group(self._mesh.tp), self._mesh.dp_group
+        summed: list[Event] = []
+        if tp is not None:
+            parts = [parameter for parameter, placement in placements.items() if placement.sums_gradient]
+            summed = self._issue(Kind.LOCAL, parts, tp, 1, (), "gradients.sum")
+        if dp is not None:
+            self._issue(Kind.GRADIENTS, list(placements), dp, self._mesh.dp_size, summed, "gradients.average")
+
+    def _issue(
+        self,
+        kind: Kind,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        divisor: int,
+        after: Sequence[Event],
+        label: str,
+    ) -> list[Event]:
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        works = [_summing(gradients, group, divisor) for gradients in by_type.values()]
+        events = [self._streams.issue(kind, work, after, label) for work in works]
+        self._events += events
+        return events
+
+
+def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
+    """The same at once."""
+    reduction = Reduction(units, mesh, streams)
+    for unit in units:
+        reduction.complete(unit)
+    reduction.finish()
+
+
+def _summing(gradients: Sequence[Tensor], group: dist.ProcessGroup, divisor: int) -> Callable[[], object]:
+    """The work that sums gradients over a group, in one piece, and divides them."""
+    flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
+    parts = [
+        part.view_as(gradient)
+        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True)
+    ]
+
+    def work() -> None:
+        torch._foreach_copy_(parts, list(gradients))
+        dist.all_reduce(flat, group=group)
+        if divisor > 1:
+            flat.div_(divisor)
+        torch._foreach_copy_(list(gradients), parts)
+
+    return work
 
 
 def gradient_norm(placements: Placements, mesh: Mesh) -> Tensor:
-    """The 2-norm of the gradient of the whole model, as `torch.nn.utils.clip_grad_norm_` would return it."""
+    """The 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective."""
     trained = [parameter for parameter in placements if parameter.grad is not None]
     cut = _squares(p.grad for p in trained if placements[p].dim is not None).to(mesh.device)
     copied = _squares(p.grad for p in trained if placements[p].dim is None).to(mesh.device)
     group = tp_group(mesh.tp)
     if group is not None:
         dist.all_reduce(cut, group=group)
-    return (cut + copied).sqrt()
+    whole = cut + copied
+    if mesh.pipe.group is not None:  # every parameter is on one rank of the pipeline
+        dist.all_reduce(whole, group=mesh.pipe.group)
+    return whole.sqrt()
 
 
 def tp_group(axis: Axis) -> dist.ProcessGroup | None:
@@ -53,24 +156,3 @@ def tp_group(axis: Axis) -> dist.ProcessGroup | None:
 def _squares(gradients: Iterable[Tensor | None]) -> Tensor:
     norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
     return norm.float().square()
-
-
-def _all_reduce(gradients: Sequence[Tensor | None], group: dist.ProcessGroup) -> None:
-    for bucket in _buckets([gradient for gradient in gradients if gradient is not None]):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        dist.all_reduce(flat, group=group)
-        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        if bucket and (gradient.dtype != bucket[0].dtype or size + gradient.nbytes > BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.nbytes
-    if bucket:
-        yield bucket

@@ -20,6 +20,8 @@ from types import TracebackType
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from hf_helix.runtime.mesh import forget_meshes
+
 INTERVAL = 0.5
 DEAD_AFTER = 30.0
 GRACE = 5.0
@@ -40,6 +42,7 @@ class Watch:
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._in_step = False
         self._failure = ""  # what another rank has said of its end
+        self._dead: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="hf_helix-liveness", daemon=True)
         self._thread.start()
 
@@ -60,13 +63,16 @@ class Watch:
             self._in_step = before
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed."""
-        if isinstance(error, RankFailure):
-            return
+        """Tell the other ranks why this one ends: its own error, or the rank that it has found to blame.
+
+        Without the latter, ranks that notice a little later would blame the ones that have ended because of it.
+        """
+        own = f"rank {self.rank} failed: {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):
-            self._store.compare_set("failed", "", f"rank {self.rank} failed: {type(error).__name__}: {error}")
+            self._store.compare_set("failed", "", str(error) if isinstance(error, RankFailure) else own)
             # The store ends with rank 0, so that waits until everybody has read it.
-            others = [f"told/{other}" for other in range(1, self.world)] if self.rank == 0 else []
+            alive = [other for other in range(1, self.world) if other not in self._dead]
+            others = [f"told/{other}" for other in alive] if self.rank == 0 else []
             deadline = time.monotonic() + GRACE
             while others and time.monotonic() < deadline and not self._store.check(others):
                 time.sleep(INTERVAL / 5)
@@ -109,7 +115,8 @@ class Watch:
         return self._failure
 
     def _silent(self, limit: float, seen: dict[int, tuple[bytes, float]]) -> str | None:
-        now = time.monotonic()
+        """Of the ranks without a sign of life for so long, the one that has been silent longest."""
+        now, silent = time.monotonic(), []
         for other in range(self.world):
             if other == self.rank or self._store.check([f"left/{other}"]):
                 continue
@@ -117,8 +124,12 @@ class Watch:
             if seen.get(other, (None, 0.0))[0] != beat:
                 seen[other] = (beat, now)
             elif now - seen[other][1] > limit:
-                return f"rank {other} died: no sign of life for {limit:.0f} s"
-        return None
+                silent.append((seen[other][1], other))
+        if not silent:
+            return None
+        _, dead = min(silent)
+        self._dead.add(dead)
+        return f"rank {dead} died: no sign of life for {limit:.0f} s"
 
     def _find_culprit(self) -> str | None:
         """Whose fault a communication error is: wait until a rank has said so or has fallen silent."""
@@ -160,9 +171,13 @@ def start_watch() -> Watch | None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """`Watch.step` where there is a watch."""
-    with _watch.step() if _watch is not None else contextlib.nullcontext():
-        yield
+    """`Watch.step` where there is a watch. Groups that a failure has left with work under way are not used again."""
+    try:
+        with _watch.step() if _watch is not None else contextlib.nullcontext():
+            yield
+    except BaseException:
+        forget_meshes()
+        raise
 
 
 def _chain_excepthook() -> None:

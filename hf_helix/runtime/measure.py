@@ -32,12 +32,13 @@ class Overlap:
 
     Attributes:
         step: the window as it runs.
-        computation: the same without any communication.
+        computation: the same without collectives; ranks of a pipeline still wait for each other.
         communication: its collectives one after the other, without any computation.
         overlapped_fraction: communication time that ran beside computation / communication time, from a trace.
         tokens: tokens of the window, over all data-parallel ranks.
         bytes_moved: what a rank sends in the window, the sums of gradients at its end left out.
         overlapped_by_kind: the overlapped fraction of each kind of communication.
+        bubble_fraction: of the time of the computation alone, what ranks of a pipeline wait for each other (mean).
     """
 
     step: float
@@ -47,6 +48,7 @@ class Overlap:
     tokens: int
     bytes_moved: int = 0
     overlapped_by_kind: Mapping[str, float] = field(default_factory=dict)
+    bubble_fraction: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -87,9 +89,14 @@ def measure_overlap(
     silent = _moved_by(first, window)
     moved = silent.moved
 
-    def computation() -> None:
+    # Ranks of a pipeline wait for each other as their schedule has it, so each schedule has a computation of its own.
+    schedules: dict[str, Runner] = {}
+    for runner in runners.values():
+        schedules.setdefault(runner.scheduler.name, runner)
+
+    def computation(runner: Runner) -> None:
         with _silenced(axis):
-            first.train_window(window, complete=False)
+            runner.train_window(window, complete=False)
 
     buffers = {shape: torch.zeros(shape, device=mesh.device) for _, *shapes in moved for shape in shapes}
     outputs = {shape: torch.zeros_like(buffer) for shape, buffer in buffers.items()}
@@ -97,10 +104,11 @@ def measure_overlap(
     def communication() -> None:
         for name, out_shape, value_shape in moved:
             getattr(axis.transport, name)(outputs[out_shape], buffers[value_shape])
-        complete_gradients(first.stage.placements, mesh)
+        complete_gradients(first.stage.units, mesh, first.executor.streams)
 
-    # `communication` comes right after `computation`, so there are gradients for it to complete.
-    works: list[Callable[[], Any]] = [computation, communication]
+    # `communication` comes right after a `computation`, so there are gradients for it to complete.
+    works: list[Callable[[], Any]] = [functools.partial(computation, runner) for runner in schedules.values()]
+    works.append(communication)
     works += [functools.partial(runner.train_window, window) for runner in runners.values()]
     times: list[list[float]] = [[] for _ in works]
     for round_ in range(repeats + 1):
@@ -111,20 +119,24 @@ def measure_overlap(
                 forget_gradients(first)
             found.append(_timed(work, first))
     # The first round warms up.
-    alone, moving, *steps = [statistics.median(_maxima(found[1:])) for found in times]
+    medians = [statistics.median(_maxima(found[1:])) for found in times]
+    alone = dict(zip(schedules, medians, strict=False))
+    moving, *steps = medians[len(schedules) :]
     overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
+    bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
     forget_gradients(first)
     return {
         name: Overlap(
             step=step,
-            computation=alone,
+            computation=alone[runner.scheduler.name],
             communication=moving if axis.size * mesh.dp_size > 1 else 0.0,
             overlapped_fraction=overlapped[name].pop(""),
             tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
             bytes_moved=silent.bytes_sent,
             overlapped_by_kind=overlapped[name],
+            bubble_fraction=bubbles[runner.scheduler.name],
         )
-        for name, step in zip(runners, steps, strict=True)
+        for (name, runner), step in zip(runners.items(), steps, strict=True)
     }
 
 
@@ -148,12 +160,16 @@ def _silenced(axis: Axis) -> Iterator[SilentTransport]:
         axis.transport = real
 
 
-def trace_window(runner: Runner, window: Sequence[MicroBatch]) -> Trace:
-    """What runs, and when, in a window; gradients are left as between two optimizer steps."""
+def trace_window(runner: Runner, window: Sequence[MicroBatch], complete: bool = False) -> Trace:
+    """What runs, and when, in a window; gradients are left as between two optimizer steps. Collective.
+
+    Args:
+        complete: with the sums of gradients over the ranks.
+    """
     streams = runner.executor.streams
     streams.trace = trace = Trace()
     try:
-        runner.train_window(window, complete=False)
+        runner.train_window(window, complete=complete)
         streams.synchronize()
     finally:
         streams.trace = None
@@ -169,7 +185,22 @@ def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[
         busy = trace.busy(compute=False, stream=stream)
         mine[stream or ""] = trace.beside(stream) / busy if busy else 0.0
     ranks = over_ranks(mine)
-    return {stream: statistics.fmean(found[stream] for found in ranks) for stream in mine}
+    streams = sorted({stream for found in ranks for stream in found})
+    return {stream: statistics.fmean(found[stream] for found in ranks if stream in found) for stream in streams}
+
+
+def _bubble_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
+    """What part of a window without collectives ranks do not compute in."""
+    if runner.mesh.pipe.size == 1:
+        return 0.0
+    with _silenced(runner.mesh.tp):
+        trace = trace_window(runner, window)
+    spans = [(span.start, span.end) for span in trace.spans if span.stream == "compute"]
+    mine = trace.busy(compute=True), min(start for start, _ in spans), max(end for _, end in spans)
+    ranks = over_ranks(mine)
+    # Clocks of hosts differ; rank 0 of a pipeline computes first and last on the fold.
+    whole = max(end - start for _, start, end in ranks)
+    return max(0.0, 1 - statistics.fmean(busy for busy, _, _ in ranks) / whole)
 
 
 def _timed(work: Callable[[], Any], runner: Runner) -> float:

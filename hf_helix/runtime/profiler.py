@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,16 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.planning.graph import Kind, Operator, Part
+from hf_helix.operators.base import Call
+from hf_helix.planning.graph import SEND, Kind, Operator, Part
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
-from hf_helix.planning.program import build_program
+from hf_helix.planning.program import build_programs
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
+from hf_helix.runtime.gradients import tp_group
 from hf_helix.runtime.measure import forget_gradients, over_ranks, trace_window
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.trace import Span, Trace
 
 TRAIN = 6  # repeats in a row; the first warms up
+ARRIVAL = 1e-6  # seconds: what another rank sends takes the time of the sender
 SHORTEST = 0.02  # computations shorter than this part of a collective are not paired with it: it would be noise
 
 Progress = Callable[[float], object]
@@ -65,13 +69,15 @@ def measure_profile(
     bench = _Bench(runner, window[0])
     for timed in bench.moving:
         mine[timed.name] = bench.train(timed)
+    mine |= _transfers(runner, window[0])
     medians = {name: statistics.median(found) for name, found in mine.items()}
     names = [name for name, _ in named_operators(runner.layout)]
-    ranks = over_ranks((medians, {name: _spread(found) for name, found in mine.items()}))
+    # Ranks of a pipeline hold different units.
+    ranks = over_ranks((medians, {name: _spread(found) for name, found in mine.items()}, bench.alike()))
     kinds = {name: op.kind for name, op in named_operators(runner.layout)}
-    times = {name: _agreed(kinds[name], [found[name] for found, _ in ranks]) for name in names}
-    spread = {name: max(found[name] for _, found in ranks) for name in names}
-    like = bench.alike()
+    times = {name: _agreed(kinds[name], [found[name] for found, _, _ in ranks if name in found]) for name in names}
+    spread = {name: max(found[name] for _, found, _ in ranks if name in found) for name in names}
+    like = {name: other for _, _, found in ranks for name, other in found.items()}
     found = _measure_pairs(bench, times, like, progress) if pairs else {}
     forget_gradients(runner)
     return Profile({**machine(runner), **(about or {})}, runner.layout, times, spread, found, like)
@@ -106,10 +112,34 @@ def _cpu_name() -> str:
 def _in_steps(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:
     """Seconds of every operator in a running window."""
     trace_window(runner, window)  # warms up
-    names = {unit.label: unit.name for unit in runner.stage.units}
+    names = {unit.label: unit.name for unit in runner.stage.model.values()}
     found: dict[Name, list[float]] = {}
     for span in trace_window(runner, window).spans:
-        found.setdefault(_split_label(span.label, names), []).append(span.seconds)
+        if span.stream == Kind.COMPUTE.value:
+            found.setdefault(_split_label(span.label, names), []).append(span.seconds)
+    return found
+
+
+def _transfers(runner: Runner, batch: MicroBatch) -> dict[Name, list[float]]:
+    """Seconds from rank to rank: on every way in turn a train forward, then one back. Arriving takes no time itself."""
+    found: dict[Name, list[float]] = {}
+    ends = {operator.boundary: (index, operator) for index, operator in runner.stage.transfers()}
+    side = batch.prepare() if ends else {}
+    for boundary in range(len(runner.layout.chunks) - 1):
+        if boundary not in ends:
+            continue
+        index, operator = ends[boundary]
+        outward = runner.layout.units[index] == SEND
+        value = operator.empty(side).zero_()
+        for forward in (True, False):
+            sends = outward is forward
+            times = []
+            for _ in range(TRAIN):
+                start = time.perf_counter()
+                (operator.passage.send if sends else operator.passage.receive)(value, forward)
+                times.append(time.perf_counter() - start)
+            name = runner.layout.units[index], f"{'F' if forward else 'B'}.transfer"
+            found.setdefault(name, []).extend(times[1:] if sends else [ARRIVAL])
     return found
 
 
@@ -144,10 +174,10 @@ class _Bench:
         self.runner = runner
         self.batch = batch
         self.values = _capture(runner, batch)
-        self.first = {name: runner.layout.units.index(name) for name in runner.layout.graphs}
-        every = [_Timed(name, self.first[name[0]], op) for name, op in named_operators(runner.layout)]
+        first = _first_units(runner)
+        every = [_Timed(name, first[name[0]], op) for name, op in named_operators(runner.layout) if name[0] in first]
         self.computing = [timed for timed in every if timed.op.kind is Kind.COMPUTE]
-        self.moving = [timed for timed in every if timed.op.kind is not Kind.COMPUTE]
+        self.moving = [timed for timed in every if timed.op.kind in (Kind.LOCAL, Kind.CROSS)]
 
     def repeats(self, timed: _Timed) -> bool:
         """Whether it belongs to a decoder layer."""
@@ -160,7 +190,7 @@ class _Bench:
         for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
             operator: Any = self.runner.executor.units[timed.unit].operators[timed.op.of]
             (source,) = self._instruction(0, timed).reads
-            out, _ = operator.prepare(timed.op.part, self.values[source])
+            (out,), _ = operator.prepare(self._call(timed), timed.op.part, self.values[source])
             moves = (timed.op.kind, tuple(out.shape), tuple(self.values[source].shape), out.dtype)
             other = first.setdefault(moves, timed.name)
             if other != timed.name:
@@ -219,13 +249,17 @@ class _Bench:
         unit = self.runner.executor.units[timed.unit]
         operator: Any = unit.operators[timed.op.of]
         inputs = [self.values[key] for key in self._instruction(0, timed).reads]
+        call = self._call(timed)
         if timed.op.kind.communicates:
-            return operator.prepare(timed.op.part, *inputs)[1]
-        call = self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, unit, timed.op.of)
+            return operator.prepare(call, timed.op.part, *inputs)[1]
         for setup in self._before(0, timed):
             operator.forward(call, *(self.values[key] for key in setup.reads))
         run = {Part.F: "forward", Part.B: "backward", Part.I: "input_gradient", Part.W: "weight_gradient"}
         return lambda: getattr(operator, run[timed.op.part])(call, *inputs)
+
+    def _call(self, timed: _Timed) -> Call:
+        unit = self.runner.executor.units[timed.unit]
+        return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, unit, timed.op.of)
 
     def _before(self, repeat: int, timed: _Timed) -> list[Instruction]:
         """The forward that a backward operator needs."""
@@ -254,25 +288,35 @@ class _Bench:
         return self.runner.executor.label(self.batch.key[1], timed.unit, timed.op)
 
 
+def _first_units(runner: Runner) -> dict[str, int]:
+    """The first unit of this rank of every name, ways to other ranks left out."""
+    first: dict[str, int] = {}
+    for index, unit in runner.stage.units.items():
+        if not runner.layout.transfers(index):
+            first.setdefault(unit.name, index)
+    return first
+
+
 def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
-    """Every value of a micro-batch in the first unit of each name, forward and backward."""
+    """Every value of a micro-batch in the first unit of each name, forward and backward. Collective."""
     layout = runner.layout
-    units = [layout.units.index(name) for name in layout.graphs]
     keep: set[Key] = set()
-    for unit in units:
+    for unit in _first_units(runner).values():
         for forward in (True, False):
             for instruction in unit_instructions(layout, (0, unit), forward):
                 keep.update(instruction.needs + instruction.writes)
-    program = build_program(runner.slots(1), layout, runner.plan, keep)
+    program = build_programs(runner.scheduler(1), layout, runner.plan, keep)[runner.stage.rank]
     values = runner.executor.run(program, [batch], runner.sources(), training=True)[0]
     forget_gradients(runner)
     return {key: value for key, value in values.items() if key in keep}
 
 
 def _meet(runner: Runner) -> None:
+    """Ranks that share every layer start together."""
     runner.executor.streams.synchronize()
-    if dist.is_initialized():
-        dist.barrier()
+    group = tp_group(runner.mesh.tp)
+    if group is not None:
+        dist.barrier(group=group)
 
 
 def _agreed(kind: Kind, ranks: Sequence[float]) -> float:

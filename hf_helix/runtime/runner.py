@@ -1,24 +1,27 @@
 """The runner: takes a window of micro-batches through a schedule.
 
 In:   the rank's stage, a plan, and the micro-batches of a window.
-Out:  their losses, and complete gradients in `parameter.grad`.
-Must hold: the k-th micro-batch adds its gradients before the k+1-th; a window may have any number of micro-batches of
-any shapes.
+Out:  their losses, on every rank, and complete gradients in `parameter.grad`.
+Must hold: gradients add up in the order of the micro-batches; a window may have any number of micro-batches of any
+shapes; all ranks of a pipeline run the same window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.planning.plan import Plan
-from hf_helix.planning.program import build_program, validate_program
-from hf_helix.planning.schedule import Slot, build_schedule
+from hf_helix.planning.program import build_programs, validate_program
+from hf_helix.planning.schedule import Slot
+from hf_helix.planning.scheduler import Scheduler
 from hf_helix.planning.window import Instruction, Key
 from hf_helix.runtime.executor import Executor
-from hf_helix.runtime.gradients import complete_gradients
+from hf_helix.runtime.gradients import Reduction
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.strand import MicroBatch
@@ -32,31 +35,32 @@ class Runner:
 
     Args:
         stage: what this rank holds, its collectives not yet cut into the tiles that a plan may ask for.
-        plan: the order of every block.
-        schedule: the schedule's name.
+        plan: the order of every block, or a flow.
+        scheduler: makes the schedule of a window from its number of micro-batches.
         seed: of the run; each operator's randomness derives from it and from its place.
     """
 
-    def __init__(self, stage: Stage, plan: Plan, mesh: Mesh, streams: Streams, schedule: str, seed: int) -> None:
+    def __init__(self, stage: Stage, plan: Plan, mesh: Mesh, streams: Streams, scheduler: Scheduler, seed: int) -> None:
         self.whole = stage
         self.stage = stage.tiled(plan.tiles)
         self.plan = plan
         self.mesh = mesh
-        self.schedule = schedule
+        self.scheduler = scheduler
         self.layout = self.stage.layout
         self._seed = seed
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
         self.executor = Executor(self.stage.units, streams, seed * world_size() + rank())
         self._programs: dict[object, list[Instruction]] = {}
-        head = len(self.stage.units) - 1
-        (loss,) = self.stage.units[head].graphs.forward.outputs
+        head = self.stage.head
+        (loss,) = self.layout.graphs[self.layout.units[head]].forward.outputs
         self._loss: Key = (head, loss)
         self._loss_gradient: Key = (head, f"d.{loss}")
         self._logits: Key = (head, LOGITS)
+        self._last = self.layout.rank_of(head)
 
-    def with_plan(self, plan: Plan) -> Runner:
-        """A runner of the same parameters, on the same streams, with another plan."""
-        return Runner(self.whole, plan, self.mesh, self.executor.streams, self.schedule, self._seed)
+    def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
+        """A runner of the same parameters, on the same streams, with another plan (and other schedules)."""
+        return Runner(self.whole, plan, self.mesh, self.executor.streams, scheduler or self.scheduler, self._seed)
 
     def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
         """Forward and backward of a window; losses by micro-batch, gradients added to `parameter.grad`.
@@ -65,34 +69,66 @@ class Runner:
             complete: also sum the gradients over the ranks. Off, each rank keeps what it saw.
         """
         program = self.program(len(microbatches))
-        kept = self.executor.run(program, microbatches, self.sources(), training=True)
-        if complete:
-            complete_gradients(self.stage.placements, self.mesh)
-        return [kept[k][self._loss] for k in range(len(microbatches))]
+        reduction = Reduction(self.stage.units, self.mesh, self.executor.streams) if complete else None
+        completed = reduction.complete if reduction else None
+        kept = self.executor.run(program, microbatches, self.sources(), training=True, completed=completed)
+        if reduction:
+            reduction.finish()
+        losses = [found[self._loss] for _, found in sorted(kept.items()) if self._loss in found]
+        return list(self._everywhere(losses, len(microbatches)))
 
-    def evaluate(self, microbatch: MicroBatch, keep_logits: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Forward only: the loss and, if asked for, this rank's logits [sequence, batch, vocabulary slice]."""
-        name = "logits" if keep_logits else "loss"
+    def evaluate(self, microbatches: Sequence[MicroBatch], keep_logits: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Forward only: the sum of the losses and, if asked for, this rank's logits.
+
+        Args:
+            microbatches: the rows of a batch, in one piece or in several that run beside each other.
+
+        Returns:
+            The loss on every rank, and the logits of all rows [sequence, batch, vocabulary slice].
+        """
+        count = len(microbatches)
+        name = ("logits" if keep_logits else "loss", count)
         if name not in self._programs:
             keep = (self._loss, self._logits) if keep_logits else (self._loss,)
-            slots = [Slot(forward=slot.forward) for slot in self.slots(1) if slot.forward]
-            self._programs[name] = build_program(slots, self.layout, self.plan, keep)
-        kept = self.executor.run(self._programs[name], [microbatch], {}, training=False)[0]
-        return kept[self._loss], kept.get(self._logits)
+            forward = [
+                [Slot(forward=slot.forward) for slot in slots if slot.forward] for slots in self.scheduler(count)
+            ]
+            self._programs[name] = build_programs(forward, self.layout, self.plan, keep)[self.stage.rank]
+        kept = self.executor.run(self._programs[name], microbatches, {}, training=False)
+        found = [values for _, values in sorted(kept.items()) if self._loss in values]
+        loss = self._everywhere([values[self._loss] for values in found], count).sum()
+        if not keep_logits:
+            return loss, None
+        return loss, self._share_logits(torch.cat([values[self._logits] for values in found], 1) if found else None)
 
     def sources(self) -> dict[Key, Tensor]:
         """What every micro-batch starts with: the gradient of its loss."""
         return {self._loss_gradient: torch.ones((), device=self.mesh.device)}
 
-    def slots(self, num_microbatches: int) -> list[Slot]:
-        """What this rank runs for a window of so many micro-batches."""
-        return build_schedule(self.schedule, 1, num_microbatches)[0]
-
     def program(self, num_microbatches: int) -> list[Instruction]:
-        """What is issued for a window of so many micro-batches."""
+        """What this rank issues for a window of so many micro-batches."""
         if num_microbatches not in self._programs:
-            slots = self.slots(num_microbatches)
-            program = build_program(slots, self.layout, self.plan, (self._loss,))
-            validate_program(program, [self._loss_gradient], self.layout)
+            schedule, mine = self.scheduler(num_microbatches), self.stage.rank
+            program = build_programs(schedule, self.layout, self.plan, (self._loss,))[mine]
+            validate_program(program, [self._loss_gradient], self.layout, schedule[mine])
             self._programs[num_microbatches] = program
         return self._programs[num_microbatches]
+
+    def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
+        """What the rank of the head found, on every rank of the pipeline."""
+        pipe = self.mesh.pipe
+        found = torch.stack(list(losses)) if losses else torch.zeros(count, device=self.mesh.device)
+        if pipe.group is not None:
+            dist.broadcast(found, pipe.ranks[self._last], group=pipe.group)
+        return found
+
+    def _share_logits(self, logits: Tensor | None) -> Tensor | None:
+        pipe = self.mesh.pipe
+        if pipe.group is None:
+            return logits
+        about: list[Any] = [None if logits is None else (tuple(logits.shape), logits.dtype)]
+        dist.broadcast_object_list(about, pipe.ranks[self._last], group=pipe.group)
+        shape, dtype = about[0]
+        found = torch.empty(shape, dtype=dtype, device=self.mesh.device) if logits is None else logits.contiguous()
+        dist.broadcast(found, pipe.ranks[self._last], group=pipe.group)
+        return found

@@ -1,75 +1,157 @@
 """Stages: what a rank holds of the model.
 
-In:   every unit of the model in forward order, and the rank's place in the pipeline.
-Out:  the units of each of the rank's chunks, by virtual stage.
-Must hold: one copy of the parameters serves both strands; the units of a stage are in forward order.
+In:   every unit of the model in forward order, the layers of each virtual stage, and the rank's place in the pipeline.
+Out:  the rank's units, by their index in a layout that all ranks share.
+Must hold: one copy of the parameters serves both strands; every rank describes the same layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from hf_helix.operators.tiling import tile_unit
+from hf_helix.operators.transfer import Empty, Transfer, transfer_unit
 from hf_helix.operators.unit import Placement, Unit
-from hf_helix.planning.fold import chunks_of_rank, fold_layers
-from hf_helix.planning.graph import GraphPair, Part
+from hf_helix.planning.fold import FOLD, split_layers, stage_ranks
+from hf_helix.planning.graph import RECEIVE, SEND, Part, transfer_graphs
+from hf_helix.planning.plan import tile_pairs
 from hf_helix.planning.window import Layout
+from hf_helix.runtime.mesh import Pipe
+
+SINGLE = Pipe([0], ())
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The chunks of one rank."""
+    """What one rank of the pipeline holds.
 
-    chunks: Mapping[int, Sequence[Unit]]
+    Attributes:
+        layout: what all ranks hold, by name, for planning.
+        rank: in the pipeline.
+        model: the units of the whole model, by index in the layout.
+        ends: this rank's ends of the ways to other ranks, likewise.
+    """
+
+    layout: Layout
+    rank: int
+    model: Mapping[int, Unit]
+    ends: Mapping[int, Unit]
 
     @property
-    def units(self) -> list[Unit]:
-        return [unit for chunk in self.chunks.values() for unit in chunk]
-
-    @property
-    def layout(self) -> Layout:
-        """The same by name, for planning."""
-        numbered = iter(range(len(self.units)))
-        chunks = {stage: [next(numbered) for _ in chunk] for stage, chunk in self.chunks.items()}
-        return Layout([unit.name for unit in self.units], chunks, self.graphs, _shared(self.units))
-
-    @property
-    def graphs(self) -> dict[str, GraphPair]:
-        """The graphs of the units by name; units of one name have one graph."""
-        return {unit.name: unit.graphs for unit in self.units}
+    def units(self) -> dict[int, Unit]:
+        """What this rank runs, in forward order."""
+        return {index: self.model.get(index) or self.ends[index] for index in self.layout.units_of(self.rank)}
 
     @property
     def placements(self) -> dict[nn.Parameter, Placement]:
-        """Every parameter of the rank, once."""
-        return {parameter: placement for unit in self.units for parameter, placement in unit.placements.items()}
+        """Every parameter of this rank, once."""
+        return {
+            parameter: placement for unit in self.units.values() for parameter, placement in unit.placements.items()
+        }
+
+    @property
+    def owners(self) -> dict[nn.Parameter, int]:
+        """The rank of every parameter of the model."""
+        return {
+            parameter: self.layout.rank_of(index) for index, unit in self.model.items() for parameter in unit.placements
+        }
+
+    def transfers(self) -> list[tuple[int, Transfer]]:
+        """This rank's ends of the ways to other ranks, with their places in the layout."""
+        found = ((index, unit.operators["transfer"]) for index, unit in self.ends.items())
+        return [(index, operator) for index, operator in found if isinstance(operator, Transfer)]
+
+    @property
+    def head(self) -> int:
+        """The unit that computes the loss."""
+        return len(self.layout.units) - 1
 
     def tiled(self, tiles: int) -> Stage:
         """The same with collectives and the linears beside them cut into tiles (`hf_helix.operators.tiling`)."""
-        return Stage({stage: [tile_unit(unit, tiles) for unit in chunk] for stage, chunk in self.chunks.items()})
+        if tiles == 1:
+            return self
+        model = {index: tile_unit(unit, tiles) for index, unit in self.model.items()}
+        graphs = tile_pairs(self.layout.graphs, tiles)
+        return replace(self, model=model, layout=replace(self.layout, graphs=graphs, shared=_shared(model)))
 
 
-def fold_units(units: Sequence[Unit], pp_rank: int = 0, pp_size: int = 1) -> Stage:
-    """The stage of a rank: the embedding goes with the first layers, the head with the last."""
+def place_units(
+    units: Sequence[Unit],
+    pipe: Pipe = SINGLE,
+    empty: Empty | None = None,
+    placement: str = FOLD,
+    head_cost: float = 0.0,
+    layers_per_stage: Sequence[int] | None = None,
+) -> Stage:
+    """The stage of a rank: the embedding goes with the first layers, the head with the last.
+
+    Args:
+        units: of the whole model: the embedding, the layers, the head.
+        pipe: the ranks of the pipeline; one if it is not given.
+        empty: makes room for what goes from rank to rank.
+        placement: `fold` or `linear`, see `hf_helix.planning.fold`.
+        head_cost, layers_per_stage: see `split_layers`.
+
+    Raises:
+        ValueError: too few layers, `layers_per_stage` that does not fit, or a weight that two ranks would share.
+    """
     embedding, *layers, head = units
-    ranges = fold_layers(len(layers), pp_size)
-    chunks: dict[int, list[Unit]] = {}
-    for stage in chunks_of_rank(pp_rank, pp_size):
-        chunk = [layers[index] for index in ranges[stage]]
+    ranks = stage_ranks(placement, pipe.size)
+    ranges = split_layers(len(layers), ranks, head_cost=head_cost, layers_per_stage=layers_per_stage)
+    names: list[str] = []
+    chunks: dict[int, list[int]] = {}
+    model: dict[int, Unit] = {}
+    ends: dict[int, Unit] = {}
+    for stage, members in enumerate(ranges):
+        chunk: list[Unit | str] = [layers[index] for index in members]
         if stage == 0:
             chunk.insert(0, embedding)
+        elif ranks[stage - 1] != ranks[stage]:
+            chunk.insert(0, RECEIVE)
         if stage == len(ranges) - 1:
             chunk.append(head)
-        chunks[stage] = chunk
-    return Stage(chunks)
+        elif ranks[stage + 1] != ranks[stage]:
+            chunk.append(SEND)
+        chunks[stage] = list(range(len(names), len(names) + len(chunk)))
+        for index, unit in zip(chunks[stage], chunk, strict=True):
+            names.append(unit if isinstance(unit, str) else unit.name)
+            if isinstance(unit, Unit):
+                model[index] = unit
+            elif ranks[stage] == pipe.rank:
+                assert empty is not None, "several ranks need room for what goes between them"
+                ends[index] = _end(unit, pipe, stage, ranks, empty)
+    graphs = {unit.name: unit.graphs for unit in units}
+    if pipe.size > 1:
+        graphs |= transfer_graphs()
+    stage_of_rank = Stage(Layout(names, chunks, graphs, _shared(model), ranks), pipe.rank, model, ends)
+    _check_single(stage_of_rank)
+    return stage_of_rank
 
 
-def _shared(units: Sequence[Unit]) -> list[list[tuple[int, str]]]:
+def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], empty: Empty) -> Unit:
+    """This rank's end of the way out of a stage, or into it."""
+    outward = name == SEND
+    boundary, peer = (stage, ranks[stage + 1]) if outward else (stage - 1, ranks[stage - 1])
+    return transfer_unit(name, pipe.passage(boundary, peer, outward), boundary, empty)
+
+
+def _check_single(stage: Stage) -> None:
+    owners = stage.owners
+    for index, unit in stage.model.items():
+        if any(owners[parameter] != stage.layout.rank_of(index) for parameter in unit.placements):
+            raise ValueError(
+                f"{unit.label} shares a weight with a unit on another pipeline rank (tied embeddings), and every "
+                "weight lives on one; use a schedule on the fold, such as schedule='w', or tie_word_embeddings=False"
+            )
+
+
+def _shared(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
     """The operators of backward that add to a gradient of several units, see `Layout.shared`."""
     users: dict[nn.Parameter, list[tuple[int, str]]] = {}
-    for index in reversed(range(len(units))):
+    for index in sorted(units, reverse=True):
         backward = units[index].graphs.backward
         for op in backward.operators:
             if op.part is not Part.I:

@@ -2,12 +2,14 @@
 
 In:   communication work, handed over in the plan's order.
 Out:  events that later operators wait on.
-Must hold: work of one kind of communication runs in the order of issue, after everything issued before it on the
-compute stream; the issuing thread never waits for it, unless a computation on a CPU needs its result. An event keeps
-what its work reads and writes alive until the compute stream has waited for it, so freed memory is never still in use.
+Must hold: work of one kind of communication, and of one lane of it, runs in the order of issue, after everything issued
+before it on the compute stream; the issuing thread never waits for it, unless a computation on a CPU needs its result.
+An event keeps what its work reads and writes alive until the compute stream has waited for it, so freed memory is never
+still in use.
 
-On CUDA the compute stream is the current one and every kind of communication has a CUDA stream of its own. On CPU
-computation runs where it is called, and every kind of communication has a worker thread with a FIFO queue.
+On CUDA the compute stream is the current one and every kind of communication has a CUDA stream of its own, pipeline
+communication one per lane. On CPU computation runs where it is called, and every such stream is a worker thread with a
+FIFO queue.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class Event(ABC):
     """The end of one piece of communication."""
 
     label: str
+    kind: Kind
 
 
 class Streams(ABC):
@@ -42,8 +45,16 @@ class Streams(ABC):
     trace: Trace | None = None
 
     @abstractmethod
-    def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str) -> Event:
-        """Queue communication behind everything computed so far and behind `after`."""
+    def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str, lane: str = "") -> Event:
+        """Queue communication behind everything computed so far and behind `after`.
+
+        Args:
+            lane: work of one lane runs in order; lanes of one kind do not wait for each other.
+        """
+
+    @abstractmethod
+    def is_over(self, event: Any) -> bool:
+        """Whether the work is done, without waiting; what it used may then be given up."""
 
     @abstractmethod
     def wait(self, event: Any) -> None:
@@ -60,6 +71,11 @@ class Streams(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back threads."""
+
+
+def stream_name(kind: Kind, lane: str = "") -> str:
+    """What a stream is called in traces."""
+    return f"{kind.value} {lane}" if lane else kind.value
 
 
 def make_streams(device: torch.device) -> Streams:
@@ -85,16 +101,20 @@ def prepare_cuda() -> str:
 
 
 class _CpuEvent(Event):
-    __slots__ = ("_done", "error", "label")
+    __slots__ = ("_done", "error", "kind", "label")
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, kind: Kind) -> None:
         self.label = label
+        self.kind = kind
         self.error: BaseException | None = None
         self._done = threading.Lock()
         self._done.acquire()
 
     def set(self) -> None:
         self._done.release()
+
+    def is_set(self) -> bool:
+        return not self._done.locked()
 
     def wait(self) -> None:
         with self._done:
@@ -104,14 +124,14 @@ class _CpuEvent(Event):
 
 
 class _Worker:
-    """A thread that runs communication of one kind in order. After a failure it runs nothing more."""
+    """A thread that runs the communication of one stream in order. After a failure it runs nothing more."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, stream: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[_CpuEvent], _CpuEvent, Trace | None] | None]
         self._queue = queue.SimpleQueue()
-        self._kind = kind
+        self._stream = stream
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"hf_helix-{kind.value}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"hf_helix-{stream}", daemon=True)
         self._thread.start()
 
     def put(self, work: Work, after: Sequence[Any], event: _CpuEvent, trace: Trace | None) -> None:
@@ -131,7 +151,7 @@ class _Worker:
                 start = time.perf_counter()
                 work()
                 if trace is not None:
-                    trace.spans.append(Span(self._kind.value, event.label, start, time.perf_counter()))
+                    trace.spans.append(Span(self._stream, event.label, start, time.perf_counter()))
             except BaseException as error:
                 self._failure = event.error = error
             finally:
@@ -143,14 +163,18 @@ class CpuStreams(Streams):
     """Worker threads for communication; computation runs in the calling thread."""
 
     def __init__(self) -> None:
-        self._workers: dict[Kind, _Worker] = {}
+        self._workers: dict[tuple[Kind, str], _Worker] = {}
 
-    def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str) -> Event:
-        if kind not in self._workers:
-            self._workers[kind] = _Worker(kind)
-        event = _CpuEvent(label)
-        self._workers[kind].put(work, after, event, self.trace)
+    def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str, lane: str = "") -> Event:
+        worker = self._workers.get((kind, lane))
+        if worker is None:
+            worker = self._workers[kind, lane] = _Worker(stream_name(kind, lane))
+        event = _CpuEvent(label, kind)
+        worker.put(work, after, event, self.trace)
         return event
+
+    def is_over(self, event: Any) -> bool:
+        return bool(event.is_set())
 
     def wait(self, event: Any) -> None:
         event.wait()
@@ -173,10 +197,11 @@ class CpuStreams(Streams):
 
 
 class _CudaEvent(Event):
-    __slots__ = ("done", "keep", "label")
+    __slots__ = ("done", "keep", "kind", "label")
 
-    def __init__(self, label: str, done: torch.cuda.Event, keep: object) -> None:
+    def __init__(self, label: str, kind: Kind, done: torch.cuda.Event, keep: object) -> None:
         self.label = label
+        self.kind = kind
         self.done = done
         self.keep = keep
 
@@ -186,22 +211,25 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: dict[Kind, torch.cuda.Stream] = {}
+        self._streams: dict[tuple[Kind, str], torch.cuda.Stream] = {}
         self._pending: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str) -> Event:
-        if kind not in self._streams:
-            self._streams[kind] = torch.cuda.Stream(self._device, priority=-1)
-        stream = self._streams[kind]
+    def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str, lane: str = "") -> Event:
+        if (kind, lane) not in self._streams:
+            self._streams[kind, lane] = torch.cuda.Stream(self._device, priority=-1)
+        stream = self._streams[kind, lane]
         # Also makes it safe to write to memory that the compute stream had in use before.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for earlier in after:
             stream.wait_event(earlier.done)
         with torch.cuda.stream(stream):
-            self._recorded(kind.value, label, work)
+            self._recorded(stream_name(kind, lane), label, work)
             done = torch.cuda.Event()
             done.record(stream)
-        return _CudaEvent(label, done, (work, after))
+        return _CudaEvent(label, kind, done, (work, after))
+
+    def is_over(self, event: Any) -> bool:
+        return bool(event.done.query())
 
     def wait(self, event: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(event.done)

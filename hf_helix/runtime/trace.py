@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+COLLECTIVE = {"local", "cross"}
+
 
 @dataclass(frozen=True)
 class Span:
@@ -27,7 +29,9 @@ class Span:
 
 @dataclass
 class Trace:
-    """Events are ("run" | "issue" | "wait", label); a label is strand letter, micro-batch, unit, operator."""
+    """Collectives are what plans hide; the other streams wait for other ranks, and are only drawn.
+
+    Events are ("run" | "issue" | "wait", label); a label is strand letter, micro-batch, unit, operator."""
 
     events: list[tuple[str, str]] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -36,7 +40,7 @@ class Trace:
         self.events.append((verb, label))
 
     def busy(self, compute: bool, stream: str | None = None) -> float:
-        """Seconds in which at least one operator of the kind ran; of one stream, if it is given."""
+        """Seconds in which computation, or a collective, ran; of one stream, if it is given."""
         return sum(end - start for start, end in self._union(compute, stream))
 
     def beside(self, stream: str | None = None) -> float:
@@ -47,14 +51,14 @@ class Trace:
         return total
 
     def communicating(self) -> list[str]:
-        """The streams on which anything was communicated."""
-        return sorted({span.stream for span in self.spans} - {"compute"})
+        """The streams on which collectives ran."""
+        return sorted({span.stream for span in self.spans} & COLLECTIVE)
 
     def _union(self, compute: bool, stream: str | None = None) -> list[tuple[float, float]]:
         return merge(
             (s.start, s.end)
             for s in self.spans
-            if (s.stream == "compute") == compute and (stream is None or s.stream == stream)
+            if (s.stream == "compute" if compute else s.stream in COLLECTIVE) and stream in (None, s.stream)
         )
 
 

@@ -1,7 +1,7 @@
 """Tuning: measures this machine, makes plans from the measurement, and keeps the one that is fastest in real steps.
 
-In:   a runner, a window of micro-batches, and the names of the rules to choose from.
-Out:  the runner with the chosen plan, and what was measured and predicted.
+In:   a runner, a window of micro-batches, the names of the rules to choose from, and on a pipeline the schedules.
+Out:  the runner with the chosen plan and schedule, and what was measured and predicted.
 Must hold: `sequential` is always among the candidates of `auto`, so overlap is never slower than none beyond noise;
 every rank has the same plans, which rank 0 makes; training is left as it was found.
 """
@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from hf_helix.planning.cost import work_of
 from hf_helix.planning.plan import Plan, parse_plan
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.rules import make_plan, predict_plan
-from hf_helix.planning.schedule import Slot
-from hf_helix.planning.search import bound
-from hf_helix.planning.window import window_instructions
+from hf_helix.planning.schedule import Schedule
+from hf_helix.planning.scheduler import Scheduler
+from hf_helix.planning.search import lower_bound
 from hf_helix.runtime.measure import Overlap, measure_overlap
 from hf_helix.runtime.mesh import rank
 from hf_helix.runtime.profiler import measure_profile
@@ -39,14 +38,15 @@ class Tuning:
     """What was found.
 
     Attributes:
-        kept: the rule of the plan that is in use.
-        overlaps: by rule, a window under each candidate's plan that was timed.
-        predicted: by rule, what the cost function said of the same window, in seconds.
+        kept: the candidate that is in use: the rule of its plan and, where there was a choice, its schedule.
+        overlaps: by candidate, a window of each that was timed.
+        predicted: by candidate, what the cost function said of the same window, in seconds.
         bound: what no plan can beat by the measured operator times.
         profile: the measurement.
         measured: the day, as text.
         gradient_bytes: of the whole model, what data parallelism would sum at the end of a step.
         ranks: of the tensor-parallel group.
+        schedule: the name of the schedule that is in use.
     """
 
     kept: str
@@ -57,6 +57,7 @@ class Tuning:
     measured: str = ""
     gradient_bytes: int = 0
     ranks: int = 1
+    schedule: str = "w"
 
     @property
     def gradient_seconds(self) -> float:
@@ -73,6 +74,7 @@ def tune(
     *,
     about: Mapping[str, str] | None = None,
     profile: Profile | None = None,
+    schedules: Callable[[Profile], Sequence[Scheduler]] | None = None,
     timed: int = TIMED,
     repeats: int = 2,
     microbatches: int | None = None,
@@ -83,6 +85,7 @@ def tune(
     Args:
         about: what the measurement is for, see `Profile`.
         profile: what to plan with; None to measure.
+        schedules: to choose from, given the profile; None for the runner's own.
         timed: how many candidates are timed in real steps besides the baseline.
         repeats: how often each is timed.
         microbatches: of the windows that plans are for; by default as many as `window` has.
@@ -90,14 +93,20 @@ def tune(
     if profile is None:
         base = planned(runner, [BASELINE], rough_profile(runner.whole.layout), len(window))[BASELINE]
         profile = measure_profile(base, window, about, progress=_tell(progress, "measuring operators"))
-    runners = planned(runner, rules, profile, microbatches or len(window), progress)
-    predicted = {rule: predict_window(found, profile, len(window)) for rule, found in runners.items()}
-    shortlist = sorted(predicted, key=lambda rule: (rule != BASELINE, predicted[rule]))[: timed + 1]
-    chosen = {rule: found for rule, found in runners.items() if rule in shortlist}
+    schedulers = schedules(profile) if schedules else [runner.scheduler]
+    planned_runners = planned(runner, rules, profile, microbatches or len(window), progress)
+    runners = {
+        _label(rule, scheduler, schedulers): found.with_plan(found.plan, scheduler)
+        for scheduler in schedulers
+        for rule, found in planned_runners.items()
+    }
+    predicted = {name: predict_window(found, profile, len(window)) for name, found in runners.items()}
+    baseline = _label(BASELINE, schedulers[0], schedulers)
+    shortlist = sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: timed + 1]
+    chosen = {name: found for name, found in runners.items() if name in shortlist}
     overlaps = measure_overlap(chosen, window, repeats, _tell(progress, "timing plans"))
-    kept = min(overlaps, key=lambda rule: overlaps[rule].step)
-    every = window_instructions(runner.slots(len(window)), profile.layout)
-    limit = bound(work_of(every, profile.layout, profile.times), profile.layout)
+    kept = min(overlaps, key=lambda name: overlaps[name].step)
+    limit = min(lower_bound(profile, scheduler(len(window))) for scheduler in schedulers)
     whole = sum(
         parameter.nbytes
         if placement.dim is None
@@ -105,8 +114,21 @@ def tune(
         for parameter, placement in runner.whole.placements.items()
         if parameter.requires_grad
     )
-    tuning = Tuning(kept, overlaps, predicted, limit, profile, gradient_bytes=whole, ranks=runner.mesh.tp.size)
+    tuning = Tuning(
+        kept,
+        overlaps,
+        predicted,
+        limit,
+        profile,
+        gradient_bytes=whole,
+        ranks=runner.mesh.tp.size,
+        schedule=runners[kept].scheduler.name,
+    )
     return runners[kept], tuning
+
+
+def _label(rule: str, scheduler: Scheduler, among: Sequence[Scheduler]) -> str:
+    return rule if len(among) == 1 else f"{rule} on {scheduler.name}"
 
 
 def planned(
@@ -117,8 +139,9 @@ def planned(
     progress: Progress | None = None,
 ) -> dict[str, Runner]:
     """A runner with the plan of each rule for windows of so many micro-batches. Collective."""
-    slots = runner.slots(microbatches)
-    plans = make_plans(rules, profile, model=runner.plan.model, mesh=runner.plan.mesh, slots=slots, progress=progress)
+    schedule = runner.scheduler(microbatches)
+    about = {"model": runner.plan.model, "mesh": runner.plan.mesh}
+    plans = make_plans(rules, profile, **about, schedule=schedule, progress=progress)  # type: ignore[arg-type]
     return {rule: runner.with_plan(plan) for rule, plan in plans.items()}
 
 
@@ -128,7 +151,7 @@ def make_plans(
     *,
     model: str,
     mesh: Mapping[str, int],
-    slots: Sequence[Slot] | None = None,
+    schedule: Schedule | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Plan]:
     """The plan of each rule: rank 0 makes them, every rank takes them over. Collective.
@@ -142,7 +165,7 @@ def make_plans(
         try:
             for rule in rules:
                 told = _tell(progress, f"searching ({rule})")
-                plan = make_plan(rule, profile, model=model, mesh=mesh, slots=slots, progress=told)
+                plan = make_plan(rule, profile, model=model, mesh=mesh, schedule=schedule, progress=told)
                 texts[rule] = plan.to_json()
         except Exception as problem:  # every rank must hear of it
             error = f"rank 0 could not make a plan: {type(problem).__name__}: {problem}"
@@ -158,7 +181,7 @@ def make_plans(
 
 def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> float:
     """Seconds of a window by the cost function, without the sums of gradients at its end."""
-    return predict_plan(runner.plan, profile, runner.slots(num_microbatches))[1].seconds
+    return predict_plan(runner.plan, profile, runner.scheduler(num_microbatches))[1].seconds
 
 
 def _tell(progress: Progress | None, what: str) -> Callable[[float], object] | None:

@@ -55,6 +55,31 @@ def test_groups_of_a_mesh(cluster_of: Any) -> None:
     assert [result["places"] for result in found] == [(0, 2, 2), (1, 2, 2), (0, 2, 2), (1, 2, 2)]
 
 
+def test_groups_of_a_mesh_with_a_pipeline(cluster_of: Any) -> None:
+    """Tensor parallelism is innermost; whoever shares a pipeline or a tensor-parallel group shares every batch."""
+    found = cluster_of(4).run(f"{JOB}group_ranks", tp_size=1, pp_size=2)
+    assert [result["pp"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result["dp"] for result in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [result["batch"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result["tp"] for result in found] == [None] * 4
+    found = cluster_of(4).run(f"{JOB}group_ranks", tp_size=2, pp_size=2)
+    assert [result["tp"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result["pp"] for result in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [result["batch"] for result in found] == [[0, 1, 2, 3]] * 4
+    assert [result["dp"] for result in found] == [None] * 4
+
+
+@pytest.mark.parametrize(("ranks", "pp_size"), [(2, 2), (3, 3), (4, 2)])
+def test_ways_of_a_pipeline_do_not_mix(ranks: int, pp_size: int, cluster_of: Any) -> None:
+    """On each way, three values forward and three back, in order, while other ways are under way."""
+    place = ranks // pp_size
+    for rank, result in enumerate(cluster_of(ranks).run(f"{JOB}pass_on", pp_size=pp_size)):
+        stages = {rank // place, 2 * pp_size - 1 - rank // place}
+        ways = [b for b in range(2 * pp_size - 1) if b != pp_size - 1]
+        ends = [(b, outward) for b in ways for outward in (False, True) if (b if outward else b + 1) in stages]
+        assert result == [[b, outward, *(100.0 * b + 10 * k + (not outward) for k in range(3))] for b, outward in ends]
+
+
 @pytest.mark.parametrize(("tp_size", "dp"), [(4, None), (1, [0, 1, 2, 3])])
 def test_groups_of_one_dimension(tp_size: int, dp: Any, cluster_of: Any) -> None:
     for result in cluster_of(4).run(f"{JOB}group_ranks", tp_size=tp_size):

@@ -197,6 +197,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "another format": damage("tuning.json", lambda data: data.update(format="hf_helix.tuning/0")),
     "another case": damage("tuning.json", lambda data: data["case"].update(torch="1.0")),
     "no bound": damage("tuning.json", lambda data: data.pop("bound")),
+    "no schedule": damage("tuning.json", lambda data: data.pop("schedule")),
     "an unknown figure": damage("tuning.json", lambda data: data["overlaps"]["search"].update(luck=1)),
     "truncated plan": garble("plan.json", '{"format"'),
     "empty plan": garble("plan.json", ""),

@@ -17,7 +17,7 @@ from hf_helix.operators.linear import Linear
 from hf_helix.operators.tiling import Cut, Join, TileTransfer, cut_rows, join_rows, tile_unit
 from hf_helix.planning.graph import GraphPair, Part
 from hf_helix.planning.tiling import tile_graph
-from hf_helix.runtime.stage import fold_units
+from hf_helix.runtime.stage import place_units
 
 SIZES = {"rows": st.integers(0, 9), "size": st.integers(1, 4), "tiles": st.integers(1, 5)}
 
@@ -102,11 +102,11 @@ def test_weight_gradients_of_tiles_add_up(sizes: tuple[int, ...]) -> None:
 def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
     transport = SilentTransport(2, 0)
     transfer = TileTransfer(kind(Axis(transport)))
-    out, work = transfer.prepare(part, torch.empty(0, 2, 3))
+    (out,), work = transfer.prepare(a_call(), part, torch.empty(0, 2, 3))
     work()
     assert out.shape == (0, 2, 3)
     assert transport.moved == []
-    out, work = transfer.prepare(part, torch.empty(4, 2, 3))
+    (out,), work = transfer.prepare(a_call(), part, torch.empty(4, 2, 3))
     work()
     assert len(transport.moved) == 1
     assert len(out) in (2, 8)
@@ -114,20 +114,23 @@ def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
 
 @pytest.mark.parametrize("tiles", [2, 3])
 def test_units_and_graphs_are_tiled_alike(tiles: int) -> None:
-    whole = fold_units(Llama().units(llama(), Axis(SilentTransport(2, 0))))
+    whole = place_units(Llama().units(llama(), Axis(SilentTransport(2, 0))))
     stage = whole.tiled(tiles)
     assert stage.placements == whole.placements
-    for before, after in zip(whole.units, stage.units, strict=True):
+    assert whole.units.keys() == stage.units.keys()
+    for index, after in stage.units.items():
+        before = whole.units[index]
         forward = after.graphs.forward
         assert forward == tile_graph(before.graphs.forward, tiles)
         assert after.graphs == GraphPair.of(forward)
         assert set(after.operators) == {op.name for op in forward.operators}
         assert after.label == before.label
+        assert stage.layout.graphs[after.name] == after.graphs
     layer, whole_layer = stage.units[1], whole.units[1]
     for tile in range(tiles):
         assert layer.operators[f"mlp.up.{tile}"] is whole_layer.operators["mlp.up"]
         assert layer.operators[f"mlp.gather.{tile}"].whole is whole_layer.operators["mlp.gather"]
-    assert stage.tiled(tiles).graphs == stage.graphs
+    assert stage.tiled(tiles).layout.graphs == stage.layout.graphs
 
 
 def test_without_tiles_or_collectives_units_stay() -> None:

@@ -9,7 +9,7 @@ import networkx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.graphs import LLAMA, collective, compute, layout_of, linear, pair, random_times, slots_of
+from support.graphs import LLAMA, collective, compute, layout_of, linear, pair, random_times, schedule_of
 
 from hf_helix.planning.cost import STREAMS, Slowdown, Timeline, Work, entry_of, simulate, work_of
 from hf_helix.planning.graph import Kind
@@ -107,10 +107,10 @@ def test_slowdowns_of_three_at_once_multiply():
 
 def test_loads_are_sums_by_stream():
     rows = work((COMPUTE, 1, []), (LOCAL, 4, []), (CROSS, 8, []), (COMPUTE, 2, []), (LOCAL, 16, []))
-    assert rows.loads() == {COMPUTE: 3, LOCAL: 20, CROSS: 8}
+    assert rows.loads() == {COMPUTE: 3, LOCAL: 20, CROSS: 8, Kind.PIPELINE: 0}
     layout = layout_of(LLAMA, 3)
     times = random_times(layout, 0)
-    made = window_instructions(slots_of(2), layout)
+    made = window_instructions(schedule_of(2), layout)
     loads = work_of(made, layout, times).loads()
     assert sum(loads.values()) == pytest.approx(sum(times[entry_of(i, layout)] for i in made))
 
@@ -159,7 +159,7 @@ def test_backward_needs_what_forward_kept_and_what_is_read():
 
 def test_micro_batches_do_not_need_each_other():
     layout = layout_of(LLAMA, 2)
-    program = window_instructions(slots_of(3), layout)
+    program = window_instructions(schedule_of(3), layout)
     needs = work_of(program, layout, random_times(layout, 0)).needs
     for instruction, found in zip(program, needs, strict=True):
         assert all(program[need].microbatch == instruction.microbatch for need in found)
@@ -170,7 +170,7 @@ def test_times_that_lack_an_operator_are_an_error():
     times = random_times(layout, 0)
     del times["layer", "B.mlp.up.W"]
     with pytest.raises(KeyError, match=r"B\.mlp\.up\.W"):
-        work_of(window_instructions(slots_of(2), layout), layout, times)
+        work_of(window_instructions(schedule_of(2), layout), layout, times)
 
 
 # Random ones

@@ -20,18 +20,19 @@ from support.graphs import (
     layout_of,
     linear,
     loss_gradient,
+    most_layers_alive,
     pair,
     plan_of_flow,
     profile_of,
     random_bias,
     random_times,
-    slots_of,
+    schedule_of,
 )
 
 from hf_helix.planning.flow import Flow, flow_order
-from hf_helix.planning.graph import GraphPair, Kind, Part
-from hf_helix.planning.program import build_program, validate_program
-from hf_helix.planning.schedule import Action, Slot
+from hf_helix.planning.graph import GraphPair, Part
+from hf_helix.planning.program import build_programs, validate_program
+from hf_helix.planning.schedule import Action, Schedule, Slot
 from hf_helix.planning.search import greedy
 from hf_helix.planning.window import Instruction, Layout, window_instructions
 
@@ -40,23 +41,10 @@ def flow_of(layout: Layout, seed: int, extra_layers: int = 1) -> Flow:
     return Flow(random_times(layout, seed), random_bias(layout, seed + 1), extra_layers)
 
 
-def ordered(flow: Flow, layout: Layout, slots: list[Slot]) -> tuple[list[Instruction], list[Instruction]]:
-    """A window under a flow, and the window before it was ordered."""
-    made = window_instructions(slots, layout)
-    return [made[place] for place in flow_order(made, slots, layout, flow)], made
-
-
-def most_layers_alive(program: list[Instruction], layout: Layout) -> float:
-    """A layer's activations in equal shares, one for each of its computations, which its whole backward or its weight
-    gradient gives back; and as much for the gradient that a weight gradient waits with."""
-    shares = [op.name for op in layout.graphs["layer"].forward.operators if op.kind is Kind.COMPUTE]
-    alive = most = 0
-    for instruction in program:
-        if layout.units[instruction.unit] == "layer" and instruction.operator.of in shares:
-            alive += {Part.F: 1, Part.I: 1, Part.W: -2}.get(instruction.operator.part, -1)
-            most = max(most, alive) if instruction.operator.part is Part.F else most  # only forward is held up
-    assert alive == 0
-    return most / len(shares)
+def ordered(flow: Flow, layout: Layout, schedule: Schedule) -> tuple[list[Instruction], list[Instruction]]:
+    """A window of one rank under a flow, and the window before it was ordered."""
+    (program,) = flow_order(schedule, layout, flow)
+    return program, window_instructions(schedule, layout)
 
 
 def names(program: list[Instruction]) -> list[str]:
@@ -70,13 +58,13 @@ def test_any_window_is_valid_and_within_its_memory(
 ):
     layout = layout_of({**LLAMA, "layer": layer}, num_layers)
     flow = flow_of(layout, seed, extra_layers)
-    program, made = ordered(flow, layout, slots_of(num_microbatches))
+    program, made = ordered(flow, layout, schedule_of(num_microbatches))
     check_whole_and_in_order(program, made)
     # In the W schedule, layer by layer: every layer of one micro-batch, and one more where the chunks are not equal.
     in_turns = num_layers + (num_layers % 2 if num_microbatches > 1 else 0)
     assert most_layers_alive(program, layout) <= in_turns + extra_layers + 1e-3
 
-    built = build_program(slots_of(num_microbatches), layout, plan_of_flow(flow, layout))
+    (built,) = build_programs(schedule_of(num_microbatches), layout, plan_of_flow(flow, layout))
     validate_program(built, [loss_gradient(layout)])
     assert names(built) == names(program)
 
@@ -86,7 +74,7 @@ def test_memory_that_is_allowed_is_used_up_and_no_more():
     layout = layout_of(LLAMA, 4)
     bias = {name: 1.0 if name[1].endswith(".W") else 0.0 for name in random_times(layout, 0)}
     for extra in range(3):
-        program, _ = ordered(Flow(random_times(layout, 0), bias, extra), layout, slots_of(5))
+        program, _ = ordered(Flow(random_times(layout, 0), bias, extra), layout, schedule_of(5))
         assert 4 + extra - 0.5 < most_layers_alive(program, layout) <= 4 + extra
 
 
@@ -94,7 +82,7 @@ def test_memory_that_is_allowed_is_used_up_and_no_more():
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 999))
 def test_a_strand_enters_a_unit_once_it_has_left_the_last_but_one(num_layers: int, num_microbatches: int, seed: int):
     layout = layout_of(LLAMA, num_layers)
-    program, _ = ordered(flow_of(layout, seed), layout, slots_of(num_microbatches))
+    program, _ = ordered(flow_of(layout, seed), layout, schedule_of(num_microbatches))
     for forward in (True, False):
         strand = [i for i in program if (i.operator.part is Part.F) == forward and i.operator.part is not Part.W]
         visits = [(i.microbatch, i.unit) for i in strand]
@@ -107,17 +95,17 @@ def test_a_strand_enters_a_unit_once_it_has_left_the_last_but_one(num_layers: in
 @pytest.mark.parametrize("graphs", [LLAMA, SMALL], ids=["llama", "small"])
 def test_forward_only_windows_are_ordered(graphs: dict[str, GraphPair]):
     layout = layout_of(graphs, 3)
-    slots = [Slot(forward=Action(stage, "F", k)) for k in range(3) for stage in (0, 1)]
+    schedule = [[Slot(forward=Action(stage, "F", k)) for k in range(3) for stage in (0, 1)]]
     for flow in (flow_of(layout, 3, extra_layers=0), greedy(profile_of(layout))):
-        program, made = ordered(flow, layout, slots)
+        program, made = ordered(flow, layout, schedule)
         check_whole_and_in_order(program, made)
         assert {i.operator.part for i in program} == {Part.F}
 
 
 def test_backward_only_windows_are_ordered():
     layout = layout_of(SMALL, 3)
-    slots = [Slot(backward=Action(stage, "B", k)) for k in range(3) for stage in (1, 0)]
-    check_whole_and_in_order(*ordered(flow_of(layout, 3, extra_layers=0), layout, slots))
+    schedule = [[Slot(backward=Action(stage, "B", k)) for k in range(3) for stage in (1, 0)]]
+    check_whole_and_in_order(*ordered(flow_of(layout, 3, extra_layers=0), layout, schedule))
 
 
 @pytest.mark.parametrize(("transfer", "waits"), [(2.9, True), (3.1, False)])
@@ -134,7 +122,7 @@ def test_a_computation_that_is_more_urgent_is_waited_for(transfer: float, waits:
     layout = Layout(["layer"], {0: [0], 1: []}, {"layer": layer})
     times = dict.fromkeys(random_times(layout, 0), 1e-3) | {("layer", "F.gather"): transfer * 1e-3}
     flow = Flow(times, {("layer", "F.urgent"): 2e-3, ("layer", "F.other"): 5e-3})
-    program, _ = ordered(flow, layout, [Slot(forward=Action(0, "F", 0))])
+    program, _ = ordered(flow, layout, [[Slot(forward=Action(0, "F", 0))]])
     middle = ["urgent", "other"] if waits else ["other", "urgent"]
     assert names(program) == ["enter", "gather", *middle, "leave"]
 
@@ -142,7 +130,7 @@ def test_a_computation_that_is_more_urgent_is_waited_for(transfer: float, waits:
 def test_communication_is_issued_as_soon_as_its_input_is():
     """Directly after the computation that writes it, but for other communication."""
     layout = layout_of(LLAMA, 3)
-    program, _ = ordered(flow_of(layout, 5), layout, slots_of(3))
+    program, _ = ordered(flow_of(layout, 5), layout, schedule_of(3))
     writers = {(i.microbatch, key): place for place, i in enumerate(program) for key in i.writes}
     for place, i in enumerate(program):
         if i.operator.kind.communicates:
@@ -165,25 +153,24 @@ def test_parts_of_a_weight_gradient_come_in_their_order():
     layout = layout_of({**SMALL, "layer": layer}, 2)
     assert layer.backward["up.0.W"].after == ("up.1.W",)
     for seed in range(20):
-        check_whole_and_in_order(*ordered(flow_of(layout, seed), layout, slots_of(3)))
+        check_whole_and_in_order(*ordered(flow_of(layout, seed), layout, schedule_of(3)))
 
 
 CHILD = """
 import sys
 sys.path.insert(0, {tests!r})
-from support.graphs import LLAMA, layout_of, random_bias, random_times, slots_of
+from support.graphs import LLAMA, layout_of, random_bias, random_times, schedule_of
 from hf_helix.planning.flow import Flow, flow_order
-from hf_helix.planning.window import window_instructions
 layout = layout_of(LLAMA, 3)
-made = window_instructions(slots_of(4), layout)
-print(flow_order(made, slots_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2))))
+(program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2)))
+print([(i.microbatch, i.unit, i.operator.part.value, i.operator.name) for i in program])
 """
 
 
 def test_the_order_is_the_same_in_every_process():
     layout = layout_of(LLAMA, 3)
-    made = window_instructions(slots_of(4), layout)
-    here = flow_order(made, slots_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2)))
+    (program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2)))
+    here = [(i.microbatch, i.unit, i.operator.part.value, i.operator.name) for i in program]
     for seed in ("1", "2"):
         child = CHILD.format(tests=str(Path(__file__).parents[1]))
         environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -196,7 +183,7 @@ def test_a_layer_may_hold_an_operator_that_reads_nothing():
     layer = pair("layer", compute("enter", "x"), compute("table"), compute("leave", "enter table"), repeats=True)
     layout = layout_of({**SMALL, "layer": layer}, 2)
     flow = Flow(random_times(layout, 0), {("layer", "F.table"): -1.0}, extra_layers=0)
-    check_whole_and_in_order(*ordered(flow, layout, slots_of(3)))
+    check_whole_and_in_order(*ordered(flow, layout, schedule_of(3)))
 
 
 def test_a_rank_may_hold_nothing_but_layers():
@@ -204,4 +191,4 @@ def test_a_rank_may_hold_nothing_but_layers():
     strand, and both may stop half way at the limit."""
     layout = Layout(["layer"] * 2, {0: [0], 1: [1]}, {"layer": LLAMA["layer"]})
     for seed in range(20):
-        check_whole_and_in_order(*ordered(flow_of(layout, seed, extra_layers=0), layout, slots_of(3)))
+        check_whole_and_in_order(*ordered(flow_of(layout, seed, extra_layers=0), layout, schedule_of(3)))

@@ -22,7 +22,7 @@ FEW = ("Llama-39B TP8", "GPT-6.7B TP4", "A800 66B CP4")
 def test_volumes_are_the_references(name):
     row = ROWS[name]
     found = paper.totals(paper.row_profile(row))
-    for kind, printed in zip(Kind, row.printed, strict=True):
+    for kind, printed in zip(paper.KINDS, row.printed, strict=True):
         # Rounded to a millisecond there; "A800 66B CP4" computes to 34.51 and is printed as 35.
         assert 1e3 * found[kind] == pytest.approx(printed, abs=0.53)
 

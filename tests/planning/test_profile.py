@@ -9,8 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.graphs import LLAMA, SMALL, collective, compute, efforts, layout_of, pair, profile_of, random_times
+from support.graphs import (
+    LLAMA,
+    SMALL,
+    collective,
+    compute,
+    efforts,
+    layout_of,
+    pair,
+    pipeline_of,
+    profile_of,
+    random_times,
+)
 
+from hf_helix.planning.fold import FOLD, stage_ranks
 from hf_helix.planning.graph import Kind
 from hf_helix.planning.profile import (
     Pair,
@@ -144,6 +156,13 @@ def test_declared_properties_of_operators_survive(tmp_path: Path):
     assert load_profile(tmp_path / "profile.json").layout == layout
 
 
+def test_the_ranks_of_a_pipeline_survive(tmp_path: Path):
+    layout = pipeline_of(SMALL, [2, 1, 1, 2], stage_ranks(FOLD, 2))
+    profile_of(layout).save(tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json").layout == layout
+    check_refused(tmp_path / "profile.json", "is for other operators", layout=layout_of(SMALL, 6))
+
+
 def test_a_file_has_a_line_for_each_operator_and_pair(file: Path):
     lines = file.read_text().splitlines()
     assert ' "F.mlp.up": {"ms": 10.0, "spread": 0.125},' in [line[2:] for line in lines]
@@ -196,6 +215,7 @@ DAMAGES = [
     (lambda d: d.update(pairs=3), "is damaged"),
     (lambda d: d["layout"]["units"].append("tail"), "layout names units that it does not hold"),
     (lambda d: d["layout"]["chunks"]["0"].append(99), "layout names units that it does not hold"),
+    (lambda d: d["layout"].update(ranks=[0]), "its layout has 2 stages on 1 ranks"),
     (lambda d: d["graphs"]["layer"]["operators"].pop(), r"outputs \['mlp\.add'\] are never written"),
     (lambda d: d["graphs"]["layer"]["operators"][3].update(kind="magic"), "'magic' is not a valid Kind"),
 ]

@@ -17,13 +17,13 @@ from support.graphs import (
     operators_of,
     pair,
     profile_of,
-    slots_of,
+    schedule_of,
 )
 
 from hf_helix.planning import search
 from hf_helix.planning.graph import Part
 from hf_helix.planning.plan import Plan
-from hf_helix.planning.program import build_program, validate_program
+from hf_helix.planning.program import build_programs, validate_program
 from hf_helix.planning.rules import RULES, TILED, make_plan
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Layout, window_instructions
 
@@ -39,7 +39,7 @@ def plan_of(rule: str) -> Plan:
 
 def window(rule: str, num_layers: int, num_microbatches: int) -> list[Instruction]:
     layout = layout_of(SMALL, num_layers)
-    return build_program(slots_of(num_microbatches), layout, plan_of(rule), [(num_layers + 1, "loss")])
+    return build_programs(schedule_of(num_microbatches), layout, plan_of(rule), [(num_layers + 1, "loss")])[0]
 
 
 @pytest.mark.parametrize("rule", UNTILED)
@@ -49,10 +49,10 @@ def test_windows_are_valid_and_whole(rule: str, num_layers: int, num_microbatche
     program = window(rule, num_layers, num_microbatches)
     layout = layout_of(SMALL, num_layers)
     validate_program(program, [loss_gradient(layout)])
-    made = window_instructions(slots_of(num_microbatches), layout)
+    made = window_instructions(schedule_of(num_microbatches), layout)
 
     def bare(instruction: Instruction) -> Instruction:
-        return replace(instruction, frees=(), ends=False)
+        return replace(instruction, frees=(), ends=False, completes=())
 
     found = {(i.microbatch, i.unit, i.operator): i for i in made}
     program = operators_of(program)
@@ -99,12 +99,26 @@ def test_each_micro_batch_ends_once_and_last(rule: str):
         assert [program[i].ends for i in places] == [False] * (len(places) - 1) + [True]
 
 
+@pytest.mark.parametrize("rule", UNTILED)
+@pytest.mark.parametrize(("num_layers", "num_microbatches"), [(1, 1), (4, 3)])
+def test_a_unit_is_complete_with_the_last_that_adds_to_its_gradients(rule: str, num_layers: int, num_microbatches: int):
+    last: dict[int, int] = {}
+    told: dict[int, int] = {}
+    for place, i in enumerate(window(rule, num_layers, num_microbatches)):
+        assert not set(i.completes) & told.keys(), "once"
+        told.update(dict.fromkeys(i.completes, place))
+        if i.operator is not None and i.operator.part is not Part.F:
+            last[i.unit] = place
+    assert told == last
+    assert told.keys() == set(range(num_layers + 2))
+
+
 def test_barriers_stay_where_the_plan_has_them():
     """`sequential` runs the units of both strands in turn, with a barrier after each."""
     program = window("sequential", 1, 2)
     runs: list[list[Instruction]] = [[]]
     for instruction in program:
-        if instruction == BARRIER_INSTRUCTION:
+        if instruction.operator is None:
             runs.append([])
         else:
             runs[-1].append(instruction)
@@ -142,10 +156,30 @@ def test_the_validator_finds_what_is_read_after_it_is_freed():
         validate_program([*program[:place], early, *program[place + 1 :]], [(3, "d.loss")])
 
 
+def tied(num_layers: int) -> Layout:
+    """The head and the embedding share a weight."""
+    layout = layout_of(SMALL, num_layers)
+    return replace(layout, shared=[[(num_layers + 1, "logits.W"), (0, "lookup")]])
+
+
+def test_the_validator_finds_shared_gradients_out_of_turn():
+    layout, schedule = tied(1), schedule_of(2)
+    (program,) = build_programs(schedule, layout, plan_of("greedy"))
+    sources = [loss_gradient(layout)]
+    adds = [i.operator.part is not Part.F and (i.unit, i.operator.name) in layout.shared[0] for i in program]
+    places = [place for place, found in enumerate(adds) if found]
+    late = program.pop(places[0])  # the head's of the first micro-batch, behind its embedding
+    kept = [replace(i, frees=()) for i in program]
+    moved = [*kept[: places[1]], replace(late, frees=()), *kept[places[1] :]]
+    validate_program(moved, sources)  # nothing else is wrong with it
+    with pytest.raises(ValueError, match=r"adds to a shared gradient out of turn"):
+        validate_program(moved, sources, layout, schedule[0])
+
+
 def test_the_validator_finds_gradients_that_add_up_in_another_order():
     layer = pair("layer", compute("norm", "x"), repeats=True)
     layout = Layout(["layer"], {0: [0], 1: []}, {"layer": layer})
-    made = window_instructions(slots_of(2), layout)
+    made = window_instructions(schedule_of(2), layout)
     forward = [i for i in made if i.operator.part is Part.F]
     backward = [i for i in made if i.operator.part is not Part.F]
     validate_program([*forward, *backward], [(0, "d.norm"), (-1, "x"), (0, "x")])

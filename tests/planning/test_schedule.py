@@ -1,159 +1,46 @@
-"""The W schedule runs on paper under an oracle of its own, and the validator catches schedules that do not."""
+"""The validator catches every schedule that cannot run, and files that do not hold one."""
 
 from __future__ import annotations
 
-from graphlib import TopologicalSorter
-from itertools import pairwise
+import random
+from pathlib import Path
 
 import pytest
+from support.schedules import every_name, oracle_can_run, parsed, text
 
-from hf_helix.planning.fold import chunks_of_rank
+from hf_helix.planning.builders import w_schedule
+from hf_helix.planning.fold import FOLD, LINEAR, stage_ranks
 from hf_helix.planning.schedule import (
-    Action,
+    PLACEMENT_OF,
     Schedule,
     Slot,
     build_schedule,
     format_schedule,
+    load_schedule,
+    num_microbatches_of,
+    placement_of,
     validate,
-    w_schedule,
 )
 
-SIZES = [(ranks, batches) for ranks in range(1, 5) for batches in range(1, 10)]
-every_size = pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)
+
+def folded(schedule: Schedule, num_microbatches: int) -> None:
+    """Validate on the fold."""
+    validate(schedule, num_microbatches, stage_ranks(FOLD, len(schedule)))
 
 
-def text(schedule: Schedule) -> list[list[str]]:
-    return [[str(slot) for slot in slots] for slots in schedule]
-
-
-def parsed(*ranks: str) -> Schedule:
-    return [[Slot.parse(word) for word in rank.split()] for rank in ranks]
-
-
-def way_of_a_microbatch(num_ranks: int, microbatch: int) -> list[str]:
-    """What happens to one micro-batch, in order: forward through every stage, then backward through every stage."""
-    stages = range(2 * num_ranks)
-    return [f"{stage}F{microbatch}" for stage in stages] + [f"{stage}B{microbatch}" for stage in reversed(stages)]
-
-
-def start_times(schedule: Schedule, num_microbatches: int) -> dict[str, int]:
-    """When each action starts if every slot takes one unit and starts as soon as it can.
-
-    A slot waits for the one before it on its rank and for the action before each of its own; a circle is a deadlock.
-    """
-    place = {
-        str(action): (rank, number)
-        for rank, slots in enumerate(schedule)
-        for number, slot in enumerate(slots)
-        for action in slot.actions
-    }
-    needs: dict[tuple[int, int], set[tuple[int, int]]] = {node: set() for node in place.values()}
-    for rank, number in needs:
-        if number:
-            needs[rank, number].add((rank, number - 1))
-    for microbatch in range(num_microbatches):
-        way = way_of_a_microbatch(len(schedule), microbatch)
-        for before, after in pairwise(way):
-            needs[place[after]].add(place[before])
-    start: dict[tuple[int, int], int] = {}
-    for node in TopologicalSorter(needs).static_order():
-        start[node] = max((start[need] + 1 for need in needs[node]), default=0)
-    return {action: start[node] for action, node in place.items()}
-
-
-@every_size
-def test_the_w_schedule_is_valid(num_ranks: int, num_microbatches: int):
-    validate(w_schedule(num_ranks, num_microbatches), num_microbatches)
-    assert build_schedule("w", num_ranks, num_microbatches) == w_schedule(num_ranks, num_microbatches)
-
-
-@every_size
-def test_every_microbatch_goes_through_the_stages_in_order(num_ranks: int, num_microbatches: int):
-    start = start_times(w_schedule(num_ranks, num_microbatches), num_microbatches)
-    for microbatch in range(num_microbatches):
-        times = [start[action] for action in way_of_a_microbatch(num_ranks, microbatch)]
-        assert times == sorted(set(times))
-    if num_microbatches >= num_ranks:
-        assert 1 + max(start.values()) == 4 * num_ranks + 2 * num_microbatches - 2
-
-
-@every_size
-def test_every_action_is_once_on_the_rank_that_holds_its_stage(num_ranks: int, num_microbatches: int):
-    for rank, slots in enumerate(w_schedule(num_ranks, num_microbatches)):
-        actions = [str(action) for slot in slots for action in slot.actions]
-        chunks = chunks_of_rank(rank, num_ranks)
-        assert sorted(actions) == sorted(f"{s}{d}{m}" for s in chunks for d in "FB" for m in range(num_microbatches))
-
-
-@every_size
-def test_microbatches_keep_their_order_on_every_stage(num_ranks: int, num_microbatches: int):
-    """Weight gradients accumulate in micro-batch order."""
-    for slots in w_schedule(num_ranks, num_microbatches):
-        seen: dict[tuple[int, str], list[int]] = {}
-        for action in (action for slot in slots for action in slot.actions):
-            seen.setdefault((action.stage, action.direction), []).append(action.microbatch)
-        assert all(order == list(range(num_microbatches)) for order in seen.values())
-
-
-@every_size
-def test_all_but_the_first_and_last_microbatches_are_fused(num_ranks: int, num_microbatches: int):
-    for slots in w_schedule(num_ranks, num_microbatches):
-        fused = [slot for slot in slots if slot.forward and slot.backward]
-        assert len(fused) == 2 * max(0, num_microbatches - num_ranks)
-        assert len(slots) == 4 * num_microbatches - len(fused)
-
-
-@every_size
-def test_a_fused_slot_runs_one_chunk_forward_beside_the_other_backward(num_ranks: int, num_microbatches: int):
-    """F of micro-batch k+P beside B of k: two micro-batches, two chunks, nothing between them to wait for."""
-    for slot in (slot for slots in w_schedule(num_ranks, num_microbatches) for slot in slots):
-        if slot.forward and slot.backward:
-            assert slot.forward.stage + slot.backward.stage == 2 * num_ranks - 1
-            assert slot.forward.microbatch == slot.backward.microbatch + num_ranks
-
-
-def test_one_rank_folded_on_itself():
-    assert text(w_schedule(1, 2)) == [["0F0", "1F0", "(0F1;1B0)OVERLAP_F_B", "(1F1;0B0)OVERLAP_F_B", "1B1", "0B1"]]
-
-
-# The text form
-
-
-@every_size
-def test_slots_read_what_they_write(num_ranks: int, num_microbatches: int):
-    schedule = w_schedule(num_ranks, num_microbatches)
-    assert parsed(*map(" ".join, text(schedule))) == schedule
-
-
-def test_torch_reads_every_slot():
-    from torch.distributed.pipelining.schedules import OVERLAP_F_B, _Action
-
-    slots = [slot for slots in w_schedule(3, 12) for slot in slots]
-    assert any(len(slot.actions) == 2 for slot in slots)
-    for slot in slots:
-        read = _Action.from_str(str(slot))
-        assert str(read) == str(slot)
-        assert (read.computation_type == OVERLAP_F_B) == (len(slot.actions) == 2)
-        for ours, theirs in zip(slot.actions, read.sub_actions or (read,), strict=True):
-            assert (ours.stage, ours.microbatch) == (theirs.stage_index, theirs.microbatch_index)
-            assert ours.direction == theirs.computation_type.value
-
-
-@pytest.mark.parametrize("word", ["", "0F", "F0", "0W1", "0F1 ", "-1F0", "(0F1;1B0)", "(1B0;0F1)OVERLAP_F_B"])
-def test_what_is_not_an_action_is_refused(word: str):
-    with pytest.raises(ValueError, match="not an action"):
-        Slot.parse(word)
-
-
-# The validator
+def refused(schedule: Schedule, num_microbatches: int, placement: str = FOLD) -> str:
+    """What it says, which ends with the whole schedule; without that."""
+    with pytest.raises(ValueError, match="the schedule cannot run past '>>>'") as error:
+        validate(schedule, num_microbatches, stage_ranks(placement, len(schedule)))
+    lines = str(error.value).splitlines()
+    assert "\n".join(lines[-len(schedule) :]).replace(" >>>", "") == format_schedule(schedule)
+    return str(error.value)
 
 
 def test_a_swapped_order_cannot_run():
     schedule = w_schedule(1, 2)
     schedule[0][:2] = schedule[0][1::-1]
-    with pytest.raises(ValueError, match="cannot run past") as error:
-        validate(schedule, 2)
-    assert "rank 0: >>> 1F0 0F0 " in str(error.value)
+    assert "rank 0 waits for 0F0 before 1F0\nrank 0: >>> 1F0 0F0 " in refused(schedule, 2)
 
 
 def test_every_swap_on_a_chain_is_found():
@@ -163,81 +50,167 @@ def test_every_swap_on_a_chain_is_found():
             schedule = w_schedule(2, 1)
             slots = schedule[rank]
             slots[place], slots[place + 1] = slots[place + 1], slots[place]
-            with pytest.raises(ValueError, match=">>>"):
-                validate(schedule, 1)
+            refused(schedule, 1)
 
 
 def test_ranks_that_wait_for_each_other_are_both_marked():
-    with pytest.raises(ValueError, match="cannot run") as error:
-        validate(parsed("0F0 0B0 3F0 3B0", "1F0 2F0 2B0 1B0"), 1)
-    assert str(error.value).splitlines()[1:] == [
+    assert refused(parsed("0F0 0B0 3F0 3B0", "1F0 2F0 2B0 1B0"), 1).splitlines() == [
+        "the schedule cannot run past '>>>': rank 0 waits for 1B0 or 1I0 before 0B0",
+        "rank 1 waits for 3B0 or 3I0 before 2B0",
         "rank 0: 0F0 >>> 0B0 3F0 3B0",
         "rank 1: 1F0 2F0 >>> 2B0 1B0",
     ]
 
 
 def test_a_fused_slot_may_not_feed_itself():
-    validate(parsed("0F0 1F0 1B0 0B0"), 1)
-    with pytest.raises(ValueError, match=r">>> \(1F0;1B0\)OVERLAP_F_B"):
-        validate(parsed("0F0 (1F0;1B0)OVERLAP_F_B 0B0"), 1)
+    folded(parsed("0F0 1F0 1B0 0B0"), 1)
+    for backward in "BI":
+        said = refused(parsed(f"0F0 (1F0;1{backward}0)OVERLAP_F_B 1W0 0B0"), 1)
+        assert f"waits for 1F0 before (1F0;1{backward}0)OVERLAP_F_B" in said
+        assert f">>> (1F0;1{backward}0)OVERLAP_F_B" in said
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_a_missing_action_is_found(place: int):
-    schedule = w_schedule(1, 1)
-    gone = schedule[0].pop(place)
-    message = f"never runs {gone}" if place == 3 else r"cannot run past(.|\n)*>>>"  # nothing waits for the last one
-    with pytest.raises(ValueError, match=message):
-        validate(schedule, 1)
+def test_a_weight_gradient_may_wait_but_not_run_ahead():
+    folded(parsed("0F0 1F0 1I0 0I0 1W0 0W0"), 1)
+    folded(parsed("0F0 1F0 1I0 1W0 0B0"), 1)
+    folded(parsed("0F0 1F0 1I0 (0F1;1W0)OVERLAP_F_B 0B0 1F1 1B1 0B1"), 2)
+    assert "waits for 1B0 or 1I0 before 1W0" in refused(parsed("0F0 1F0 1W0 1I0 0B0"), 1)
+
+
+@pytest.mark.parametrize("double", ["1B0", "1W0", "1I0"])
+def test_a_backward_runs_whole_or_apart_not_both(double: str):
+    schedule = parsed("0F0 1F0 1B0 0B0")
+    schedule[0].insert(3, Slot.parse(double))
+    assert f"{double} runs twice" in refused(schedule, 1)
+    assert ">>> 1W0" in refused(parsed("0F0 1F0 1I0 1W0 1W0 0B0"), 1)
+    assert ">>> 1B0" in refused(parsed("0F0 1F0 1I0 1B0 0B0"), 1)
+
+
+def test_gradients_add_up_in_the_order_of_micro_batches():
+    folded(parsed("0F0 0F1 1F0 1F1 1I0 1I1 1W0 1W1 0B0 0B1"), 2)
+    said = refused(parsed("0F0 0F1 1F0 1F1 1I0 1I1 1W1 1W0 0B0 0B1"), 2)
+    assert "1W1 runs before micro-batch 0" in said
+    assert ">>> 1W1 1W0" in said
+    assert ">>> 1B1" in refused(parsed("0F0 0F1 1F0 1F1 1I0 1B1 1W0 0B0 0B1"), 2), "its W would come before that of 0"
+    assert "1B1 runs before" in refused(parsed("0F0 0F1 1F0 1F1 1B1 1B0 0B0 0B1"), 2)
+    assert ">>> 0F1 0F0" in refused(parsed("0F1 0F0 1F0 1F1 1B0 1B1 0B0 0B1"), 2)
+
+
+@every_name
+def test_every_missing_slot_is_found(name: str):
+    ranks = stage_ranks(PLACEMENT_OF[name], 2)
+    for rank in range(2):
+        for place in range(len(build_schedule(name, 2, 3)[rank])):
+            schedule = build_schedule(name, 2, 3)
+            schedule[rank].pop(place)
+            with pytest.raises(ValueError, match=">>>"):
+                validate(schedule, 3, ranks)
 
 
 def test_the_last_action_of_one_microbatch_is_missed():
     schedule = w_schedule(2, 3)
     assert str(schedule[0].pop()) == "0B2"
-    with pytest.raises(ValueError, match=r"never runs 0B2:\nrank 0: "):
-        validate(schedule, 3)
+    said = refused(schedule, 3)
+    assert "'>>>': it never runs 0B2\nrank 0: " in said
+    assert said.splitlines()[-2].endswith(" >>>")
+    assert "it never runs 0W0" in refused(parsed("0F0 1F0 1B0 0I0"), 1)
 
 
-def test_a_repeated_action_is_found():
+@every_name
+def test_every_repeated_slot_is_found(name: str):
+    ranks = stage_ranks(PLACEMENT_OF[name], 2)
     for rank in range(2):
-        for place in range(len(w_schedule(2, 3)[rank])):
-            schedule = w_schedule(2, 3)
+        for place in range(len(build_schedule(name, 2, 3)[rank])):
+            schedule = build_schedule(name, 2, 3)
             schedule[rank].insert(place, schedule[rank][place])
             with pytest.raises(ValueError, match="cannot run past") as error:
-                validate(schedule, 3)
+                validate(schedule, 3, ranks)
             cells = text(schedule)[rank]
             cells[place + 1] = f">>> {cells[place + 1]}"
             assert f"rank {rank}: {' '.join(cells)}" in str(error.value)
 
 
-@pytest.mark.parametrize("foreign", ["0F1", "2F0"])
-def test_a_microbatch_or_stage_that_does_not_exist_is_found(foreign: str):
-    schedule = [[*w_schedule(1, 1)[0], Slot.parse(foreign)]]
-    with pytest.raises(ValueError, match=f">>> {foreign}"):
-        validate(schedule, 1)
-
-
-def test_format_marks_the_slot_it_is_told():
-    schedule = w_schedule(1, 1)
-    assert format_schedule(schedule) == "rank 0: 0F0 1F0 1B0 0B0"
-    assert format_schedule(schedule, {0: 2}) == "rank 0: 0F0 1F0 >>> 1B0 0B0"
-
-
-def test_actions_are_plain_data():
-    assert Slot.parse("(3F2;0B1)OVERLAP_F_B") == Slot(Action(3, "F", 2), Action(0, "B", 1))
+@pytest.mark.parametrize(
+    ("foreign", "said"), [("0F1", "of micro-batch 1; they are 0 to 0"), ("2F0", "of stage 2; the stages are 0 to 1")]
+)
+def test_a_microbatch_or_stage_that_does_not_exist_is_found(foreign: str, said: str):
+    message = refused([[*w_schedule(1, 1)[0], Slot.parse(foreign)]], 1)
+    assert f">>> {foreign}" in message
+    assert said in message
 
 
 def test_actions_on_ranks_that_do_not_hold_their_stage_are_refused():
-    with pytest.raises(ValueError, match=">>>"):
-        validate(w_schedule(2, 3)[::-1], 3)
+    assert "1F0 is on rank 0, but rank 1 holds stage 1" in refused(w_schedule(2, 3)[::-1], 3)
+    assert "1F0 is on rank 0, but rank 1 holds stage 1" in refused(parsed("0F0 1F0 1B0 0B0", ""), 1, LINEAR)
 
 
-def test_empty_slots_are_refused():
-    with pytest.raises(ValueError, match=">>>"):
-        validate([[Slot(), *w_schedule(1, 1)[0]]], 1)
+def test_empty_slots_and_other_numbers_of_ranks_are_refused():
+    with pytest.raises(ValueError, match="empty slot"):
+        validate([[Slot(), *w_schedule(1, 1)[0]]], 1, (0, 0))
+    with pytest.raises(ValueError, match="is for 1 ranks and the stages are on 2"):
+        validate(w_schedule(1, 1), 1, (0, 1))
 
 
-@pytest.mark.parametrize("arguments", [("nope", 2, 1), ("w", 0, 1), ("w", 1, 0)])
-def test_what_cannot_be_built_is_named(arguments):
-    with pytest.raises(ValueError, match="schedules: w"):
-        build_schedule(*arguments)
+def test_random_changes_are_valid_exactly_if_the_oracle_can_run_them():
+    """Two slots of a rank swapped: the validator and the topological order agree."""
+    dice, outcomes = random.Random(0), []
+    for _ in range(400):
+        name, num_ranks, count = dice.choice(list(PLACEMENT_OF)), dice.randint(1, 3), dice.randint(1, 5)
+        schedule = build_schedule(name, num_ranks, count)
+        slots = dice.choice(schedule)
+        a = dice.randrange(len(slots))
+        b = min(len(slots) - 1, a + dice.randint(1, 3))
+        slots[a], slots[b] = slots[b], slots[a]
+        ranks = stage_ranks(PLACEMENT_OF[name], num_ranks)
+        try:
+            validate(schedule, count, ranks)
+            valid = True
+        except ValueError:
+            valid = False
+        assert valid == oracle_can_run(schedule, len(ranks), count)
+        outcomes.append(valid)
+    assert 20 < sum(outcomes) < 380
+
+
+# Files
+
+
+@every_name
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_file_says_what_placement_it_is_for(num_ranks: int, name: str, tmp_path: Path):
+    schedule = build_schedule(name, num_ranks, 5)
+    (tmp_path / "schedule.txt").write_text(format_schedule(schedule) + "\n")
+    assert load_schedule(tmp_path / "schedule.txt", num_ranks, 5) == schedule
+    assert load_schedule(str(tmp_path / "schedule.txt"), num_ranks) == schedule
+    assert placement_of(schedule) == PLACEMENT_OF[name]
+    assert num_microbatches_of(schedule) == 5
+    fewer = load_schedule(tmp_path / "schedule.txt", num_ranks, 3)
+    assert num_microbatches_of(fewer) == 3
+    validate(fewer, 3, stage_ranks(PLACEMENT_OF[name], num_ranks))
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("0F0 0B0\n1F0 oops", ">>> oops"),
+        ("0F0 0B0", "lines for 1 ranks"),
+        ("", "lines for 0 ranks"),
+        ("0F0 0B0\n1F0", ">>>"),
+        ("0F0 0B0 2F0 2B0\n1F0 1B0", r"3 virtual stages on 2 ranks; it needs 2 .* or 4"),
+        ("0F0 0B0\n1F0 1B0", r"is for 1 micro-batches and the window has 2; take at most 1 .* write the file for 2"),
+    ],
+)
+def test_files_that_do_not_do_are_refused_by_name(written: str, said: str, tmp_path: Path):
+    path = tmp_path / "schedule.txt"
+    path.write_text(written)
+    with pytest.raises(ValueError, match=said) as error:
+        load_schedule(path, 2, 2)
+    assert str(error.value).startswith(f"schedule file {path}")
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path):
+    (tmp_path / "schedule.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="schedule file"):
+        load_schedule(tmp_path / "schedule.txt", 2, 2)
+    with pytest.raises(FileNotFoundError):
+        load_schedule(tmp_path / "absent.txt", 2, 2)

@@ -21,7 +21,7 @@ from support.graphs import (
     profile_of,
     random_bias,
     random_times,
-    slots_of,
+    schedule_of,
 )
 
 from hf_helix.planning import search as searching
@@ -29,7 +29,7 @@ from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.flow import Flow, Window, flow_order
 from hf_helix.planning.graph import GraphPair
 from hf_helix.planning.profile import Name, Pair, Profile
-from hf_helix.planning.program import build_program
+from hf_helix.planning.program import build_programs
 from hf_helix.planning.rules import RULES, TILED, make_plan
 from hf_helix.planning.schedule import Action, Slot
 from hf_helix.planning.search import bound, greedy, longest_way, predict, search, shorten
@@ -63,8 +63,8 @@ def test_greedy_waits_for_nothing_and_takes_weight_gradients_last():
     weights = {("layer", "B.up.W"), ("layer", "B.down.W")}
     assert set(order[-2:]) == weights
     assert max(flow.bias.values()) < 1e-3 * 2 * max(profile.times.values()) + 1e-12
-    made = window_instructions(slots_of(1), layout)
-    names = [made[place].operator.name for place in flow_order(made, slots_of(1), layout, flow)][6:]
+    (program,) = flow_order(schedule_of(1), layout, flow)
+    names = [made.operator.name for made in program][6:]
     assert names == ["add", "scatter", "down.I", "up.I", "gather", "down.W", "norm", "up.W"]
 
 
@@ -75,7 +75,7 @@ def test_greedy_is_between_the_bound_and_everything_in_a_row(
 ):
     layout = layout_of({**LLAMA, "layer": layer}, num_layers)
     profile = profile_of(layout, random_times(layout, seed))
-    timeline = predict(greedy(profile), profile, slots_of(num_microbatches))
+    timeline = predict(greedy(profile), profile, schedule_of(num_microbatches))
     assert bound(timeline.work, layout) <= timeline.seconds + 1e-9
     assert timeline.seconds <= sum(timeline.work.loads().values()) + 1e-9
 
@@ -88,32 +88,35 @@ def test_greedy_is_between_the_bound_and_everything_in_a_row(
 @pytest.mark.parametrize("extra_layers", [0, 1, 2])
 def test_never_longer_than_greedy(few_steps: None, seed: int, interference: bool, extra_layers: int):
     """On the window it is judged by: at most three layers a chunk."""
-    profile, slots = llama_profile(5, seed, interference), slots_of(4)
-    flow = search(profile, slots, extra_layers)
+    profile, schedule = llama_profile(5, seed, interference), schedule_of(4)
+    flow = search(profile, schedule, extra_layers)
     assert flow.extra_layers == extra_layers
-    assert predict(flow, profile, slots).seconds <= predict(greedy(profile, extra_layers), profile, slots).seconds
+    assert predict(flow, profile, schedule).seconds <= predict(greedy(profile, extra_layers), profile, schedule).seconds
 
 
 def test_longer_windows_gain_nearly_as_much(few_steps: None):
     """Not judged by, so it may be a little longer there."""
     for seed in range(4):
-        profile, slots = llama_profile(9, seed), slots_of(8)
-        ratio = predict(search(profile), profile, slots).seconds / predict(greedy(profile), profile, slots).seconds
+        profile, schedule = llama_profile(9, seed), schedule_of(8)
+        ratio = (
+            predict(search(profile), profile, schedule).seconds / predict(greedy(profile), profile, schedule).seconds
+        )
         assert ratio <= 1.003
 
 
 def test_never_longer_than_greedy_on_a_longer_window(few_steps: None):
-    profile, slots = llama_profile(8, 29), slots_of(8)
-    assert predict(search(profile), profile, slots).seconds <= predict(greedy(profile), profile, slots).seconds
+    profile, schedule = llama_profile(8, 29), schedule_of(8)
+    assert predict(search(profile), profile, schedule).seconds <= predict(greedy(profile), profile, schedule).seconds
 
 
 def test_interference_is_searched_around(monkeypatch: pytest.MonkeyPatch):
     """What is best where nothing interferes is not best where a computation slows the transfer beside it down."""
     monkeypatch.setattr(searching, "MOST_STEPS", 400)
-    profile, slots = llama_profile(1, 3, interference=True), slots_of(3)
+    profile, schedule = llama_profile(1, 3, interference=True), schedule_of(3)
     blind = profile_of(profile.layout, profile.times)
     assert (
-        predict(search(profile, slots), profile, slots).seconds < predict(search(blind, slots), profile, slots).seconds
+        predict(search(profile, schedule), profile, schedule).seconds
+        < predict(search(blind, schedule), profile, schedule).seconds
     )
 
 
@@ -142,7 +145,7 @@ def test_a_search_that_has_reached_the_bound_stops():
 def test_progress_goes_from_none_to_nearly_all(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(searching, "MOST_STEPS", 120)
     told: list[float] = []
-    search(llama_profile(2, 0), slots_of(2), progress=told.append)
+    search(llama_profile(2, 0), schedule_of(2), progress=told.append)
     assert told[0] == 0.0
     assert told == sorted(told)
     assert 0.9 < told[-1] < 1
@@ -176,7 +179,7 @@ def test_the_bound_by_hand():
 
     def of(changes: dict[Name, float]) -> float:
         found = {**times, **changes}
-        made = window_instructions(slots_of(1), layout)
+        made = window_instructions(schedule_of(1), layout)
         return bound(work_of(made, layout, found), layout)
 
     # 2 layers: 4 computations forward, 6 backward each; ways of 6 each.
@@ -191,8 +194,8 @@ def test_the_bound_by_hand():
 def test_no_valid_order_beats_the_bound(layer: GraphPair, num_layers: int, num_microbatches: int, seed: int):
     """Any order that keeps the flow's rules but for urgency: values, strands and gradients."""
     layout = layout_of({**LLAMA, "layer": layer}, num_layers)
-    times, slots, draw = random_times(layout, seed), slots_of(num_microbatches), random.Random(seed)
-    window = Window(window_instructions(slots, layout), slots, layout, times, extra_layers=9)
+    times, draw = random_times(layout, seed), random.Random(seed)
+    window = Window(schedule_of(num_microbatches), layout, times, extra_layers=9)
     waiting = {place: set(needs) for place, needs in enumerate(window.needs)}
     order: list[int] = []
     while waiting:
@@ -209,7 +212,9 @@ def test_no_valid_order_beats_the_bound(layer: GraphPair, num_layers: int, num_m
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
 def test_no_flow_beats_the_bound(num_layers: int, num_microbatches: int, seed: int):
     profile = llama_profile(num_layers, seed)
-    timeline = predict(Flow(profile.times, random_bias(profile.layout, seed), 2), profile, slots_of(num_microbatches))
+    timeline = predict(
+        Flow(profile.times, random_bias(profile.layout, seed), 2), profile, schedule_of(num_microbatches)
+    )
     assert timeline.seconds >= bound(timeline.work, profile.layout) - 1e-9
 
 
@@ -218,7 +223,8 @@ def test_no_flow_beats_the_bound(num_layers: int, num_microbatches: int, seed: i
 def test_no_rule_beats_the_bound(few_steps: None, rule: str, seed: int):
     profile = llama_profile(3, seed)
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2})
-    work = work_of(build_program(slots_of(4), profile.layout, plan), profile.layout, profile.times)
+    (program,) = build_programs(schedule_of(4), profile.layout, plan)
+    work = work_of(program, profile.layout, profile.times)
     assert simulate(work).seconds >= bound(work, profile.layout) - 1e-9
 
 
@@ -227,6 +233,6 @@ def test_the_bound_holds_where_a_rank_has_nothing_but_layers():
     layout = layers_only(SMALL_LAYER, 2)
     slow = {("layer", "F.gather"): 10e-3, ("layer", "F.scatter"): 10e-3}
     profile = profile_of(layout, {**dict.fromkeys(random_times(layout, 0), 1e-3), **slow})
-    slots = [Slot(forward=Action(stage, "F", k)) for k in range(4) for stage in (0, 1)]
-    timeline = predict(greedy(profile), profile, slots)
+    schedule = [[Slot(forward=Action(stage, "F", k)) for k in range(4) for stage in (0, 1)]]
+    timeline = predict(greedy(profile), profile, schedule)
     assert timeline.seconds >= bound(timeline.work, layout) - 1e-9

@@ -23,7 +23,7 @@ from support.graphs import (
     profile_of,
     random_bias,
     random_times,
-    slots_of,
+    schedule_of,
 )
 
 from hf_helix.planning.cost import simulate, work_of
@@ -198,19 +198,16 @@ def test_flows_order_tiled_windows(tiles: int, seed: int) -> None:
 
 def test_flows_add_up_every_tile_of_a_microbatch_before_the_next() -> None:
     layout = tiled(layout_of(LLAMA, 3), 2)
-    slots = slots_of(4)
-    made = window_instructions(slots, layout)
     late = {("layer", "B.mlp.up.0.W"): 1.0}  # whatever else could run goes first
-    order = flow_order(made, slots, layout, Flow(random_times(layout, 1), late))
-    for weight, adding in weight_gradients([made[place] for place in order]).items():
+    (program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), late))
+    for weight, adding in weight_gradients(program).items():
         assert adding == sorted(adding), weight
 
 
 def flow_window(layout: Layout, seed: int) -> tuple[list[Instruction], list[Instruction]]:
-    slots = slots_of(4)
-    made = window_instructions(slots, layout)
     flow = Flow(random_times(layout, seed), random_bias(layout, seed + 1))
-    return [made[place] for place in flow_order(made, slots, layout, flow)], made
+    (program,) = flow_order(schedule_of(4), layout, flow)
+    return program, window_instructions(schedule_of(4), layout)
 
 
 def weight_gradients(program: list[Instruction]) -> dict[tuple[int, str], list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.graphs import SMALL, compute, layout_of, pair, slots_of
+from support.graphs import SMALL, compute, layout_of, pair, schedule_of
 
 from hf_helix.planning.graph import Part
 from hf_helix.planning.schedule import Action, Slot
@@ -53,7 +53,7 @@ def test_values_that_leave_together_are_told_apart_by_place():
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
 def test_a_window_holds_every_operator_of_every_micro_batch_once(num_microbatches: int):
-    made = window_instructions(slots_of(num_microbatches), LAYOUT)
+    made = window_instructions(schedule_of(num_microbatches), LAYOUT)
     names = [(i.microbatch, i.unit, i.operator.part is Part.F, i.operator.name) for i in made]
     assert len(names) == len(set(names))
     expected = {
@@ -67,7 +67,7 @@ def test_a_window_holds_every_operator_of_every_micro_batch_once(num_microbatche
 
 
 def test_a_window_is_in_the_order_of_slots_and_units():
-    made = window_instructions(slots_of(2), LAYOUT)
+    made = window_instructions(schedule_of(2), LAYOUT)
     visits = list(dict.fromkeys((i.microbatch, i.unit, i.operator.part is Part.F) for i in made))
     text = " ".join(f"{k}{'F' if forward else 'B'}{unit}" for k, unit, forward in visits)
     fused = "1F0 0B4 1F1 0B3 1F2 1F3 0B2 1F4 0B1 0B0"

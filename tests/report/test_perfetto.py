@@ -38,3 +38,9 @@ def test_perfetto_files(tmp_path: Path) -> None:
     write_perfetto(tmp_path / "trace.json", [SPANS, []])
     assert (tmp_path / "trace.json").read_text() == perfetto_json([SPANS, []])
     assert json.loads(perfetto_json([]))["traceEvents"] == []
+
+
+def test_sums_of_gradients_are_no_operators() -> None:
+    spans = [Span("compute", "B0.embedding.lookup", 1.0, 2.0), Span("gradients", "gradients.average", 1.5, 3.0)]
+    last = json.loads(perfetto_json([spans]))["traceEvents"][-1]
+    assert (last["name"], last["cat"], last["args"]) == ("gradients.average", "gradients", {})

@@ -168,3 +168,54 @@ def test_gradients_of_four_ranks() -> None:
     found = tuning("search", {"search": kept}, gradient_bytes=2_000_000, ranks=4)
     assert found.gradient_seconds == pytest.approx(3e-3)
     assert tuning("search", {"search": overlap()}, gradient_bytes=1, ranks=4).gradient_seconds == 0.0
+
+
+# Pipelines
+
+
+def test_a_scorecard_of_a_pipeline() -> None:
+    text = format_scorecard(overlap(bubble_fraction=0.25), "search")
+    assert "  pipeline bubbles              25%   of it a rank waits for others" in text
+    assert "overlapped" in text
+    alone = format_scorecard(overlap(communication=0.0, bubble_fraction=0.25), "search")
+    assert alone.splitlines()[-2].startswith("  pipeline bubbles ")
+    assert alone.endswith("\n  no collectives to hide")
+    assert "one rank" not in alone
+
+
+def test_a_tuning_of_a_pipeline() -> None:
+    kept = overlap(bubble_fraction=0.25)
+    found = tuning("search", {**BOTH, "search": kept}, gradient_bytes=1_000, ranks=2)
+    text = format_tuning(found)
+    assert "computation alone 6.0 ms (of which a rank of the pipeline waits 25% for others), its communication" in text
+    assert "Data parallelism" not in text
+
+
+def test_a_tuning_without_collectives() -> None:
+    """A pipeline without tensor parallelism."""
+    figures = {"communication": 0.0, "overlapped_fraction": 0.0, "bubble_fraction": 0.25}
+    steps = {"sequential": overlap(8.1, **figures), "greedy": overlap(8.0, **figures)}
+    text = format_tuning(tuning("greedy", steps, predicted={"greedy": 7e-3}))
+    assert text.startswith("hf_helix: plan greedy is kept, 1.01 times as fast as sequential. A window takes: ")
+    assert text.endswith(" waits 25% for others). There are no collectives to hide.")
+
+
+def test_a_choice_among_schedules() -> None:
+    steps = {"sequential on w": overlap(10.0), "greedy on w": overlap(9.0), "greedy on dualpipe_v": overlap(8.0)}
+    text = format_tuning(tuning("greedy on dualpipe_v", steps))
+    assert "plan greedy on dualpipe_v is kept, 1.25 times as fast as sequential on w. A window takes: " in text
+    small = format_tuning(tuning("sequential on w", {"sequential on w": overlap(8.0), "greedy on auto": overlap(8.1)}))
+    assert "No plan that overlaps is faster here" in small
+    other = {"sequential on w": overlap(8.1), "sequential on dualpipe_v": overlap(8.0)}
+    assert "1.01 times as fast as sequential on w" in format_tuning(tuning("sequential on dualpipe_v", other))
+
+
+def test_sums_of_gradients_are_not_called_overlapped() -> None:
+    """With data parallelism alone, no plan orders what is communicated."""
+    figures = {"overlapped_fraction": 0.0, "bubble_fraction": 0.25}
+    text = format_scorecard(overlap(**figures), "greedy")
+    assert "overlapped" not in text
+    assert "only the sums of gradients" in text
+    assert "hidden" in text
+    said = format_tuning(tuning("greedy", {"greedy": overlap(**figures)}))
+    assert "Communication is sums of gradients only: 50% of its time is saved, 2.0 ms are exposed." in said

@@ -96,6 +96,48 @@ def test_after_is_respected(streams: Streams) -> None:
     streams.wait(first)
 
 
+def test_lanes_of_one_kind_do_not_wait_for_each_other(streams: Streams) -> None:
+    gate = Gate()
+    held = streams.issue(Kind.PIPELINE, gate, (), "held", "0F")
+    assert gate.entered.wait(LONG)
+    for lane in ("0B", "1F"):
+        streams.wait(streams.issue(Kind.PIPELINE, lambda: None, (), "free", lane))
+    assert not streams.is_over(held)
+    gate.open.set()
+    streams.wait(held)
+    assert streams.is_over(held)
+
+
+def test_a_lane_is_in_order(streams: Streams) -> None:
+    log: list[int] = []
+    gate = Gate()
+    streams.issue(Kind.PIPELINE, gate, (), "gate", "0F")
+    events = [streams.issue(Kind.PIPELINE, lambda i=i: log.append(i), (), str(i), "0F") for i in range(20)]
+    streams.wait(streams.issue(Kind.PIPELINE, lambda: log.append(-1), (), "other", "0B"))
+    assert log == [-1]
+    gate.open.set()
+    streams.wait(events[-1])
+    assert log == [-1, *range(20)]
+
+
+def test_a_failure_stays_in_its_lane(streams: Streams) -> None:
+    bad = streams.issue(Kind.PIPELINE, fail, (), "bad", "0F")
+    streams.wait(streams.issue(Kind.PIPELINE, lambda: None, (), "free", "0B"))
+    for event in (bad, streams.issue(Kind.PIPELINE, lambda: None, (), "later", "0F")):
+        with pytest.raises(Broken):
+            streams.wait(event)
+
+
+def test_whether_work_is_over_is_asked_without_waiting(streams: Streams) -> None:
+    gate = Gate()
+    event = streams.issue(NEAR, gate, (), "held")
+    assert event.kind is NEAR
+    assert not streams.is_over(event)
+    gate.open.set()
+    streams.wait(event)
+    assert streams.is_over(event)
+
+
 def test_an_error_is_raised_at_wait_and_ends_the_stream(streams: Streams) -> None:
     log: list[str] = []
     good = streams.issue(NEAR, lambda: log.append("good"), (), "good")

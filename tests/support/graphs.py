@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from hypothesis import strategies as st
 
 from hf_helix.planning.flow import Flow
-from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator, Part
+from hf_helix.planning.graph import RECEIVE, SEND, Graph, GraphPair, Kind, Operator, Part, transfer_graphs
 from hf_helix.planning.plan import Plan, graphs_digest
 from hf_helix.planning.profile import Name, Profile, named_operators
-from hf_helix.planning.schedule import Slot, build_schedule
+from hf_helix.planning.schedule import Schedule, build_schedule
 from hf_helix.planning.window import Instruction, Layout
 
 
@@ -116,8 +116,29 @@ def layers_only(layer: GraphPair, num_layers: int) -> Layout:
     return Layout(["layer"] * num_layers, chunks, {"layer": layer})
 
 
-def slots_of(num_microbatches: int) -> list[Slot]:
-    return build_schedule("w", 1, num_microbatches)[0]
+def schedule_of(num_microbatches: int) -> Schedule:
+    """The W schedule on one rank."""
+    return build_schedule("w", 1, num_microbatches)
+
+
+def pipeline_of(graphs: Mapping[str, GraphPair], counts: Sequence[int], ranks: Sequence[int]) -> Layout:
+    """What the ranks of a pipeline hold: so many layers on each virtual stage, and the ways between the ranks."""
+    units: list[str] = []
+    chunks: dict[int, list[int]] = {}
+    last = len(counts) - 1
+    for stage, count in enumerate(counts):
+        names = ["layer"] * count
+        if stage == 0:
+            names.insert(0, "embedding")
+        elif ranks[stage - 1] != ranks[stage]:
+            names.insert(0, RECEIVE)
+        if stage == last:
+            names.append("head")
+        elif ranks[stage + 1] != ranks[stage]:
+            names.append(SEND)
+        chunks[stage] = list(range(len(units), len(units) + len(names)))
+        units += names
+    return Layout(units, chunks, {**graphs, **transfer_graphs()}, ranks=ranks)
 
 
 def loss_gradient(layout: Layout) -> tuple[int, str]:
@@ -154,13 +175,27 @@ def operators_of(program: Iterable[Instruction]) -> list[Instruction]:
     return [instruction for instruction in program if instruction.operator is not None]
 
 
+Place = tuple[int, int, bool, str]
+"""Micro-batch, unit, whether forward, operator."""
+
+
+def by_place(program: Iterable[Instruction]) -> dict[Place, Instruction]:
+    """Every instruction by what it runs; nothing runs twice."""
+    found: dict[Place, Instruction] = {}
+    for i in program:
+        place = i.microbatch, i.unit, i.operator.part is Part.F, i.operator.name
+        assert place not in found, place
+        found[place] = i
+    return found
+
+
 def check_whole_and_in_order(program: Sequence[Instruction], made: Sequence[Instruction]) -> None:
     """Every instruction of a window once, values before their readers, gradients in micro-batch order, `after` kept.
 
     Independent of `validate_program`, and of what flows and works note as needs.
     """
     assert len(program) == len(made)
-    assert {id(i) for i in program} == {id(i) for i in made}
+    assert by_place(program) == by_place(made)
     written_somewhere = {(i.microbatch, key) for i in made for key in i.writes}
     written: set[tuple[int, tuple[int, str]]] = set()
     latest: dict[tuple[int, str, bool], int] = {}
@@ -179,6 +214,19 @@ def check_whole_and_in_order(program: Sequence[Instruction], made: Sequence[Inst
         written.update((k, key) for key in i.writes)
 
 
+def most_layers_alive(program: Iterable[Instruction], layout: Layout) -> float:
+    """A layer's activations in equal shares, one for each of its computations, which its whole backward or its weight
+    gradient gives back; and as much for the gradient that a weight gradient waits with."""
+    shares = [op.name for op in layout.graphs["layer"].forward.operators if op.kind is Kind.COMPUTE]
+    alive = most = 0
+    for instruction in program:
+        if layout.units[instruction.unit] == "layer" and instruction.operator.of in shares:
+            alive += {Part.F: 1, Part.I: 1, Part.W: -2}.get(instruction.operator.part, -1)
+            most = max(most, alive) if instruction.operator.part is Part.F else most  # only forward is held up
+    assert alive == 0
+    return most / len(shares)
+
+
 # Random ones
 
 
@@ -192,7 +240,7 @@ def graphs(draw: st.DrawFn, *, max_operators: int = 12, sources: bool = True) ->
     inputs = tuple(f"x{i}" for i in range(draw(st.integers(1, 3))))
     open_values, unread, operators = list(inputs), set(inputs), []
     for number in range(draw(st.integers(1, max_operators))):
-        kind = draw(st.sampled_from(list(Kind))) if open_values else Kind.COMPUTE
+        kind = draw(st.sampled_from((Kind.COMPUTE, Kind.LOCAL, Kind.CROSS))) if open_values else Kind.COMPUTE
         backward_kind, split, count = None, False, 1
         if kind.communicates:
             reads = [draw(st.sampled_from(open_values))]

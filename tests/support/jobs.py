@@ -76,10 +76,11 @@ def window_gradients(
     streams.trace = Trace() if traced else None
     losses = trainer.runner.train_window(microbatches)
     events, streams.trace = (streams.trace.events if traced else []), None
-    placements = trainer.runner.stage.placements
-    gradients = {}
+    stage = trainer.runner.stage
+    placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
+    owners, gradients = stage.owners, {}
     for name, parameter in trainer.model.named_parameters():
-        whole = whole_parameter(parameter.grad, placements[parameter], trainer.mesh)
+        whole = whole_parameter(parameter.grad, placements[parameter], trainer.mesh, owners[parameter])
         gradients[name] = None if whole is None else whole.numpy().copy()
     return {"losses": [loss.item() for loss in losses], "gradients": gradients, "events": events}
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,10 +29,13 @@ from hf_helix.operators.collectives import (
     prepare_all_gather,
     prepare_reduce_scatter,
 )
-from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, cut_bounds
-from hf_helix.planning.graph import Part
+from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, Unit, cut_bounds
+from hf_helix.planning.fold import FOLD, stage_ranks
+from hf_helix.planning.graph import Graph, GraphPair, Part
 from hf_helix.runtime import gradients
+from hf_helix.runtime.agreement import agree_on_number
 from hf_helix.runtime.mesh import Mesh, build_mesh
+from hf_helix.runtime.streams import make_streams
 
 # -- collectives and gradients -----------------------------------------------------------------------------------
 
@@ -42,10 +47,10 @@ def world() -> int:
 
 
 @functools.cache
-def mesh_of(tp_size: int) -> Mesh:
+def mesh_of(tp_size: int, pp_size: int = 1) -> Mesh:
     """One mesh for many tests, since every new one opens connections."""
-    assert world() % tp_size == 0
-    return build_mesh(tp_size, "cpu")
+    assert world() % (tp_size * pp_size) == 0
+    return build_mesh(tp_size, "cpu", pp_size)
 
 
 def contribution(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -81,25 +86,61 @@ def inner_products(operator: str, seed: int) -> tuple[float, float]:
     sizes = (whole, shard) if operator == "Scatter" else (shard, whole)
     x = contribution(axis.rank, sizes[0], torch.float64, seed)
     y = contribution(0 if operator == "GatherReplicated" else axis.rank, sizes[1], torch.float64, seed + 1)
-    forward, work = made.prepare(Part.F, x)
+    call = Call({}, 0, True)
+    (forward,), work = made.prepare(call, Part.F, x)
     work()
     if isinstance(made, GatherReplicated):
-        (backward,) = made.backward(Call({}, 0, True), y)
+        (backward,) = made.backward(call, y)
         return (forward * y).sum().item() / axis.size, (x * backward).sum().item()
-    backward, work = made.prepare(Part.B, y)
+    (backward,), work = made.prepare(call, Part.B, y)
     work()
     return (forward * y).sum().item(), (x * backward).sum().item()
 
 
-def group_ranks(tp_size: int) -> dict[str, Any]:
+def group_ranks(tp_size: int, pp_size: int = 1) -> dict[str, Any]:
     """Who shares what with this rank."""
-    mesh = mesh_of(tp_size)
+    mesh = mesh_of(tp_size, pp_size)
     tp = gradients.tp_group(mesh.tp)
     return {
         "tp": dist.get_process_group_ranks(tp) if tp is not None else None,
         "dp": dist.get_process_group_ranks(mesh.dp_group) if mesh.dp_group is not None else None,
+        "pp": mesh.pipe.ranks,
+        "batch": dist.get_process_group_ranks(mesh.batch_group) if mesh.batch_group is not None else None,
         "places": (mesh.tp.rank, mesh.tp.size, mesh.dp_size),
     }
+
+
+def agree_on_count_of_rank(counts: list[int]) -> None:
+    assert world() == len(counts)
+    agree_on_number(counts[dist.get_rank()], torch.device("cpu"))
+
+
+def pass_on(pp_size: int) -> list[list[float]]:
+    """Every rank of a fold sends down and up the pipe and back, all ways at once; what arrived."""
+    mesh = mesh_of(world() // pp_size, pp_size)
+    pipe, found, threads = mesh.pipe, {}, []
+    ranks = stage_ranks(FOLD, pp_size)
+
+    def both(boundary: int, peer: int, outward: bool) -> None:
+        passage = pipe.passage(boundary, peer, outward)
+        for number in range(3):
+            value, arrived = torch.tensor([100.0 * boundary + 10 * number + outward]), torch.empty(1)
+            for sends in (outward, not outward):
+                if sends:
+                    passage.send(value, forward=outward)
+                else:
+                    passage.receive(arrived, forward=not outward)
+            found.setdefault((boundary, outward), []).append(arrived.item())
+
+    for boundary, (source, target) in enumerate(pairwise(ranks)):
+        if source != target and pipe.rank in (source, target):
+            outward = pipe.rank == source
+            threads.append(threading.Thread(target=both, args=(boundary, target if outward else source, outward)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted([*key, *arrived] for key, arrived in found.items())
 
 
 PLACED = {
@@ -113,6 +154,12 @@ PLACED = {
 def whole_gradient(name: str, dp_rank: int) -> Tensor:
     """What a data-parallel rank's batch gives for the uncut parameter."""
     return contribution(dp_rank, PLACED[name][0], torch.float32, seed=len(name))
+
+
+def unit_of(placements: dict[nn.Parameter, Placement]) -> Unit:
+    """Parameters without operators."""
+    nothing = GraphPair.of(Graph("unit", (), (), ()))
+    return Unit(label="unit", graphs=nothing, operators={}, placements=placements)
 
 
 def finish_gradients(tp_size: int, bucket_bytes: int) -> dict[str, Any]:
@@ -131,10 +178,13 @@ def finish_gradients(tp_size: int, bucket_bytes: int) -> dict[str, Any]:
         parameter.grad = gradient
         placements[parameter] = placement
     gradients.BUCKET_BYTES = bucket_bytes
+    units = {index: unit_of({parameter: placements[parameter]}) for index, parameter in enumerate(placements)}
+    streams = make_streams(mesh.device)
     try:
-        gradients.complete_gradients(placements, mesh)
+        gradients.complete_gradients(units, mesh, streams)
     finally:
         gradients.BUCKET_BYTES = usual
+        streams.close()
     found = [parameter.grad.numpy().copy() for parameter in placements if parameter.grad is not None]
     norm = gradients.gradient_norm(placements, mesh)
     return {**dict(zip(PLACED, found, strict=True)), "norm of all": norm.item()}

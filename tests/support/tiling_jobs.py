@@ -13,10 +13,11 @@ from hf_helix.adapters import family_of
 from hf_helix.checkpoint import cut_parameters, whole_parameter
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.rules import make_plan
+from hf_helix.planning.scheduler import Scheduler
 from hf_helix.planning.tiling import tile_profile
 from hf_helix.runtime.mesh import Mesh, build_mesh
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.stage import Stage, fold_units
+from hf_helix.runtime.stage import Stage, place_units
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 
@@ -34,21 +35,20 @@ def windows(
     mesh = mesh_of_all()
     made = llama(**(model or {})).train()
     family = family_of(made)
-    units = family.units(made, mesh.tp)
-    cut_parameters(units, mesh)
-    stage = fold_units(units)
+    stage = place_units(family.units(made, mesh.tp))
+    cut_parameters(stage, mesh)
     batches = [_microbatch(family, made, mesh, length, place) for place, length in enumerate(lengths)]
     streams = make_streams(mesh.device)
     found = []
     for tiles, rule in tilings:
-        runner = Runner(*_tiled(stage, tiles, rule, mesh), mesh, streams, "w", 0)
+        runner = Runner(*_tiled(stage, tiles, rule, mesh), mesh, streams, Scheduler("w", 1), 0)
         losses = [loss.item() for loss in runner.train_window(batches)]
         gradients = {}
         for name, parameter in made.named_parameters():
             whole = whole_parameter(parameter.grad, stage.placements[parameter], mesh)
             gradients[name] = None if whole is None else whole.numpy().copy()
             parameter.grad = None
-        loss, _ = runner.evaluate(batches[0])
+        loss, _ = runner.evaluate([batches[0]])
         found.append({"losses": losses, "evaluated": loss.item(), "gradients": gradients})
     streams.close()
     return found

@@ -136,6 +136,7 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
             "bound": found.bound,
             "has_profile": found.profile is not None,
             "ranks": found.ranks,
+            "schedule": found.schedule,
             "gradient_bytes": found.gradient_bytes,
         },
     }

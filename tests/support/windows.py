@@ -43,7 +43,7 @@ def profile(**options: object) -> Profile:
 def window() -> tuple[Timeline, list[Instruction]]:
     """Two micro-batches on one rank."""
     known = profile()
-    program = window_instructions(build_schedule("w", 1, 2)[0], known.layout)
+    program = window_instructions(build_schedule("w", 1, 2), known.layout)
     return simulate(work_of(program, known.layout, known.times)), program
 
 

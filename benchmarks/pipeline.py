@@ -1,0 +1,277 @@
+"""A pipeline on one machine: step time, bubbles and memory under every schedule.
+
+Ranks that share cores would lend each other the time in which they wait, and no bubble would show. So every rank gets
+an equal share of the machine by a CPU quota (a control group; needs root): a slow machine of its own. `1f1b` runs one
+strand on a linear placement, the others two on the fold. With `--rate`, the ranks stand on two hosts joined by a link
+of so many Mbit/s (see shaped_link.py), and `--across` says which of their neighbours are on the other one.
+
+All times of a layout come from one run, in turn; medians, the slowest rank counts. A step here is forward, backward and
+gradient sums of a window, without the optimizer. Predicted times come from operators measured in the same run.
+
+    sudo python benchmarks/pipeline.py --processes 4 --pp 2 4 --microbatches 4 8 16
+    sudo python benchmarks/pipeline.py --processes 2 --pp 2 --rate 300 --microbatches 8
+    sudo python benchmarks/pipeline.py --processes 4 --pp 2 --tp 2 --rate 300 --across tp --microbatches 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import functools
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import shaped_link
+
+GROUPS = Path("/sys/fs/cgroup/cpu")
+PERIOD = 2_000  # microseconds; short, or a rank would run at full speed for as long as an operator takes
+SCHEDULES = ("1f1b", "w", "dualpipe_v", "auto")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument(
+        "--pp", type=int, nargs="+", default=[2, 4], help="ranks of the pipeline; dp takes what is left"
+    )
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rate", type=int, help="Mbit/s each way of a link between two hosts")
+    parser.add_argument("--across", choices=("pp", "tp"), default="pp", help="what the link is between")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is None:
+        launch(options)
+    else:
+        work(options)
+
+
+def launch(options: argparse.Namespace) -> None:
+    """Run the ranks, each with its quota; leave nothing behind."""
+    if os.geteuid() != 0:
+        sys.exit("this needs root, for CPU quotas: sudo python benchmarks/pipeline.py")
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, shaped_link.stop)
+    link = shaped_link.hosts() if options.rate else contextlib.nullcontext()
+    with shaped_link.only_run(), tempfile.TemporaryDirectory() as folder, link, quotas(options.processes) as groups:
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            ranks += [start_rank(rank, groups[rank], folder, options) for rank in range(options.processes)]
+            code = shaped_link.wait_for(ranks, 3600)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def quotas(count: int) -> Iterator[list[Path]]:
+    """A control group for each rank, all with the same share of the machine."""
+    share = len(os.sched_getaffinity(0)) / count
+    groups = [GROUPS / f"helix-{rank}" for rank in range(count)]
+    try:
+        for group in groups:
+            group.mkdir(exist_ok=True)
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+            (group / "cpu.cfs_quota_us").write_text(str(int(min(1.0, share) * PERIOD)))
+        yield groups
+    finally:
+        for group in groups:
+            for _ in range(50):
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+                if not group.exists():
+                    break
+                time.sleep(0.1)
+
+
+def host_of(rank: int, options: argparse.Namespace) -> int:
+    """Which of the two hosts a rank is on: tensor-parallel ranks are neighbours, pipeline ranks further apart."""
+    return rank % options.tp % 2 if options.across == "tp" else rank // options.tp % options.pp[0] % 2
+
+
+def start_rank(rank: int, group: Path, folder: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    host = host_of(rank, options)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HELIX_CACHE": folder,
+        "MASTER_ADDR": shaped_link.ADDRESSES[0] if options.rate else "127.0.0.1",
+        "MASTER_PORT": "29556",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(options.processes),
+    }
+    command = [sys.executable, *sys.argv, "--rank", str(rank)]
+    if options.rate:
+        environment["GLOO_SOCKET_IFNAME"] = shaped_link.DEVICES[host]
+        command = ["ip", "netns", "exec", shaped_link.NAMESPACES[host], *command]
+    die = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    def prepare() -> None:
+        die()
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    return subprocess.Popen(command, env=environment, preexec_fn=prepare)
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank: every layout, every number of micro-batches, every schedule."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
+    if options.rate:
+        host = host_of(options.rank, options)
+        if all(host_of(rank, options) != host for rank in range(options.rank)):  # the first of its host
+            shaped_link.shape(host, options.rate)
+    results = []
+    for pp in options.pp:
+        for count in options.microbatches:
+            results.append(compare(options, pp, count))
+            if options.rank == 0:
+                print("\n" + describe(results[-1]), flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps({"about": about(), "results": results}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
+    """Every schedule on one layout, for windows of `count` micro-batches."""
+    from hf_helix.planning.rules import predict_plan
+    from hf_helix.planning.scheduler import candidates
+    from hf_helix.runtime.measure import over_ranks
+    from hf_helix.runtime.memory import peak_bytes
+    from hf_helix.runtime.tuning import planned, tune
+
+    linear = workload(options, pp, "1f1b")
+    folded = workload(options, pp, "w", linear.mesh)
+    batches = {id(made.runner.whole): made.window(count, options.batch, options.sequence) for made in (linear, folded)}
+    window = batches[id(folded.runner.whole)]
+    chosen, tuning = tune(folded.runner, window, repeats=1, schedules=functools.partial(candidates, "auto"))
+    profile = tuning.profile
+    assert profile is not None
+    runners = {"1f1b": linear.runner}  # under `sequential`: one strand
+    flow = planned(folded.runner, ["search"], profile, count)["search"]
+    for scheduler in candidates("auto", profile)[:2]:
+        runners[scheduler.name] = flow.with_plan(flow.plan, scheduler)
+    runners["auto"] = chosen
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(options.repeats + 1):
+        for name, runner in runners.items():
+            times[name].append(timed(runner, batches[id(runner.whole)]))
+    steps = {
+        name: statistics.median(map(max, zip(*over_ranks(found[1:]), strict=True))) for name, found in times.items()
+    }
+    rows = {}
+    for name, runner in runners.items():
+        mine = batches[id(runner.whole)]
+        rows[name] = {
+            "plan": f"{runner.plan.rule} on {runner.scheduler.name}",
+            "step": steps[name],
+            "bubble": bubble(runner, mine),
+            "peak": over_ranks(peak_bytes(runner, mine)),
+        }
+        if name != "1f1b":
+            rows[name]["predicted"] = predict_plan(runner.plan, profile, runner.scheduler(count))[1].seconds
+    for made in (linear, folded):
+        made.runner.executor.streams.close()
+    sizes = {"pp": pp, "tp": options.tp, "dp": options.processes // (pp * options.tp)}
+    return {**sizes, "microbatches": count, "rate": options.rate, "across": options.across, "rows": rows}
+
+
+def workload(options: argparse.Namespace, pp: int, schedule: str, mesh: Any = None) -> Any:
+    import torch
+    from transformers import LlamaConfig
+
+    from hf_helix.workload import Workload
+
+    config = LlamaConfig(
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 11 // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    return Workload(config, options.tp, torch.device("cpu"), pp, schedule, mesh)
+
+
+def timed(runner: Any, window: Any) -> float:
+    """Seconds of a window on this rank, from the moment at which all ranks have met."""
+    import torch.distributed as dist
+
+    from hf_helix.runtime.measure import forget_gradients
+
+    dist.barrier()
+    start = time.perf_counter()
+    runner.train_window(window)
+    seconds = time.perf_counter() - start
+    forget_gradients(runner)
+    return seconds
+
+
+def bubble(runner: Any, window: Any) -> float:
+    """The part of a step in which a rank does not compute; mean over the ranks."""
+    from hf_helix.runtime.measure import over_ranks, trace_window
+
+    trace = trace_window(runner, window)
+    spans = [(span.start, span.end) for span in trace.spans]
+    ranks = over_ranks((trace.busy(compute=True), min(spans)[0], max(end for _, end in spans)))
+    whole = max(end for _, _, end in ranks) - min(start for _, start, _ in ranks)  # one machine, one clock
+    return 1 - statistics.fmean(busy for busy, _, _ in ranks) / whole
+
+
+def describe(found: dict[str, Any]) -> str:
+    """A table for people."""
+    place = f", {found['rate']} Mbit/s between {found['across']} neighbours" if found["rate"] else ""
+    base = found["rows"]["1f1b"]["step"]
+    lines = [f"pp={found['pp']} tp={found['tp']} dp={found['dp']}, M={found['microbatches']}{place}"]
+    lines.append(f"  {'schedule':<12}{'step s':>9}{'predicted':>11}{'speed-up':>10}{'idle':>7}  peak MB by rank, plan")
+    for name, row in found["rows"].items():
+        predicted = f"{row['predicted']:.2f}" if "predicted" in row else "-"
+        peak = " ".join(f"{size / 1e6:.1f}" for size in row["peak"])
+        lines.append(
+            f"  {name:<12}{row['step']:9.2f}{predicted:>11}{base / row['step']:9.2f}x{row['bubble']:7.0%}  {peak}, "
+            f"{row['plan']}"
+        )
+    return "\n".join(lines)
+
+
+def about() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "command": " ".join(sys.argv),
+    }
+
+
+if __name__ == "__main__":
+    main()

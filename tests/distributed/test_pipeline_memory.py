@@ -1,0 +1,79 @@
+"""Memory parity (paper, section 6.5): two strands on the fold against one strand of 1F1B, in counted bytes.
+
+1F1B's first rank holds P micro-batches of its layers, a rank of the fold as many of both its chunks. Each strand also
+has a layer at work, with gradients and transfers on the way, so the second strand may take one layer and as much of
+these as 1F1B has. The first rank of the fold also has the head, which on the linear placement is on the last one:
+there, logits and their gradient come on top, a fifth of a layer here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.models import VOCABULARY
+
+LAYERS, LENGTH = 8, 128
+HEAD = 2 * LENGTH * VOCABULARY * 4
+FEW, MANY = 6, 12  # micro-batches
+TWO_STRANDS = [("w", "sequential"), ("w", "round_robin"), ("w", "dhelix"), ("w", "greedy")]
+
+
+@pytest.fixture(scope="module")
+def peaks(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The most bytes of activations and buffers of either rank."""
+    folder, known = str(tmp_path_factory.mktemp("memory")), {}
+
+    def of(schedule: str, plan: str, layers: int = LAYERS, count: int = FEW) -> list[int]:
+        key = schedule, plan, layers, count
+        if key not in known:
+            helix = {"pp_size": 2, "schedule": schedule}
+            model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
+            job = {"helix": helix, "model": model, "cases": [(plan, schedule, count)], "length": LENGTH}
+            found = cluster_of(2).run("support.pipeline_more_jobs:peaks", folder=folder, **job)
+            known[key] = [rank[0] for rank in found]
+        return known[key]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def one_strand(peaks: Any) -> int:
+    return peaks("1f1b", "sequential")[0]
+
+
+@pytest.fixture(scope="module")
+def layer(peaks: Any, one_strand: int) -> float:
+    """Bytes that a micro-batch leaves in a layer: four layers more are two more on each rank, for two micro-batches."""
+    return (peaks("1f1b", "sequential", LAYERS + 4)[0] - one_strand) / 4
+
+
+@pytest.fixture(scope="module")
+def at_work(one_strand: int, layer: float) -> float:
+    """What a strand has besides: gradients of the layer that runs backward, and what is on its way between ranks."""
+    found = one_strand - LAYERS * layer
+    assert 0 < found < layer / 2
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "plan"), TWO_STRANDS)
+def test_two_strands_keep_one_layer_more_than_one(
+    schedule: str, plan: str, peaks: Any, one_strand: int, layer: float, at_work: float
+) -> None:
+    first, second = peaks(schedule, plan)
+    assert max(first - HEAD, second) <= one_strand + layer + at_work
+
+
+@pytest.mark.parametrize("plan", ["sequential", "greedy"])
+def test_dualpipe_v_keeps_half_a_stage_more(
+    plan: str, peaks: Any, one_strand: int, layer: float, at_work: float
+) -> None:
+    half = LAYERS / 2 / 2
+    first, second = peaks("dualpipe_v", plan)
+    assert max(first - HEAD, second) <= one_strand + (half + 1) * layer + at_work
+
+
+@pytest.mark.parametrize(("schedule", "plan"), [*TWO_STRANDS, ("dualpipe_v", "greedy"), ("1f1b", "sequential")])
+def test_the_number_of_microbatches_does_not_enter(schedule: str, plan: str, peaks: Any, layer: float) -> None:
+    few, many = peaks(schedule, plan), peaks(schedule, plan, count=MANY)
+    assert all(abs(a - b) <= layer for a, b in zip(few, many, strict=True)), f"{few} {many}, a layer is {layer}"

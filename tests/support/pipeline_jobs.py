@@ -1,0 +1,107 @@
+"""Windows through a pipeline, and the same through the unsplit model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from support.models import arguments, llama, sequences
+from torch import Tensor
+
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.checkpoint import whole_parameter
+from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.rules import make_plan
+from hf_helix.planning.scheduler import Scheduler
+from hf_helix.runtime.runner import Runner
+
+Batch = dict[str, Tensor]
+
+
+def batches_of(count: int, rows: int = 2, seed: int = 1, lengths: Sequence[int] = (9,)) -> list[Batch]:
+    """Micro-batches of `rows` sequences; their lengths differ from one to the next."""
+    found = []
+    for place in range(count):
+        length = lengths[place % len(lengths)]
+        made = sequences(rows, lengths=(length,), seed=100 * seed + place)
+        found.append({key: torch.stack([row[key] for row in made]) for key in made[0]})
+    return found
+
+
+def items_in(batches: Sequence[Batch]) -> int:
+    """Tokens that count in the loss."""
+    return int(sum((batch["labels"][:, 1:] != -100).sum() for batch in batches))
+
+
+def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]:
+    """Losses and gradients of a window through the unsplit model, in this process."""
+    made = llama(**model).train()
+    count = items_in(batches)
+    losses = []
+    for batch in batches:
+        loss = made(**batch, num_items_in_batch=count).loss
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {name: parameter.grad.numpy().copy() for name, parameter in made.named_parameters()}
+    return {"losses": losses, "gradients": gradients}
+
+
+def make(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> HelixTrainer:
+    return HelixTrainer(
+        model=llama(**model),
+        args=arguments(folder),
+        train_dataset=sequences(4),
+        helix_config=HelixConfig(cache=False, **helix),
+    )
+
+
+def windows(
+    folder: str,
+    helix: dict[str, Any],
+    model: dict[str, Any],
+    cases: Sequence[tuple[str, str, int]],
+    rows: int = 2,
+    lengths: Sequence[int] = (9,),
+) -> list[dict[str, Any]]:
+    """A window for each (plan, schedule, number of micro-batches): losses, and whole gradients on rank 0."""
+    trainer = make(folder, helix, model)
+    trainer.model.train()
+    found = []
+    for rule, schedule, count in cases:
+        runner = runner_of(trainer, rule, schedule)
+        window = window_of(trainer, count, rows, lengths)
+        losses = [loss.item() for loss in runner.train_window(window)]
+        found.append({"losses": losses, "gradients": whole_gradients(trainer)})
+        trainer.model.zero_grad()
+    trainer.runner.executor.streams.close()
+    return found
+
+
+def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
+    """The trainer's runner under another plan and schedule."""
+    profile = rough_profile(trainer.runner.whole.layout)
+    plan = make_plan(rule, profile, model=trainer.plan.model, mesh=trainer.plan.mesh)
+    return trainer.runner.with_plan(plan, Scheduler(schedule, trainer.mesh.pipe.size))
+
+
+def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int]) -> list[Any]:
+    """This rank's micro-batches: of data-parallel rank d those with the numbers d * count and up."""
+    dp = trainer.mesh.dp_size
+    every = batches_of(count * dp, rows, lengths=lengths)
+    place = 0 if trainer.mesh.dp_group is None else torch.distributed.get_rank(trainer.mesh.dp_group)
+    mine = every[place * count : (place + 1) * count]
+    items = torch.tensor(items_in(every))
+    return [trainer._microbatch(batch, items, (0, number)) for number, batch in enumerate(mine)]
+
+
+def whole_gradients(trainer: Any) -> dict[str, Any]:
+    """By name; None on ranks other than the first that shares the batch."""
+    stage = trainer.runner.stage
+    owners = stage.owners
+    placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
+    found = {}
+    for name, parameter in trainer.model.named_parameters():
+        whole = whole_parameter(parameter.grad, placements[parameter], trainer.mesh, owners[parameter])
+        found[name] = None if whole is None else whole.numpy().copy()
+    return found
