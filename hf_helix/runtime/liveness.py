@@ -70,6 +70,7 @@ class Watch:
         own = f"rank {self.rank} failed: {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):
             self._store.compare_set("failed", "", str(error) if isinstance(error, RankFailure) else own)
+            self._store.set(f"told/{self.rank}", "1")
             # The store ends with rank 0, so that waits until everybody has read it.
             alive = [other for other in range(1, self.world) if other not in self._dead]
             others = [f"told/{other}" for other in alive] if self.rank == 0 else []
@@ -149,10 +150,11 @@ class Watch:
         return None
 
     def _end(self, failure: str) -> None:
-        """Give the main thread time to raise the error itself, then end the process."""
-        if self._stop.wait(GRACE):
+        """Give the main thread time to raise the error itself and to say it, then end the process."""
+        if self._stop.wait(GRACE) or (_failed and self._stop.wait(GRACE)):
             return
-        print(f"hf_helix: rank {self.rank} ends because {failure}", file=sys.stderr, flush=True)
+        # Not through sys.stderr, which torch.distributed's exception hook replaces while it formats a traceback.
+        os.write(2, f"hf_helix: rank {self.rank} ends because {failure}\n".encode())
         os._exit(1)
 
 
