@@ -27,7 +27,9 @@ def test_the_last_word_does_not_go_into_a_replaced_stderr(monkeypatch, capfd) ->
     watch._stop = threading.Event()
     monkeypatch.setattr(liveness, "GRACE", 0.01)
     monkeypatch.setattr(os, "_exit", end)
-    with monkeypatch.context() as replaced, pytest.raises(Ended):
-        replaced.setattr(sys, "stderr", io.StringIO())
+    seen = sys.stderr
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with pytest.raises(Ended):
         watch._end("rank 1 failed: RuntimeError: broken")
+    monkeypatch.setattr(sys, "stderr", seen)
     assert "rank 0 ends because rank 1 failed: RuntimeError: broken" in capfd.readouterr().err
