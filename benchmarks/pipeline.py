@@ -170,7 +170,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     folded = workload(options, pp, "w", linear.mesh)
     batches = {id(made.runner.whole): made.window(count, options.batch, options.sequence) for made in (linear, folded)}
     window = batches[id(folded.runner.whole)]
-    chosen, tuning = tune(folded.runner, window, repeats=1, schedules=functools.partial(candidates, "auto"))
+    chosen, tuning = tune(folded.runner, window, schedules=functools.partial(candidates, "auto"))
     profile = tuning.profile
     assert profile is not None
     runners = {"1f1b": linear.runner}  # under `sequential`: one strand

@@ -110,16 +110,8 @@ def measure_overlap(
     works: list[Callable[[], Any]] = [functools.partial(computation, runner) for runner in schedules.values()]
     works.append(communication)
     works += [functools.partial(runner.train_window, window) for runner in runners.values()]
-    times: list[list[float]] = [[] for _ in works]
-    for round_ in range(repeats + 1):
-        if progress is not None:
-            progress(round_ / (repeats + 1))
-        for work, found in zip(works, times, strict=True):
-            if work is not communication:
-                forget_gradients(first)
-            found.append(_timed(work, first))
-    # The first round warms up.
-    medians = [statistics.median(_maxima(found[1:])) for found in times]
+    times = _time_in_turn(works, first, repeats, keep_gradients=(communication,), progress=progress)
+    medians = [statistics.median(found) for found in times]
     alone = dict(zip(schedules, medians, strict=False))
     moving, *steps = medians[len(schedules) :]
     overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
@@ -138,6 +130,34 @@ def measure_overlap(
         )
         for (name, runner), step in zip(runners.items(), steps, strict=True)
     }
+
+
+def time_steps(runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int) -> dict[str, list[float]]:
+    """Seconds of a window under every runner's plan, repeat by repeat. Collective; call it without gradients."""
+    first = next(iter(runners.values()))
+    works = [functools.partial(runner.train_window, window) for runner in runners.values()]
+    times = _time_in_turn(works, first, repeats)
+    forget_gradients(first)
+    return dict(zip(runners, times, strict=True))
+
+
+def _time_in_turn(
+    works: Sequence[Callable[[], Any]],
+    first: Runner,
+    repeats: int,
+    keep_gradients: Sequence[object] = (),
+    progress: Callable[[float], object] | None = None,
+) -> list[list[float]]:
+    """The times of every work, the slowest rank's; one round more than `repeats` is run, the first warms up."""
+    times: list[list[float]] = [[] for _ in works]
+    for round_ in range(repeats + 1):
+        if progress is not None:
+            progress(round_ / (repeats + 1))
+        for work, found in zip(works, times, strict=True):
+            if work not in keep_gradients:
+                forget_gradients(first)
+            found.append(_timed(work, first))
+    return [_maxima(found[1:]) for found in times]
 
 
 def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> SilentTransport:

@@ -8,8 +8,9 @@ every rank has the same plans, which rank 0 makes; training is left as it was fo
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
@@ -19,7 +20,7 @@ from hf_helix.planning.rules import make_plan, predict_plan
 from hf_helix.planning.schedule import Schedule
 from hf_helix.planning.scheduler import Scheduler
 from hf_helix.planning.search import lower_bound
-from hf_helix.runtime.measure import Overlap, measure_overlap
+from hf_helix.runtime.measure import Overlap, measure_overlap, time_steps
 from hf_helix.runtime.mesh import rank
 from hf_helix.runtime.profiler import measure_profile
 from hf_helix.runtime.runner import Runner
@@ -27,6 +28,7 @@ from hf_helix.runtime.strand import MicroBatch
 
 BASELINE = "sequential"
 CANDIDATES = (BASELINE, "intra_batch", "round_robin", "dhelix", "greedy", "search")
+CLOSE = 1.05  # times that differ by less than this may have changed places
 TIMED = 3  # of the candidates, besides the baseline, those that are predicted to be fastest
 
 Progress = Callable[[str, float], object]
@@ -105,6 +107,7 @@ def tune(
     shortlist = sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: timed + 1]
     chosen = {name: found for name, found in runners.items() if name in shortlist}
     overlaps = measure_overlap(chosen, window, repeats, _tell(progress, "timing plans"))
+    overlaps = _settle(overlaps, chosen, window, repeats)
     kept = min(overlaps, key=lambda name: overlaps[name].step)
     limit = min(lower_bound(profile, scheduler(len(window))) for scheduler in schedulers)
     whole = sum(
@@ -125,6 +128,18 @@ def tune(
         schedule=runners[kept].scheduler.name,
     )
     return runners[kept], tuning
+
+
+def _settle(
+    overlaps: Mapping[str, Overlap], runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int
+) -> dict[str, Overlap]:
+    """Candidates that are too close to call are timed again, longer."""
+    best = min(found.step for found in overlaps.values())
+    close = {name: runners[name] for name, found in overlaps.items() if found.step <= CLOSE * best}
+    if len(close) == 1:
+        return dict(overlaps)
+    steps = {name: statistics.median(found) for name, found in time_steps(close, window, 2 * repeats).items()}
+    return {name: replace(found, step=steps.get(name, found.step)) for name, found in overlaps.items()}
 
 
 def _label(rule: str, scheduler: Scheduler, among: Sequence[Scheduler]) -> str:
