@@ -244,12 +244,13 @@ class Bench:
         """The same, as our runners take them."""
         import torch
 
+        from hf_helix.adapters.sequence import SequenceCut
         from hf_helix.runtime.strand import MicroBatch
 
         scale = torch.tensor(1.0 / (count * self.options.batch * (self.options.sequence - 1)))
         prepare = functools.partial(self.family.side_inputs, self.model)
         return [
-            MicroBatch(functools.partial(prepare, batch, 2, scale), (0, place), batch["input_ids"].numel())
+            MicroBatch(functools.partial(prepare, batch, SequenceCut(2), scale), (0, place), batch["input_ids"].numel())
             for place, batch in enumerate(self.batches(count))
         ]
 

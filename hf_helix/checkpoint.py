@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_helix.operators.unit import Placement, Unit
-from hf_helix.runtime.gradients import tp_group
+from hf_helix.runtime.gradients import group_of
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 
@@ -81,7 +81,7 @@ def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owne
 
 def _join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
     """The uncut tensor on the first rank of the tensor-parallel group, None on the others. Collective over it."""
-    group = tp_group(mesh.tp)
+    group = group_of(mesh.tp)
     if group is None or placement.dim is None:
         return value if mesh.tp.rank == 0 else None
     ranks = dist.get_process_group_ranks(group)
@@ -113,7 +113,7 @@ def save_pretrained(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
     folder = Path(folder)
     names = {parameter: name for name, parameter in model.named_parameters()}
     writer = _Writer(folder, model) if rank() == 0 else None
-    if mesh.dp_size == 1 or dist.get_rank(mesh.dp_group) == 0:
+    if mesh.copies_group is None or dist.get_rank(mesh.copies_group) == 0:
         units, owners = list(stage.model.values()), stage.owners
         sizes = _whole_bytes(stage, mesh)
         limit = max(sum(sizes[parameter] for parameter in unit.placements) for unit in units)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.config import ABLATIONS
+from hf_helix.config import ABLATIONS, AXES
 
 if TYPE_CHECKING:
     from hf_helix.planning.plan import Plan
@@ -53,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--model", required=True, help="a folder with a config.json, or such a file")
     profile.add_argument("--tp_size", type=int, default=2)
     profile.add_argument("--pp_size", type=int, default=1)
+    profile.add_argument("--cp_size", type=int, default=1, help="ranks that share a sequence")
+    profile.add_argument("--cross_node", nargs="+", choices=AXES, help="axes between hosts, if not by their names")
     profile.add_argument("--schedule", default="w", help="of the pipeline: w, dualpipe_v, 1f1b, or an action file")
     profile.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch")
     profile.add_argument("--sequence_length", type=int, default=512)
@@ -120,12 +122,24 @@ def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
     words = [
         f"--{name}={getattr(options, name)}"
         for name in (
-            *("model", "tp_size", "pp_size", "schedule", "batch_size", "sequence_length", "microbatches", "output"),
+            *(
+                "model",
+                "tp_size",
+                "pp_size",
+                "cp_size",
+                "schedule",
+                "batch_size",
+                "sequence_length",
+                "microbatches",
+                "output",
+            ),
             "trace",
         )
         if getattr(options, name) is not None
     ]
-    processes = options.tp_size * options.pp_size
+    if options.cross_node:
+        words += ["--cross_node", *options.cross_node]
+    processes = options.tp_size * options.pp_size * options.cp_size
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     code = subprocess.call(
         [*launcher, "-m", "hf_helix", "profile", *words],
@@ -169,7 +183,15 @@ def _measure(options: argparse.Namespace) -> None:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-    work = Workload(options.model, options.tp_size, device, options.pp_size, options.schedule)
+    work = Workload(
+        options.model,
+        options.tp_size,
+        device,
+        options.pp_size,
+        options.schedule,
+        cp_size=options.cp_size,
+        cross_node=options.cross_node,
+    )
     window = work.window(options.microbatches, options.batch_size, options.sequence_length)
     about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
     if "NCCL_MAX_NCHANNELS" in os.environ:
@@ -246,7 +268,10 @@ def _made_for(profile: Profile) -> tuple[str, dict[str, int]]:
     """The model's class and the mesh, as plan files name them."""
     try:
         sizes = dict(part.split("=") for part in profile.about["mesh"].split())
-        return profile.about["model"].split()[0], {"tp_size": int(sizes["tp"]), "pp_size": int(sizes.get("pp", 1))}
+        found = {
+            f"{name}_size": int(sizes.get(name, 1)) for name in ("tp", "pp", "cp") if name in sizes or name == "pp"
+        }
+        return profile.about["model"].split()[0], {"tp_size": int(sizes["tp"]), **found}
     except (KeyError, ValueError, IndexError) as error:
         raise ValueError(
             f"the profile does not say what it is for ({error}); measure anew with `hf-helix profile`"

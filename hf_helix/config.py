@@ -20,6 +20,8 @@ CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
 PLANS = ("auto", "search", "greedy", "dhelix", "round_robin", "intra_batch", "sequential")
 ABLATIONS = ("local", "cross", "comm_beside_comm", "wgrad")
+CP_METHODS = ("ring", "all_gather")
+AXES = ("tp", "cp")
 SCHEDULES = ("w", "dualpipe_v", "1f1b", "auto")
 
 WHERE = f"""Give the options in one of these ways (the first that is found counts):
@@ -42,7 +44,8 @@ class HelixConfig:
         tp_size: ranks that share every layer (tensor and sequence parallelism).
         pp_size: ranks of the pipeline, each with layers of its own; on the fold, rank r holds the virtual stages r and
             2 * pp_size - 1 - r, so embedding and head are both on rank 0.
-        cp_size: ranks that share a sequence (context parallelism). Only 1 so far.
+        cp_size: ranks that share a sequence (context parallelism): rank r holds the parts r and 2 * cp_size - 1 - r of
+            2 * cp_size equal ones.
         ep_size: ranks that share the experts. Only 1 so far.
         plan: how the operators of two micro-batches are interleaved:
             `auto`: the start of the first training window is used to measure the operators, to search, and to time the
@@ -63,6 +66,10 @@ class HelixConfig:
         layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
             `1f1b`); None to spread the work evenly, embedding, head and loss included.
         shard_optimizer: keep the optimizer's states on one data-parallel rank each instead of on all (ZeRO-1).
+        cp_method: how keys and values reach the ranks that share a sequence: `ring`, step by step beside the attention
+            to those that are there, or `all_gather`, all at once.
+        cross_node: the axes whose ranks are on different hosts (`tp`, `cp`): their communication runs on a stream
+            beside that of the others. None to go by the hosts' names. Given in YAML as a list.
         profile: path of a profile made with `hf-helix profile`, to plan with instead of measuring.
         without: what plans must not use, for ablations (the paper's figure 15): `local` or `cross` (communication of
             that kind is never overlapped), `comm_beside_comm` (both kinds share one stream), `wgrad` (weight gradients
@@ -86,6 +93,8 @@ class HelixConfig:
     cache: bool = True
     layers_per_stage: tuple[int, ...] | None = None
     shard_optimizer: bool = False
+    cp_method: str = "ring"
+    cross_node: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
@@ -100,6 +109,7 @@ class HelixConfig:
                 raise TypeError(f"{name} must be true or false, such as {name}=True; got {getattr(self, name)!r}")
         self._check_layers()
         self._check_without()
+        self._check_context()
         self._check_built()
 
     def _check_without(self) -> None:
@@ -110,6 +120,20 @@ class HelixConfig:
         for name in self.without:
             if name not in ABLATIONS:
                 raise ValueError(f"without={name!r} is unknown; use some of {', '.join(ABLATIONS)}")
+
+    def _check_context(self) -> None:
+        if self.cp_method not in CP_METHODS:
+            raise ValueError(
+                f"cp_method={self.cp_method!r} is unknown; use one of {', '.join(CP_METHODS)}"
+                f"{_nearest(str(self.cp_method), CP_METHODS)}"
+            )
+        if isinstance(self.cross_node, list):
+            object.__setattr__(self, "cross_node", tuple(self.cross_node))
+        if self.cross_node is not None and not isinstance(self.cross_node, tuple):
+            raise TypeError(f"cross_node must be a list, such as cross_node=['cp'], or None; got {self.cross_node!r}")
+        for name in self.cross_node or ():
+            if name not in AXES:
+                raise ValueError(f"cross_node={name!r} is no axis; use some of {', '.join(AXES)}")
 
     def _check_layers(self) -> None:
         if isinstance(self.layers_per_stage, list):
@@ -122,11 +146,8 @@ class HelixConfig:
             raise TypeError(f"layers_per_stage must be a list of whole numbers, such as [4, 4, 4, 4]; got {given!r}")
 
     def _check_built(self) -> None:
-        for name in ("cp_size", "ep_size"):
-            if getattr(self, name) > 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is not built yet; use {name}=1 and tp_size or pp_size instead"
-                )
+        if self.ep_size > 1:
+            raise ValueError(f"ep_size={self.ep_size} is not built yet; use ep_size=1 and tp_size or pp_size instead")
         if self.profile is not None and not isinstance(self.profile, str):
             raise TypeError(
                 f"profile={self.profile!r} must be a path as a string, of a file made with "

@@ -55,7 +55,8 @@ class HelixPlugin(ParallelismConfig):
     def build_mesh(self, device: torch.device | str) -> Mesh:
         """The mesh of this run, built on first use. Collective."""
         if self.mesh is None:
-            self.mesh = build_mesh(self.config.tp_size, device, self.config.pp_size)
+            config = self.config
+            self.mesh = build_mesh(config.tp_size, device, config.pp_size, config.cp_size, config.cross_node)
         return self.mesh
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:

@@ -27,6 +27,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils.logging import get_logger
 
 from hf_helix.adapters import family_of
+from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters, save_pretrained
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.operators.collectives import prepare_all_gather
@@ -97,6 +98,7 @@ class HelixTrainerMixin:
         agree_on_text(f"{options_of(config)}\ngradient_accumulation_steps={steps}", "options")
         self.helix_config = config
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
+        self._cut = SequenceCut.of(self._mesh.tp, self._mesh.cp)
         self._last_alone: Overlap | None = None
         self._window: list[Any] | None = None
         self._last_window: list[MicroBatch] = []
@@ -176,7 +178,8 @@ class HelixTrainerMixin:
         config, tp_size = self.helix_config, self._mesh.tp.size
         name = type(model).__name__
         self._tuner = Tuner(config, name, describe(model, self._mesh))
-        units = [unit.without(config.without) for unit in self._family.units(model, self._mesh.tp)]
+        made = self._family.units(model, self._mesh.tp, self._mesh.cp, config.cp_method)
+        units = [unit.without(config.without) for unit in made]
         check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
         stage = place_units(
             units,
@@ -275,7 +278,7 @@ class HelixTrainerMixin:
         averages = self.args.average_tokens_across_devices
         factor = self._mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
         scale = torch.as_tensor(factor / num_items, dtype=torch.float32, device=self.args.device)
-        prepare = functools.partial(self._family.side_inputs, self.model, batch, self._mesh.tp.size, scale)
+        prepare = functools.partial(self._family.side_inputs, self.model, batch, self._cut, scale)
         ids = batch["input_ids"]
         return MicroBatch(prepare, key, num_tokens=ids.numel(), shape=" x ".join(map(str, ids.shape)))
 
@@ -355,7 +358,7 @@ class HelixTrainerMixin:
         ]
 
     def _whole_logits(self, logits: Tensor) -> Tensor:
-        """[sequence, batch, slice] of every rank to [batch, sequence, vocabulary]."""
+        """[tokens, batch, slice] of every rank to [batch, sequence, vocabulary]."""
         tp = self._mesh.tp
         if tp.size > 1:
             stage = self.runner.stage
@@ -366,6 +369,10 @@ class HelixTrainerMixin:
             work()
             blocks = gathered.chunk(tp.size)
             logits = torch.cat([block[..., :length] for block, length in zip(blocks, lengths, strict=True)], -1)
+        if self._mesh.cp.size > 1:
+            gathered, work = prepare_all_gather(self._mesh.cp, logits)
+            work()
+            logits = self._cut.join(gathered)
         return logits.transpose(0, 1).contiguous()
 
     @property

@@ -45,10 +45,11 @@ TUNED_MICROBATCHES = 4  # for each rank of the pipeline: enough to see the stead
 def describe(model: Any, mesh: Mesh) -> dict[str, str]:
     """What measurements of a model are for; before it is cut."""
     weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in model.named_parameters()]
+    shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp")]
     digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
     return {
         "model": f"{type(model).__name__} {digest}",
-        "mesh": f"tp={mesh.tp.size}" + (f" pp={mesh.pipe.size}" if mesh.pipe.size > 1 else ""),
+        "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
         "attention": str(model.config._attn_implementation),
         "transformers": version("transformers"),
         "hf_helix": __version__,
@@ -85,7 +86,8 @@ class Tuner:
         self.config = config
         self.tuning: Tuning | None = None
         self._model = model
-        self._mesh = {"tp_size": config.tp_size, "pp_size": config.pp_size}
+        self._mesh = {name: getattr(config, name) for name in ("tp_size", "pp_size")}
+        self._mesh |= {"cp_size": config.cp_size} if config.cp_size > 1 else {}
         self._about = about
         self._said_untuned = False
         self.scheduler = Scheduler(config.schedule, config.pp_size)

@@ -8,12 +8,15 @@ Must hold: the same units, cuts and side inputs as in training; the same weights
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_helix.adapters import family_of
+from hf_helix.adapters.base import RING
+from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.rules import make_plan
@@ -32,7 +35,7 @@ class Workload:
     Args:
         config: of the model, or the folder of one.
         device: to run on.
-        schedule: see `HelixConfig`.
+        schedule, cp_method, cross_node: see `HelixConfig`.
         mesh: of these sizes, if there is one already.
     """
 
@@ -44,15 +47,18 @@ class Workload:
         pp_size: int = 1,
         schedule: str = "w",
         mesh: Mesh | None = None,
+        cp_size: int = 1,
+        cp_method: str = RING,
+        cross_node: Collection[str] | None = None,
     ) -> None:
         if isinstance(config, str):
             config = AutoConfig.from_pretrained(config)
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
-        self.mesh = mesh or build_mesh(tp_size, device, pp_size)
+        self.mesh = mesh or build_mesh(tp_size, device, pp_size, cp_size, cross_node)
         self.about = describe(self.model, self.mesh)
         self._family = family_of(self.model)
-        units = self._family.units(self.model, self.mesh.tp)
+        units = self._family.units(self.model, self.mesh.tp, self.mesh.cp, cp_method)
         scheduler = Scheduler(schedule, pp_size)
         empty, head_cost = self._family.empty(self.model, tp_size), self._family.head_cost(self.model)
         stage = place_units(units, self.mesh.pipe, empty, scheduler.placement, head_cost)
@@ -60,7 +66,7 @@ class Workload:
             "sequential",
             rough_profile(stage.layout),
             model=type(self.model).__name__,
-            mesh={"tp_size": tp_size, "pp_size": pp_size},
+            mesh=self.mesh.option_sizes,
         )
         cut_parameters(stage, self.mesh)
         self.runner = Runner(stage, plan, self.mesh, make_streams(device), scheduler, 0)
@@ -69,10 +75,11 @@ class Workload:
         """Micro-batches of `batch` sequences of `length` random tokens."""
         dice = torch.Generator().manual_seed(1)
         scale = torch.tensor(1.0 / (count * batch * max(1, length - 1)), device=self.mesh.device)
+        cut = SequenceCut.of(self.mesh.tp, self.mesh.cp)
         made = []
         for place in range(count):
             ids = torch.randint(0, self.model.config.vocab_size, (batch, length), generator=dice).to(self.mesh.device)
             inputs = {"input_ids": ids, "labels": ids}
-            prepare = functools.partial(self._family.side_inputs, self.model, inputs, self.mesh.tp.size, scale)
+            prepare = functools.partial(self._family.side_inputs, self.model, inputs, cut, scale)
             made.append(MicroBatch(prepare, (0, place), ids.numel(), f"{batch} x {length}"))
         return made

@@ -21,7 +21,7 @@ from hf_helix.config import (
 )
 
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
-UNBUILT = ("cp_size", "ep_size")
+UNBUILT = ("ep_size",)
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,8 @@ def test_the_defaults_are_one_rank_and_auto():
         "cache": True,
         "layers_per_stage": None,
         "shard_optimizer": False,
+        "cp_method": "ring",
+        "cross_node": None,
     }
 
 
@@ -82,6 +84,20 @@ def test_a_name_that_is_no_text_is_refused(name: str, example: str, value: objec
 def test_sizes_that_are_not_built_are_refused_by_name(name: str):
     with pytest.raises(ValueError, match=f"^{name}=2 is not built yet; use {name}=1"):
         HelixConfig(**{name: 2})
+
+
+def test_options_of_context_parallelism():
+    made = HelixConfig.from_mapping({"cp_size": 2, "cp_method": "all_gather", "cross_node": ["cp"]}, "here")
+    assert (made.cp_size, made.cp_method, made.cross_node) == (2, "all_gather", ("cp",))
+    assert made.ranks_per_batch == 2
+    with pytest.raises(
+        ValueError, match=r"cp_method='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"
+    ):
+        HelixConfig(cp_method="rings")
+    with pytest.raises(ValueError, match="cross_node='dp' is no axis; use some of tp, cp"):
+        HelixConfig(cross_node=("dp",))
+    with pytest.raises(TypeError, match=r"cross_node must be a list, such as cross_node=\['cp'\], or None; got 'cp'"):
+        HelixConfig(cross_node="cp")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -216,10 +232,11 @@ def test_what_is_no_mapping_is_refused(options: object):
 
 
 @pytest.mark.parametrize(
-    ("options", "error"), [({"tp_size": "2"}, TypeError), ({"tp_size": 0}, ValueError), ({"cp_size": 2}, ValueError)]
+    ("options", "error"),
+    [({"tp_size": "2"}, TypeError), ({"tp_size": 0}, ValueError), ({"cp_method": "rings"}, ValueError)],
 )
 def test_a_wrong_value_says_where_it_came_from(options: dict[str, object], error: type[Exception]):
-    with pytest.raises(error, match=r"^here: [tc]p_size"):
+    with pytest.raises(error, match=r"^here: (tp_size|cp_method)"):
         HelixConfig.from_mapping(options, "here")
 
 

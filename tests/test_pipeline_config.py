@@ -79,9 +79,9 @@ def test_the_split_that_an_error_suggests_is_taken(schedule: str, num_ranks: int
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "message"),
     [
-        (4, 1, 3, "pp_size=3 must divide the 4 processes that tp_size=1 leaves of 4; values that work: 1, 2, 4"),
+        (4, 1, 3, "pp_size=3 must divide the world size, 4 processes; values that work: 1, 2, 4"),
         (6, 2, 2, "pp_size=2 must divide the 3 processes that tp_size=2 leaves of 6; values that work: 1, 3"),
-        (1, 1, 2, "pp_size=2 must divide the 1 process that tp_size=1 leaves of 1; values that work: 1"),
+        (1, 1, 2, "pp_size=2 must divide the world size, 1 process; values that work: 1"),
     ],
 )
 def test_worlds_that_do_not_divide(world: int, tp: int, pp: int, message: str) -> None:

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_helix.adapters.sequence import PADDING, SequenceCut, documents_of
+from hf_helix.operators.attention import Kernel
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.collectives import Axis, Gather, GatherReplicated, Scatter
 from hf_helix.operators.linear import Linear
-from hf_helix.operators.local import Add, Segment
+from hf_helix.operators.local import Add, Segment, SumOfGradients
+from hf_helix.operators.ring import DOCUMENTS, Block, Blocks, GatherRing, Join, Step
 from hf_helix.operators.unit import (
     COPIED,
     COPIED_ON_SHARDS,
@@ -38,14 +41,27 @@ ATTENTION = 4.0
 TRANSFER = 4.0
 LIGHT = 1.0
 
+RING, ALL_GATHER = "ring", "all_gather"
+
 
 class Builder:
     """Collects the operators of one unit. Values are names; every method returns the names it writes."""
 
-    def __init__(self, name: str, label: str, tp: Axis, *, repeats: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        label: str,
+        tp: Axis,
+        *,
+        repeats: bool = False,
+        cp: Axis | None = None,
+        cp_method: str = RING,
+    ) -> None:
         self.name = name
         self.label = label
         self.tp = tp
+        self.cp = cp or Axis.single()
+        self.cp_method = cp_method
         self.repeats = repeats
         self._declared: list[Operator] = []
         self._operators: dict[str, TensorOperator] = {}
@@ -67,7 +83,7 @@ class Builder:
         draws: Callable[[], bool] | None = None,
         effort: float = LIGHT,
     ) -> str:
-        """A function under autograd: a submodule, or any function without parameters.
+        """A function of one output under autograd: a submodule, or any function without parameters.
 
         Args:
             on_shard: its inputs are this rank's part of the sequence, so its parameters' gradients are summed.
@@ -77,6 +93,17 @@ class Builder:
         self._place(parameters, COPIED_ON_SHARDS if on_shard else COPIED)
         segment = Segment(function, parameters, side, draws)
         return self._declare(name, segment, inputs, (name,), effort=effort)[0]
+
+    def local_outputs(
+        self,
+        name: str,
+        function: Callable[..., Tensors],
+        outputs: Sequence[str],
+        *inputs: str,
+        side: Sequence[str] = (),
+    ) -> tuple[str, ...]:
+        """A function of several outputs under autograd, without parameters."""
+        return self._declare(name, Segment(function, (), side), inputs, tuple(outputs), effort=LIGHT)
 
     def add(self, name: str, left: str, right: str) -> str:
         """Residual addition."""
@@ -108,6 +135,44 @@ class Builder:
         """Partial sums over the whole sequence to this rank's part of their sum."""
         return self._collective(name, Scatter(self.tp), value)
 
+    def shared_attention(self, name: str, q: str, kv: str, kernel: Kernel, scale: float) -> str:
+        """Causal attention over a sequence that context-parallel ranks share, see `hf_helix.operators.ring`.
+
+        Args:
+            q: [batch, heads, tokens of this rank, head_dim].
+            kv: keys and values, [2, batch, kv heads, tokens of this rank, head_dim].
+
+        Returns:
+            [tokens of this rank, batch, heads * head_dim].
+        """
+        kept = (f"{name}.out", f"{name}.lse")
+        size = self.cp.size
+        so_far: tuple[str, ...] = ()
+        if self.cp_method == RING:
+            for distance in range(size):
+                here = kv
+                if distance + 1 < size:
+                    kv = self._repeated(f"{name}.ring{distance + 1}", Step(self.cp), kv, TRANSFER)
+                so_far = self._declare(
+                    f"{name}.block{distance}",
+                    Block(kernel, self.cp, distance, scale),
+                    (q, here, *so_far),
+                    (f"{name}.part{distance}",),
+                    keeps=(q, here, *kept),
+                    effort=ATTENTION / size,
+                )
+        else:
+            kv = self._repeated(f"{name}.gather", GatherRing(self.cp), kv, TRANSFER * (size - 1))
+            so_far = self._declare(
+                f"{name}.blocks",
+                Blocks(kernel, self.cp, scale),
+                (q, kv),
+                (f"{name}.whole",),
+                keeps=(q, kv, *kept),
+                effort=ATTENTION,
+            )
+        return self._declare(f"{name}.join", Join(), so_far, kept, effort=LIGHT)[0]
+
     def lookup(self, name: str, embedding: nn.Embedding) -> str:
         """Token embeddings, the table cut by rows; outputs are partial sums for `scatter`. Reads side input `ids`."""
         num_rows = embedding.weight.shape[0]
@@ -136,7 +201,7 @@ class Builder:
                 operator,
                 (value,),
                 (f"{name}.gather",),
-                kind=Kind.LOCAL,
+                kind=self.tp.kind,
                 backward_kind=Kind.COMPUTE,
                 effort=LIGHT,
             )[0]
@@ -144,18 +209,23 @@ class Builder:
 
     def build(self, *outputs: str) -> Unit:
         """The unit, once everything is declared."""
-        forward = Graph(self.name, tuple(self._declared), tuple(self._inputs), outputs, self.repeats)
+        graphs = GraphPair.of(Graph(self.name, tuple(self._declared), tuple(self._inputs), outputs, self.repeats))
+        sums = {op.of: SumOfGradients() for op in graphs.backward.operators if op.of not in self._operators}
         return Unit(
             label=self.label,
-            graphs=GraphPair.of(forward),
-            operators=self._operators,
+            graphs=graphs,
+            operators=self._operators | sums,
             placements=self._placements,
         )
 
     def _collective(self, name: str, operator: Gather | Scatter, value: str) -> str:
         if self.tp.size == 1:
             return value
-        return self._declare(name, operator, (value,), (name,), kind=Kind.LOCAL, effort=TRANSFER)[0]
+        return self._declare(name, operator, (value,), (name,), kind=self.tp.kind, effort=TRANSFER)[0]
+
+    def _repeated(self, name: str, operator: Step | GatherRing, value: str, effort: float) -> str:
+        """Communication over the context-parallel ranks that backward runs again, to keep nothing."""
+        return self._declare(name, operator, (value,), (f"{name}.kv",), kind=self.cp.kind, again=True, effort=effort)[0]
 
     def _declare(
         self,
@@ -167,6 +237,8 @@ class Builder:
         kind: Kind = Kind.COMPUTE,
         split: bool = False,
         backward_kind: Kind | None = None,
+        keeps: tuple[str, ...] = (),
+        again: bool = False,
         effort: float,
     ) -> tuple[str, ...]:
         self._declared.append(
@@ -177,6 +249,8 @@ class Builder:
                 writes=writes,
                 split=split,
                 backward_kind=backward_kind,
+                keeps=keeps,
+                again=again,
                 effort=effort,
             )
         )
@@ -237,12 +311,22 @@ class Family(ABC):
                 f"use tp_size={shortest} or less"
             )
 
-    def units(self, model: Any, tp: Axis) -> list[Unit]:
+    def check_context(self, model: Any) -> None:
+        """Raise ValueError if the attention of the model cannot be cut over context-parallel ranks."""
+        raise ValueError(
+            f"cp_size above 1 is not built for {type(model).__name__}: its declaration has no attention over a shared "
+            "sequence (Builder.shared_attention); use cp_size=1 and tp_size or pp_size instead"
+        )
+
+    def units(self, model: Any, tp: Axis, cp: Axis | None = None, cp_method: str = RING) -> list[Unit]:
         """Every unit of the model in forward order: the embedding, the layers, the head."""
         self.check(model.config, tp.size)
+        if cp is not None and cp.size > 1:
+            self.check_context(model)
         found = [self.embedding(Builder("embedding", "embedding", tp), model)]
         for index, layer in enumerate(self.layers(model)):
-            found.append(self.layer(Builder("layer", f"layers.{index}", tp, repeats=True), layer))
+            b = Builder("layer", f"layers.{index}", tp, repeats=True, cp=cp, cp_method=cp_method)
+            found.append(self.layer(b, layer))
         found.append(self.head(Builder("head", "head", tp), model))
         return found
 
@@ -266,35 +350,42 @@ class Family(ABC):
         matrices = sum(weight.numel() for weight in layer.parameters() if weight.dim() > 1)
         return float(model.get_output_embeddings().weight.numel() / matrices)
 
-    def side_inputs(self, model: Any, batch: Mapping[str, Any], tp_size: int, loss_scale: Tensor) -> dict[str, Any]:
-        """The tensors of a micro-batch that carry no gradient, sequence first, padded to a multiple of `tp_size`.
+    def side_inputs(self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor) -> dict[str, Any]:
+        """The tensors of a micro-batch that carry no gradient: of this rank's tokens, sequence first.
 
         Args:
             batch: what the data collator made: `input_ids` [batch, sequence] and, where given, `attention_mask`,
                 `position_ids`, `labels` or `shift_labels`.
+            cut: which tokens are this rank's; a sequence that does not divide is padded.
             loss_scale: what the summed loss is multiplied with.
         """
-        ids = batch["input_ids"]
-        length = ids.shape[1]
-        extra = -length % tp_size
+        ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
         targets = batch.get("shift_labels")
         if targets is None:
             labels = batch.get("labels")
             targets = torch.full_like(ids, IGNORED) if labels is None else labels
             targets = functional.pad(targets[:, 1:], (0, 1), value=IGNORED)
-        positions = batch.get("position_ids")
-        if positions is None:
-            positions = torch.arange(length, device=ids.device).unsqueeze(0)
-        return {
-            "ids": functional.pad(ids, (0, extra)).t().contiguous(),
-            "targets": functional.pad(targets, (0, extra), value=IGNORED).t().contiguous(),
+        counted = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0) if positions is None else positions
+        found = {
+            "ids": cut.take(ids, 1).t().contiguous(),
+            "targets": cut.take(targets, 1, IGNORED).t().contiguous(),
             "loss_scale": loss_scale,
-            **self.attention_inputs(model, ids, batch.get("attention_mask"), positions),
         }
+        if cut.cp_size == 1:
+            return {**found, **self.attention_inputs(model, ids, mask, counted)}
+        documents = documents_of(ids, mask, positions)
+        if documents is not None:
+            extra = cut.padded(ids.shape[1]) - ids.shape[1]
+            documents = functional.pad(documents, (0, extra), value=PADDING)
+        return {**found, DOCUMENTS: documents, **self.context_inputs(model, ids, counted, cut)}
 
     @abstractmethod
     def attention_inputs(self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor) -> dict[str, Any]:
         """Masks and positions in the form that the layers' attention takes them, of the length without padding."""
+
+    def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
+        """What layers need of the positions of this rank's tokens. Computed for the whole sequence, then cut."""
+        return {}
 
 
 def _require_plain(linear: nn.Module, label: str) -> None:

@@ -49,7 +49,8 @@ class Computation(ABC):
 
     @abstractmethod
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        """Gradients of the inputs, from gradients of the outputs; parameters' gradients on the way."""
+        """Gradients of the inputs, from gradients of the outputs (and behind them the values that it declares to keep);
+        parameters' gradients on the way."""
 
 
 class SplitComputation(ABC):
@@ -77,7 +78,7 @@ class Communication(ABC):
 
     @abstractmethod
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
-        """The outputs, not yet filled, and the work that fills them. `part` is F or B."""
+        """The outputs, not yet filled, and the work that fills them. `part` is F, B, or R for F once more."""
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         """The same on the compute stream, where a plan may not overlap it."""
@@ -86,6 +87,10 @@ class Communication(ABC):
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         """See `forward`."""
         return self._now(call, Part.B, *gradients)
+
+    def again(self, call: Call, *inputs: Tensor) -> Tensors:
+        """See `forward`; run a second time in backward."""
+        return self._now(call, Part.R, *inputs)
 
     def _now(self, call: Call, part: Part, *inputs: Tensor) -> Tensors:
         outputs, work = self.prepare(call, part, *inputs)

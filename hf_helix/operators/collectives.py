@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.base import Call, Communication, Tensors, Work
-from hf_helix.planning.graph import Part
+from hf_helix.planning.graph import Kind, Part
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,6 +40,14 @@ class Transport(ABC):
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
         """`out` [n, ...] becomes this rank's block of the sum of every rank's `value` [size * n, ...]."""
 
+    @abstractmethod
+    def shift(self, out: Tensor, value: Tensor) -> None:
+        """One step round the ring: `value` goes to the next rank, `out` is what comes from the one before."""
+
+    @abstractmethod
+    def shift_back(self, out: Tensor, value: Tensor) -> None:
+        """One step the other way."""
+
     def prefers_exchange(self, value: Tensor) -> bool:
         """Whether a reduce-scatter is cheaper as an exchange and a local sum."""
         return False
@@ -61,6 +69,18 @@ class GroupTransport(Transport):
 
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
         _reduce_scatter(out, value, group=self.group)
+
+    def shift(self, out: Tensor, value: Tensor) -> None:
+        self._pass_on(out, value, 1)
+
+    def shift_back(self, out: Tensor, value: Tensor) -> None:
+        self._pass_on(out, value, -1)
+
+    def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
+        ranks = dist.get_process_group_ranks(self.group)
+        to, source = (ranks[(self.rank + way) % self.size] for way in (step, -step))
+        operations = [dist.P2POp(dist.isend, value, to, self.group), dist.P2POp(dist.irecv, out, source, self.group)]
+        _finish(dist.batch_isend_irecv(operations))
 
 
 class GlooTransport(GroupTransport):
@@ -93,6 +113,11 @@ class GlooTransport(GroupTransport):
 
     def prefers_exchange(self, value: Tensor) -> bool:
         return True
+
+    def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
+        to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+        arrives = dist.irecv(out, self._ranks[source], group=self._lanes[source % 2])
+        _finish([arrives, dist.isend(value, self._ranks[to], group=self._lanes[self.rank % 2])])
 
     def _start(self, sent: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[dist.Work | None]:
         """Send block i to rank i and receive block i from it, for every other rank."""
@@ -136,6 +161,14 @@ class SilentTransport(Transport):
         self._note("reduce_scatter", out, value, value.nbytes * (self.size - 1) // self.size)
         out.copy_(value[: out.shape[0]])
 
+    def shift(self, out: Tensor, value: Tensor) -> None:
+        self._note("shift", out, value, value.nbytes)
+        out.copy_(value)
+
+    def shift_back(self, out: Tensor, value: Tensor) -> None:
+        self._note("shift_back", out, value, value.nbytes)
+        out.copy_(value)
+
     def prefers_exchange(self, value: Tensor) -> bool:
         return self._prefers_exchange
 
@@ -145,10 +178,15 @@ class SilentTransport(Transport):
 
 
 class Axis:
-    """One dimension of the mesh as operators see it. The transport can be exchanged for a silent one."""
+    """One dimension of the mesh as operators see it. The transport can be exchanged for a silent one.
 
-    def __init__(self, transport: Transport) -> None:
+    Args:
+        kind: of its communication: local where the ranks share a host, else cross-node.
+    """
+
+    def __init__(self, transport: Transport, kind: Kind = Kind.LOCAL) -> None:
         self.transport = transport
+        self.kind = kind
 
     @property
     def size(self) -> int:

@@ -85,6 +85,19 @@ class Add(Computation):
         return gradients[0], gradients[0]
 
 
+class SumOfGradients(Computation):
+    """The parts of one gradient, where communication brings some of them. Backward only."""
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        raise AssertionError("there is nothing to sum in a forward pass")
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        total = gradients[0]
+        for gradient in gradients[1:]:
+            total = total + gradient
+        return (total,)
+
+
 def _gradient_of(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 

@@ -146,6 +146,7 @@ class Window:
         added: dict[int, int] = {}
         named: dict[tuple[Visit, str], int] = {}
         visits: dict[Visit, list[int]] = {}
+        waiting: dict[int, int] = {}
         for place, instruction in enumerate(self.program):
             op, unit = instruction.operator, instruction.unit
             assert op is not None
@@ -160,6 +161,12 @@ class Window:
             if row is not None:
                 self.needs[place] += [added[row]] if row in added else []
                 added[row] = place
+            if not layout.graphs[layout.units[unit]].forward.repeats:
+                # Logits are large and in no layer's share: they go before those of the next micro-batch come.
+                if op.part is Part.I and unit in waiting:
+                    self.needs[place].append(waiting[unit])
+                elif op.part is Part.W:
+                    waiting[unit] = place
             named[visit, op.name] = place
             self.needs[place] += [named[visit, name] for name in op.after]
             if op.part is Part.W:
@@ -288,11 +295,12 @@ def flow_order(schedule: Schedule, layout: Layout, flow: Flow) -> list[list[Inst
 def _shares(program: Sequence[Instruction], layout: Layout) -> tuple[list[float], list[float]]:
     """By instruction: the share of a layer's activations that it takes, and that it gives back."""
     takes, gives = [0.0] * len(program), [0.0] * len(program)
-    share = {
-        name: 1 / sum(op.kind is Kind.COMPUTE for op in pair.forward.operators)
+    computing = {
+        name: {op.name for op in pair.forward.operators if op.kind is Kind.COMPUTE}
         for name, pair in layout.graphs.items()
         if pair.forward.repeats
     }
+    share = {name: 1 / len(names) for name, names in computing.items()}
     for place, instruction in enumerate(program):
         op, name = instruction.operator, layout.units[instruction.unit]
         assert op is not None
@@ -304,7 +312,7 @@ def _shares(program: Sequence[Instruction], layout: Layout) -> tuple[list[float]
                 gives[place] = -len(op.reads) * share[name]
             elif op.part is Part.W:
                 gives[place] = (1 + len(op.reads)) * share[name]
-            elif layout.graphs[name].forward[op.of].kind is Kind.COMPUTE:
+            elif op.part is Part.B and op.of in computing[name]:  # not a sum of gradients
                 gives[place] = share[name]
     return takes, gives
 

@@ -9,7 +9,7 @@ several operators is summed in one fixed order, so that results do not depend on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import zip_longest
@@ -34,12 +34,15 @@ class Kind(Enum):
 
 
 class Part(Enum):
-    """What an operator does: forward, whole backward, input gradient (dgrad), weight gradient (wgrad)."""
+    """What an operator does: forward, whole backward, input gradient (dgrad), weight gradient (wgrad), or forward again
+    in backward (R).
+    """
 
     F = "F"
     B = "B"
     I = "I"  # noqa: E741  (the field's own letter)
     W = "W"
+    R = "R"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,10 @@ class Operator:
     partial gradient that is added to the i-th output. `of` is the declared operator this one runs a part of.
     `split` declares a backward in two parts, I and W; `backward_kind` the kind of the backward operator
     (None: the same as the forward's). `after` names operators of the graph that come first although nothing of them is
-    read: parts of one weight's gradient add up in order. `effort` is a rough relative time.
+    read: parts of one weight's gradient add up in order. `keeps` names
+    values of the forward pass that its backward reads; `again` declares communication that backward repeats, so that
+    what it brings is not kept, and `waits` values that must be there although nothing of them is read, so that it does
+    so no earlier than needed. `effort` is a rough relative time.
     """
 
     name: str
@@ -63,6 +69,9 @@ class Operator:
     backward_kind: Kind | None = None
     adds: tuple[str | None, ...] = ()
     after: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+    again: bool = False
+    waits: tuple[str, ...] = ()
     effort: float = 1.0
 
     def __post_init__(self) -> None:
@@ -72,7 +81,7 @@ class Operator:
     @property
     def depends_on(self) -> tuple[str, ...]:
         """Every value that must exist before this operator runs."""
-        return self.reads + tuple(name for name in self.adds if name is not None)
+        return self.reads + tuple(name for name in self.adds if name is not None) + self.waits
 
     @property
     def receives(self) -> bool:
@@ -89,7 +98,8 @@ class Operator:
 class Graph:
     """Operators in their canonical order, with the values that enter and leave the unit.
 
-    `repeats`: units of this kind follow each other, what leaves one enters the next.
+    `repeats`: units of this kind follow each other, what leaves one enters the next. `kept`: of a backward graph, the
+    values of the forward pass that it reads.
     """
 
     name: str
@@ -97,11 +107,12 @@ class Graph:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     repeats: bool = False
+    kept: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known: set[str] = set()
         names: set[str] = set()
-        self._declare("the inputs list", self.inputs, known)
+        self._declare("the inputs list", self.inputs + self.kept, known)
         for operator in self.operators:
             self._declare("there are two operators called", (operator.name,), names)
             missing = [value for value in operator.depends_on if value not in known]
@@ -140,9 +151,10 @@ class Graph:
             writes = " ".join(
                 f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.adds) if name
             )
-            traits = f"{op.kind.value}{' split' if op.split else ''}, effort {op.effort:g}"
+            traits = f"{op.kind.value}{' split' * op.split}{' again' * op.again}, effort {op.effort:g}"
             after = f" after {' '.join(op.after)}" if op.after else ""
-            lines.append(f"  {op.name} [{traits}] {' '.join(op.reads)} -> {writes}{after}")
+            keeps = f" keeps {' '.join(op.keeps)}" if op.keeps else ""
+            lines.append(f"  {op.name} [{traits}] {' '.join(op.reads)} -> {writes}{after}{keeps}")
         return "\n".join(lines)
 
 
@@ -202,14 +214,17 @@ def derive_backward(graph: Graph) -> Graph:
 
     The W of a linear follows its I; where communication follows the I, W comes after it, so that even a single
     strand computes W beside it (the paper's "self-overlap", section 4.2). Of tiles in a row (see `after`),
-    communication comes as early as it can, and W's after the I's that communication follows.
+    communication comes as early as it can, and W's after the I's that communication follows. What is communicated
+    again begins with the unit's backward; an operator reads it behind its gradients. Where communication would have to
+    sum gradients, a sum of its own, `v.sum`, does.
     """
     readers = _readers(graph)
     followers = _followers(graph)
-    operators: list[Operator] = []
+    repeated = {value for op in graph.operators if op.again for value in op.writes}
+    operators = _repeats(graph, repeated)
     weights: dict[str, Operator] = {}
     for op in reversed(graph.operators):
-        gradients = tuple(f"d.{value}" for value in op.writes)
+        gradients = tuple(f"d.{value}" for value in op.writes if readers[value] or value in graph.outputs)
         writes, adds = _gradient_names(op, readers, graph)
         main = replace(
             op,
@@ -217,29 +232,76 @@ def derive_backward(graph: Graph) -> Graph:
             of=op.name,
             part=Part.I if op.split else Part.B,
             kind=op.backward_kind or op.kind,
-            reads=gradients,
+            reads=(*gradients, *_seen_again(op.keeps, repeated)),
             writes=writes,
             adds=adds,
             after=() if op.split else tuple(followers.get(op.name, ())),
+            keeps=(),
             # A segment's backward is about twice its forward; the parts of a split linear cost one forward each.
             effort=op.effort if op.split or op.kind.communicates else 2 * op.effort,
         )
         operators.append(main)
+        operators += _sums(op, readers)
         if op.split:
             after = tuple(f"{name}.W" for name in followers.get(op.name, ()))
             weights[main.name] = replace(main, name=f"{op.name}.W", part=Part.W, writes=(), adds=(), after=after)
+    read = {value for op in operators for value in op.reads}
     return Graph(
         name=graph.name,
-        operators=tuple(_with_weights(_early_tiles(operators), weights)),
+        operators=tuple(_with_weights(_early(operators), weights)),
         inputs=tuple(f"d.{value}" for value in graph.outputs),
         outputs=tuple(f"d.{value}" for value in graph.inputs),
         repeats=graph.repeats,
+        kept=tuple(value for value in readers if value in read),
     )
 
 
-def _early_tiles(operators: list[Operator]) -> list[Operator]:
-    """Each communication that is one of several in a row directly after what it needs."""
+def _seen_again(values: Iterable[str], repeated: Collection[str]) -> tuple[str, ...]:
+    """What backward calls values of the forward pass."""
+    return tuple(f"r.{value}" if value in repeated else value for value in values)
+
+
+def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
+    """The communication that backward runs again, from the unit's gradients on."""
+    return [
+        replace(
+            op,
+            name=f"{op.name}.again",
+            of=op.name,
+            part=Part.R,
+            reads=_seen_again(op.reads, repeated),
+            writes=tuple(f"r.{value}" for value in op.writes),
+            waits=tuple(f"d.{value}" for value in graph.outputs),
+        )
+        for op in graph.operators
+        if op.again
+    ]
+
+
+def _sums(op: Operator, readers: Mapping[str, Sequence[Operator]]) -> list[Operator]:
+    """The sums of gradients that are complete once the backward of `op` has run and that no other operator can make."""
+    return [
+        Operator(
+            name=f"{value}.sum",
+            kind=Kind.COMPUTE,
+            reads=tuple(f"d.{value}@{reader.name}" for reader in readers[value]),
+            writes=(f"d.{value}",),
+            part=Part.B,
+        )
+        for value in op.reads
+        if _needs_sum(readers[value]) and readers[value][-1] is op
+    ]
+
+
+def _needs_sum(readers: Sequence[Operator]) -> bool:
+    """Whether communication would have to add to another operator's gradient."""
+    return any((op.backward_kind or op.kind).communicates for op in readers[1:])
+
+
+def _early(operators: list[Operator]) -> list[Operator]:
+    """Communication that is one of several in a row, or that is repeated, directly after what it needs."""
     in_row = {name for op in operators if op.kind.communicates and op.after for name in (op.name, *op.after)}
+    in_row |= {op.name for op in operators if op.again and op.part is Part.B}
     found: list[Operator] = []
     for op in operators:
         place = len(found)
@@ -302,13 +364,12 @@ def _readers(graph: Graph) -> dict[str, list[Operator]]:
     for op in reversed(graph.operators):
         for value in dict.fromkeys(op.reads):
             readers.setdefault(value, []).append(op)
+    kept = {value for op in graph.operators for value in op.keeps}
     for value, ops in readers.items():
         problem = None
-        if any((op.backward_kind or op.kind).communicates for op in ops[1:]):
-            problem = "is read by a collective and after it by another operator, and a collective cannot sum gradients"
-        elif ops and value in graph.outputs:
+        if ops and value in graph.outputs:
             problem = "leaves the unit and is read in it"
-        elif not ops and value not in graph.outputs:
+        elif not ops and value not in graph.outputs and value not in kept:
             problem = "is written and never read"
         elif any(op.reads.count(value) > 1 for op in ops):
             problem = "is read twice by one operator"
@@ -324,9 +385,14 @@ def _gradient_names(
     op: Operator, readers: dict[str, list[Operator]], graph: Graph
 ) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
     """What the backward of `op` writes for each of its inputs, and the partial gradient that it adds."""
-    writes, adds = [], []
+    writes: list[str] = []
+    adds: list[str | None] = []
     for value in op.reads:
         chain = [reader.name for reader in readers[value]]
+        if _needs_sum(readers[value]):
+            writes.append(f"d.{value}@{op.name}")
+            adds.append(None)
+            continue
         place = chain.index(op.name)
         is_last = place == len(chain) - 1
         writes.append(f"d.{value}" if is_last else f"d.{value}@{op.name}")

@@ -73,7 +73,9 @@ def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph 
     """
     order = list(order)
     operators = entries(forward, backward)
-    written = {(letter, v) for letter, graph in (("F", forward), ("B", backward)) if graph for v in graph.inputs}
+    written = {
+        (letter, v) for letter, graph in (("F", forward), ("B", backward)) if graph for v in graph.inputs + graph.kept
+    }
     seen: set[str] = set()
     for place, entry in enumerate(order):
         if entry == BARRIER:

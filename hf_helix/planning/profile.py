@@ -273,6 +273,8 @@ def _graph_data(graph: Graph) -> dict[str, Any]:
             "split": op.split,
             "backward_kind": op.backward_kind.value if op.backward_kind else None,
             "after": " ".join(op.after),
+            "keeps": " ".join(op.keeps),
+            "again": op.again,
             "effort": op.effort,
         }
         for op in graph.operators
@@ -296,6 +298,8 @@ def _graph_from(name: str, data: Mapping[str, Any]) -> Graph:
             split=op["split"],
             backward_kind=Kind(op["backward_kind"]) if op["backward_kind"] else None,
             after=tuple(op["after"].split()),
+            keeps=tuple(op.get("keeps", "").split()),
+            again=bool(op.get("again", False)),
             effort=float(op["effort"]),
         )
         for op in data["operators"]

@@ -111,7 +111,9 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
 
 def _fits(site: Site) -> bool:
     linear, collective = (site.second, site.first) if site.gathers else (site.first, site.second)
-    moves = collective.kind is Kind.LOCAL and collective.backward_kind in (None, Kind.LOCAL) and not collective.split
+    kind = collective.kind
+    moves = kind in (Kind.LOCAL, Kind.CROSS) and collective.backward_kind in (None, kind)
+    moves = moves and not (collective.split or collective.again)
     return moves and linear.split and all(len(op.reads) == 1 for op in (linear, collective))
 
 

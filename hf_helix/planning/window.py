@@ -24,7 +24,7 @@ class Instruction:
 
     Attributes:
         unit: index among the layout's units; of a barrier, any unit of its rank (-1 where there is one rank).
-        adds: as `Operator.adds`, by key.
+        adds, waits: as of `Operator`, by key.
         frees: values that nothing reads any more.
         ends: whether nothing of the micro-batch comes after.
         completes: units whose gradients are complete.
@@ -39,11 +39,12 @@ class Instruction:
     frees: tuple[Key, ...] = ()
     ends: bool = False
     completes: tuple[int, ...] = ()
+    waits: tuple[Key, ...] = ()
 
     @property
     def needs(self) -> tuple[Key, ...]:
         """Every value that must exist."""
-        return self.reads + tuple(key for key in self.adds if key is not None)
+        return self.reads + tuple(key for key in self.adds if key is not None) + self.waits
 
 
 BARRIER_INSTRUCTION = Instruction(-1, -1, None)
@@ -102,6 +103,7 @@ class Layout:
     def key(self, unit: int, value: str, forward: bool) -> Key:
         """The key of a value: of the unit that writes it."""
         pair = self.graphs[self.units[unit]]
+        forward = forward or value in pair.backward.kept
         if forward and value in pair.forward.inputs and unit > 0:
             before = self.graphs[self.units[unit - 1]].forward
             return unit - 1, before.outputs[pair.forward.inputs.index(value)]
@@ -114,7 +116,7 @@ class Layout:
 Place = tuple[int, int]
 """A micro-batch and a unit."""
 
-_PARTS = {"F": {Part.F}, "B": {Part.B, Part.I, Part.W}, "I": {Part.B, Part.I}, "W": {Part.W}}
+_PARTS = {"F": {Part.F}, "B": set(Part) - {Part.F}, "I": set(Part) - {Part.F, Part.W}, "W": {Part.W}}
 
 
 def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[Place | None, Place | None]]:
@@ -151,7 +153,7 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
             return tuple(layout.key(unit, name, forward) for name in names)
 
         adds = tuple(None if name is None else layout.key(unit, name, forward) for name in op.adds)
-        return Instruction(microbatch, unit, op, keys(op.reads), adds, keys(op.writes))
+        return Instruction(microbatch, unit, op, keys(op.reads), adds, keys(op.writes), waits=keys(op.waits))
 
     return [instruction(op) for op in (pair.forward if forward else pair.backward).operators]
 

@@ -138,6 +138,8 @@ class Executor:
             return operator.backward(call, *inputs)
         if op.part is Part.I:
             return operator.input_gradient(call, *inputs)
+        if op.part is Part.R:
+            return operator.again(call, *inputs)
         operator.weight_gradient(call, *inputs)
         return ()
 

@@ -37,8 +37,9 @@ class Reduction:
     """Sums the gradients of one window over the ranks, while backward still runs.
 
     Units report once their last gradient has been issued. Of a bucket of complete gradients, what each rank saw of the
-    sequence is summed over tp, in line with the other collectives there; then the average over the batches (dp) is
-    taken, on a stream of its own. What is in a bucket does not depend on the plan, so neither do the sums.
+    sequence is summed over tp, in line with the other collectives there; then the sum over the parts of a sequence (cp)
+    and the average over the batches (dp) are taken, on a stream of their own. What is in a bucket does not depend on
+    the plan, so neither do the sums.
 
     Args:
         units: of this rank, by index.
@@ -81,13 +82,13 @@ class Reduction:
         self._events = []
 
     def _reduce(self, placements: Placements) -> None:
-        tp, dp = tp_group(self._mesh.tp), self._mesh.dp_group
+        tp, copies = group_of(self._mesh.tp), self._mesh.copies_group
         summed: list[Event] = []
         if tp is not None:
             parts = [parameter for parameter, placement in placements.items() if placement.sums_gradient]
-            summed = self._issue(Kind.LOCAL, parts, tp, 1, (), "gradients.sum")
-        if dp is not None:
-            self._issue(Kind.GRADIENTS, list(placements), dp, self._mesh.dp_size, summed, "gradients.average")
+            summed = self._issue(self._mesh.tp.kind, parts, tp, 1, (), "gradients.sum")
+        if copies is not None:
+            self._issue(Kind.GRADIENTS, list(placements), copies, self._mesh.dp_size, summed, "gradients.average")
 
     def _issue(
         self,
@@ -139,7 +140,7 @@ def gradient_norm(placements: Placements, mesh: Mesh) -> Tensor:
     trained = [parameter for parameter in placements if parameter.grad is not None]
     cut = _squares(p.grad for p in trained if placements[p].dim is not None).to(mesh.device)
     copied = _squares(p.grad for p in trained if placements[p].dim is None).to(mesh.device)
-    group = tp_group(mesh.tp)
+    group = group_of(mesh.tp)
     if group is not None:
         dist.all_reduce(cut, group=group)
     whole = cut + copied
@@ -148,7 +149,7 @@ def gradient_norm(placements: Placements, mesh: Mesh) -> Tensor:
     return whole.sqrt()
 
 
-def tp_group(axis: Axis) -> dist.ProcessGroup | None:
+def group_of(axis: Axis) -> dist.ProcessGroup | None:
     """The process group of an axis; None where it has one rank."""
     return axis.transport.group if isinstance(axis.transport, GroupTransport) else None
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from hf_helix.operators.collectives import Axis, SilentTransport
 from hf_helix.runtime.gradients import complete_gradients
+from hf_helix.runtime.mesh import world_size
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.trace import Trace
@@ -34,6 +35,7 @@ class Overlap:
         step: the window as it runs.
         computation: the same without collectives; ranks of a pipeline still wait for each other.
         communication: its collectives one after the other, without any computation.
+        busiest: those of the busiest axis alone; local and cross-node communication may run side by side.
         overlapped_fraction: communication time that ran beside computation / communication time, from a trace.
         tokens: tokens of the window, over all data-parallel ranks.
         bytes_moved: what a rank sends in the window, the sums of gradients at its end left out.
@@ -49,6 +51,7 @@ class Overlap:
     bytes_moved: int = 0
     overlapped_by_kind: Mapping[str, float] = field(default_factory=dict)
     bubble_fraction: float = 0.0
+    busiest: float | None = None
 
     @property
     def exposed(self) -> float:
@@ -63,7 +66,7 @@ class Overlap:
     @property
     def bound(self) -> float:
         """No plan can be faster than the larger of the two alone."""
-        return max(self.computation, self.communication)
+        return max(self.computation, self.communication if self.busiest is None else self.busiest)
 
     @property
     def tokens_per_second(self) -> float:
@@ -85,9 +88,8 @@ def measure_overlap(
     if repeats < 1:
         raise ValueError(f"repeats={repeats}: times need at least one repeat, such as repeats=5")
     first = next(iter(runners.values()))
-    mesh, axis = first.mesh, first.mesh.tp
+    mesh = first.mesh
     silent = _moved_by(first, window)
-    moved = silent.moved
 
     # Ranks of a pipeline wait for each other as their schedule has it, so each schedule has a computation of its own.
     schedules: dict[str, Runner] = {}
@@ -95,25 +97,32 @@ def measure_overlap(
         schedules.setdefault(runner.scheduler.name, runner)
 
     def computation(runner: Runner) -> None:
-        with _silenced(axis):
+        with _silenced(mesh.axes):
             runner.train_window(window, complete=False)
 
-    buffers = {shape: torch.zeros(shape, device=mesh.device) for _, *shapes in moved for shape in shapes}
+    shapes = {shape for transport in silent for _, *shapes in transport.moved for shape in shapes}
+    buffers = {shape: torch.zeros(shape, device=mesh.device) for shape in shapes}
     outputs = {shape: torch.zeros_like(buffer) for shape, buffer in buffers.items()}
 
-    def communication() -> None:
+    def collectives(axis: Axis, moved: Sequence[tuple[str, torch.Size, torch.Size]]) -> None:
         for name, out_shape, value_shape in moved:
             getattr(axis.transport, name)(outputs[out_shape], buffers[value_shape])
+
+    def sums() -> None:
         complete_gradients(first.stage.units, mesh, first.executor.streams)
 
-    # `communication` comes right after a `computation`, so there are gradients for it to complete.
+    # The sums come after a `computation`, so there are gradients to sum.
     works: list[Callable[[], Any]] = [functools.partial(computation, runner) for runner in schedules.values()]
-    works.append(communication)
+    moving = [
+        functools.partial(collectives, axis, transport.moved) for axis, transport in zip(mesh.axes, silent, strict=True)
+    ]
+    works += [sums, *moving]
     works += [functools.partial(runner.train_window, window) for runner in runners.values()]
-    times = _time_in_turn(works, first, repeats, keep_gradients=(communication,), progress=progress)
+    times = _time_in_turn(works, first, repeats, keep_gradients=(sums,), progress=progress)
     medians = [statistics.median(found) for found in times]
     alone = dict(zip(schedules, medians, strict=False))
-    moving, *steps = medians[len(schedules) :]
+    summing, *rest = medians[len(schedules) :]
+    moved, steps = rest[: len(moving)], rest[len(moving) :]
     overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
     bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
     forget_gradients(first)
@@ -121,10 +130,11 @@ def measure_overlap(
         name: Overlap(
             step=step,
             computation=alone[runner.scheduler.name],
-            communication=moving if axis.size * mesh.dp_size > 1 else 0.0,
+            communication=sum(moved) + (summing if world_size() > mesh.pipe.size else 0.0),
+            busiest=max(moved, default=0.0),
             overlapped_fraction=overlapped[name].pop(""),
             tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
-            bytes_moved=silent.bytes_sent,
+            bytes_moved=sum(transport.bytes_sent for transport in silent),
             overlapped_by_kind=overlapped[name],
             bubble_fraction=bubbles[runner.scheduler.name],
         )
@@ -160,9 +170,9 @@ def _time_in_turn(
     return [_maxima(found[1:]) for found in times]
 
 
-def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> SilentTransport:
-    """What the collectives of a window move."""
-    with _silenced(runner.mesh.tp) as silent:
+def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[SilentTransport]:
+    """What the collectives of a window move, axis by axis."""
+    with _silenced(runner.mesh.axes) as silent:
         runner.train_window(window, complete=False)
     runner.executor.streams.synchronize()
     forget_gradients(runner)
@@ -170,14 +180,17 @@ def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> SilentTransport:
 
 
 @contextlib.contextmanager
-def _silenced(axis: Axis) -> Iterator[SilentTransport]:
-    """The axis with nothing moving on it."""
-    real = axis.transport
-    axis.transport = silent = SilentTransport(axis.size, axis.rank, real.prefers_exchange(torch.empty(0)))
+def _silenced(axes: Sequence[Axis]) -> Iterator[list[SilentTransport]]:
+    """The axes with nothing moving on them."""
+    real = [axis.transport for axis in axes]
+    silent = [SilentTransport(axis.size, axis.rank, axis.transport.prefers_exchange(torch.empty(0))) for axis in axes]
     try:
+        for axis, transport in zip(axes, silent, strict=True):
+            axis.transport = transport
         yield silent
     finally:
-        axis.transport = real
+        for axis, before in zip(axes, real, strict=True):
+            axis.transport = before
 
 
 def trace_window(runner: Runner, window: Sequence[MicroBatch], complete: bool = False) -> Trace:
@@ -213,7 +226,7 @@ def _bubble_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
     """What part of a window without collectives ranks do not compute in."""
     if runner.mesh.pipe.size == 1:
         return 0.0
-    with _silenced(runner.mesh.tp):
+    with _silenced(runner.mesh.axes):
         trace = trace_window(runner, window)
     spans = [(span.start, span.end) for span in trace.spans if span.stream == "compute"]
     mine = trace.busy(compute=True), min(start for start, _ in spans), max(end for _, end in spans)

@@ -1,16 +1,18 @@
 """The mesh: which ranks share what.
 
 In:   the sizes of the parallel dimensions and the process group that the launcher made.
-Out:  the tensor-parallel axis and the pipeline that operators communicate over, and the data-parallel group.
-Must hold: data parallelism is the outermost dimension (Accelerate hands out batches by it), tensor parallelism the
-innermost, so that it stays inside a host; every rank builds the same
+Out:  the axes and the pipeline that operators communicate over, and the groups that gradients are summed over.
+Must hold: data parallelism is the outermost dimension (Accelerate hands out batches by it), then come the pipeline,
+context parallelism and, innermost, tensor parallelism, so that it stays inside a host; every rank builds the same
 groups in the same order; process groups are destroyed when the interpreter exits.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+import platform
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_helix.operators.collectives import Axis, GlooTransport, GroupTransport
 from hf_helix.operators.transfer import GroupPassage, Passage
+from hf_helix.planning.graph import Kind
 
 
 class Pipe:
@@ -66,8 +69,10 @@ class Mesh:
         device_mesh: dimensions ("dp_replicate", "tp"), as Accelerate reads them, whose "tp" are all ranks that share a
             batch; None for a single process.
         tp: the tensor-parallel axis.
+        cp: the context-parallel axis: ranks with the same shards and other parts of the same sequences.
         pipe: the ranks of the pipeline.
         dp_group: ranks with the same shards and other batches; None where there is only one.
+        copies_group: ranks with the same shards and other tokens, dp and cp together; None where there is only one.
         batch_group: ranks that share a batch; None where there is only one.
     """
 
@@ -75,13 +80,26 @@ class Mesh:
     device: torch.device
     device_mesh: DeviceMesh | None
     tp: Axis
+    cp: Axis
     pipe: Pipe
     dp_group: dist.ProcessGroup | None
+    copies_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
 
     @property
     def dp_size(self) -> int:
         return self.sizes["dp"]
+
+    @property
+    def option_sizes(self) -> dict[str, int]:
+        """By the names of the options, without data parallelism; context parallelism where there is any."""
+        found = {"tp_size": self.sizes["tp"], "pp_size": self.sizes["pp"]}
+        return found | ({"cp_size": self.sizes["cp"]} if self.sizes["cp"] > 1 else {})
+
+    @property
+    def axes(self) -> list[Axis]:
+        """Those that operators communicate over."""
+        return [axis for axis in (self.tp, self.cp) if axis.size > 1]
 
 
 def world_size() -> int:
@@ -94,11 +112,20 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def build_mesh(tp_size: int, device: torch.device | str, pp_size: int = 1) -> Mesh:
+def build_mesh(
+    tp_size: int,
+    device: torch.device | str,
+    pp_size: int = 1,
+    cp_size: int = 1,
+    cross_node: Collection[str] | None = None,
+) -> Mesh:
     """The mesh over every process of the launcher's group; one of the same sizes that is there already is used again.
 
     Every group has threads and connections of its own, so a process that makes several trainers must not make groups
     for each of them.
+
+    Args:
+        cross_node: the axes (`tp`, `cp`) that communicate between hosts; None to ask the ranks for their hosts' names.
 
     Raises:
         ValueError: the world does not divide by the sizes, or the launcher started more ranks than have joined.
@@ -106,10 +133,12 @@ def build_mesh(tp_size: int, device: torch.device | str, pp_size: int = 1) -> Me
     device = torch.device(device)
     world = world_size()
     check_joined(world)
-    check_world(world, tp_size, pp_size)
-    key = tp_size, pp_size, device, dist.group.WORLD if dist.is_initialized() else None
+    check_world(world, tp_size, pp_size, cp_size)
+    cross = None if cross_node is None else tuple(sorted(cross_node))
+    key = tp_size, pp_size, cp_size, cross, device, dist.group.WORLD if dist.is_initialized() else None
     if key not in _meshes:
-        _meshes[key] = _new_mesh(world, tp_size, pp_size, device)
+        sizes = {"dp": world // (tp_size * pp_size * cp_size), "pp": pp_size, "cp": cp_size, "tp": tp_size}
+        _meshes[key] = _new_mesh(sizes, device, cross)
     return _meshes[key]
 
 
@@ -121,18 +150,40 @@ def forget_meshes() -> None:
     _meshes.clear()
 
 
-def _new_mesh(world: int, tp_size: int, pp_size: int, device: torch.device) -> Mesh:
-    shared = tp_size * pp_size
-    sizes = {"dp": world // shared, "pp": pp_size, "tp": tp_size}
-    if world == 1:
-        return Mesh(sizes, device, None, Axis.single(), Pipe([0], ()), None, None)
-    device_mesh = init_device_mesh(device.type, (sizes["dp"], shared), mesh_dim_names=("dp_replicate", "tp"))
+def _new_mesh(sizes: dict[str, int], device: torch.device, cross_node: Collection[str] | None) -> Mesh:
+    dp_size, *shared_sizes = sizes.values()
+    shared = math.prod(shared_sizes)
+    if dp_size * shared == 1:
+        return Mesh(sizes, device, None, Axis.single(), Axis.single(), Pipe([0], ()), None, None, None)
+    device_mesh = init_device_mesh(device.type, (dp_size, shared), mesh_dim_names=("dp_replicate", "tp"))
     batch_group = device_mesh.get_group("tp") if shared > 1 else None
-    dp_group = device_mesh.get_group("dp_replicate") if sizes["dp"] > 1 else None
-    places = torch.arange(world).view(sizes["dp"], pp_size, tp_size)
-    tp_group = batch_group if pp_size == 1 else _group_of(places) if tp_size > 1 else None
-    tp = Axis(_transport(tp_group, places)) if tp_group is not None and tp_size > 1 else Axis.single()
-    return Mesh(sizes, device, device_mesh, tp, _pipe(places.transpose(1, 2)), dp_group, batch_group)
+    dp_group = device_mesh.get_group("dp_replicate") if dp_size > 1 else None
+    places = torch.arange(dp_size * shared).view(*sizes.values())
+    if cross_node is None:
+        cross_node = _axes_between_hosts(places)
+    axes = {}
+    for place, name in ((3, "tp"), (2, "cp")):
+        rows = places.movedim(place, -1)
+        group = None if sizes[name] == 1 else batch_group if sizes[name] == shared else _group_of(rows)
+        kind = Kind.CROSS if name in cross_node else Kind.LOCAL
+        axes[name] = Axis.single() if group is None else Axis(_transport(group, rows), kind)
+    copies_group = dp_group
+    if sizes["cp"] > 1:
+        copies_group = _group_of(places.permute(1, 3, 0, 2).flatten(2))
+    pipe = _pipe(places.movedim(1, -1))
+    return Mesh(sizes, device, device_mesh, axes["tp"], axes["cp"], pipe, dp_group, copies_group, batch_group)
+
+
+def _axes_between_hosts(places: torch.Tensor) -> set[str]:
+    """The axes of which some ranks are on different hosts."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, platform.node())
+    found = set()
+    for place, name in ((3, "tp"), (2, "cp")):
+        rows = places.movedim(place, -1).reshape(-1, places.shape[place]).tolist()
+        if any(len({hosts[member] for member in row}) > 1 for row in rows):
+            found.add(name)
+    return found
 
 
 def _group_of(places: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
@@ -167,19 +218,24 @@ def check_joined(world: int) -> None:
         )
 
 
-def check_world(world: int, tp_size: int, pp_size: int = 1) -> None:
+def check_world(world: int, tp_size: int, pp_size: int = 1, cp_size: int = 1) -> None:
     """See `build_mesh`."""
-    if world % (tp_size * pp_size):
-        works = [size for size in range(1, world + 1) if world % size == 0]
-        if world % tp_size == 0:
-            name, works = f"pp_size={pp_size}", [size for size in works if (world // tp_size) % size == 0]
-            what = f"the {world // tp_size} process{'es' * (world > tp_size)} that tp_size={tp_size} leaves of {world}"
+    left = world
+    taken: list[str] = []
+    for name, size in (("tp_size", tp_size), ("pp_size", pp_size), ("cp_size", cp_size)):
+        if left % size == 0:
+            taken += [f"{name}={size}"] * (size > 1)
+            left //= size
+            continue
+        works = [number for number in range(1, left + 1) if left % number == 0]
+        if taken:
+            what = f"the {left} process{'es' * (left > 1)} that {' and '.join(taken)} leaves of {world}"
         else:
-            name, what = f"tp_size={tp_size}", f"the world size, {world} process{'es' * (world > 1)}"
+            what = f"the world size, {world} process{'es' * (world > 1)}"
         hint = (
             ". Only one process runs: start the script with `accelerate launch --num_processes N`; on CPU with "
             "`distributed_type: MULTI_GPU` and `use_cpu: true` in the YAML (`MULTI_CPU` starts a single process)"
             if world == 1
             else ""
         )
-        raise ValueError(f"{name} must divide {what}; values that work: {', '.join(map(str, works))}{hint}")
+        raise ValueError(f"{name}={size} must divide {what}; values that work: {', '.join(map(str, works))}{hint}")

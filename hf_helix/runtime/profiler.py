@@ -28,7 +28,7 @@ from hf_helix.planning.graph import SEND, Kind, Operator, Part
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.planning.program import build_programs
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
-from hf_helix.runtime.gradients import tp_group
+from hf_helix.runtime.gradients import group_of
 from hf_helix.runtime.measure import forget_gradients, over_ranks, trace_window
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
@@ -255,7 +255,7 @@ class _Bench:
         for setup in self._before(0, timed):
             operator.forward(call, *(self.values[key] for key in setup.reads))
         run = {Part.F: "forward", Part.B: "backward", Part.I: "input_gradient", Part.W: "weight_gradient"}
-        return lambda: getattr(operator, run[timed.op.part])(call, *inputs)
+        return lambda: getattr(operator, run.get(timed.op.part, "again"))(call, *inputs)
 
     def _call(self, timed: _Timed) -> Call:
         unit = self.runner.executor.units[timed.unit]
@@ -314,9 +314,8 @@ def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
 def _meet(runner: Runner) -> None:
     """Ranks that share every layer start together."""
     runner.executor.streams.synchronize()
-    group = tp_group(runner.mesh.tp)
-    if group is not None:
-        dist.barrier(group=group)
+    for axis in runner.mesh.axes:
+        dist.barrier(group=group_of(axis))
 
 
 def _agreed(kind: Kind, ranks: Sequence[float]) -> float:

@@ -21,7 +21,7 @@ from hf_helix.planning.schedule import Slot
 from hf_helix.planning.scheduler import Scheduler
 from hf_helix.planning.window import Instruction, Key
 from hf_helix.runtime.executor import Executor
-from hf_helix.runtime.gradients import Reduction
+from hf_helix.runtime.gradients import Reduction, group_of
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.strand import MicroBatch
@@ -115,11 +115,14 @@ class Runner:
         return self._programs[num_microbatches]
 
     def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
-        """What the rank of the head found, on every rank of the pipeline."""
+        """What the ranks of the head found of their tokens, together and on every rank."""
         pipe = self.mesh.pipe
         found = torch.stack(list(losses)) if losses else torch.zeros(count, device=self.mesh.device)
         if pipe.group is not None:
             dist.broadcast(found, pipe.ranks[self._last], group=pipe.group)
+        group = group_of(self.mesh.cp)
+        if group is not None:
+            dist.all_reduce(found, group=group)
         return found
 
     def _share_logits(self, logits: Tensor | None) -> Tensor | None:

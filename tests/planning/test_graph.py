@@ -110,16 +110,42 @@ def test_a_collective_whose_backward_computes_may_share_its_value():
     assert backward["left"].adds == ("d.x@right",)
 
 
-def test_two_collectives_that_read_one_value_are_refused():
-    operators = (collective("left", "x"), collective("right", "x"), compute("sum", "left right"))
-    with pytest.raises(ValueError, match="'x' is read by a collective and after it"):
-        derive_backward(Graph("g", operators, ("x",), ("sum",)))
+def test_what_two_collectives_bring_is_summed_by_an_operator_of_its_own():
+    operators = (collective("left", "x"), collective("right", "x"), compute("join", "left right"))
+    backward = derive_backward(Graph("g", operators, ("x",), ("join",)))
+    assert names(backward) == ["join", "right", "left", "x.sum"]
+    assert backward["x.sum"].reads == ("d.x@right", "d.x@left")
+    assert backward["x.sum"].writes == ("d.x",)
+    assert backward["left"].adds == backward["right"].adds == (None,)
 
 
-def test_two_collectives_are_refused_with_a_local_reader_between_them_too():
-    operators = (collective("left", "x"), compute("local", "x"), collective("right", "x"))
-    with pytest.raises(ValueError, match="'x' is read by a collective and after it"):
-        derive_backward(Graph("g", operators, ("x",), ("left", "local", "right")))
+def test_a_ring_is_fetched_again_and_its_gradients_go_back_beside_the_blocks():
+    """Three ranks: block i reads what the i-th step brought, while the next step is under way."""
+    operators = (
+        compute("rotate", "x", "q kv"),
+        collective("ring1", "kv", kind=Kind.CROSS, again=True),
+        compute("block0", "q kv", keeps=("q", "kv", "out", "lse")),
+        collective("ring2", "ring1", kind=Kind.CROSS, again=True),
+        compute("block1", "q ring1 block0", keeps=("q", "ring1", "out", "lse")),
+        compute("block2", "q ring2 block1", keeps=("q", "ring2", "out", "lse")),
+        compute("join", "block2", "out lse"),
+    )
+    backward = derive_backward(Graph("g", operators, ("x",), ("out",)))
+    assert names(backward) == [
+        *("ring1.again", "ring2.again", "join", "block2", "ring2", "block1", "ring1.sum", "ring1", "block0", "kv.sum"),
+        "rotate",
+    ]
+    assert backward.kept == ("q", "kv", "out", "lse")
+    assert backward["join"].reads == ("d.out",)  # nothing comes back for what is only kept
+    assert backward["block2"].reads == ("d.block2", "q", "r.ring2", "out", "lse")
+    assert backward["block0"].reads == ("d.block0", "q", "kv", "out", "lse")
+    assert backward["ring1.again"].reads == ("kv",)
+    assert backward["ring1.again"].waits == ("d.out",)
+    assert backward["ring2.again"].reads == ("r.ring1",)
+    assert backward["ring2.again"].part is Part.R
+    assert backward["ring1.sum"].reads == ("d.ring1@block1", "d.ring1@ring2")
+    assert backward["block0"].writes == ("d.q", "d.kv@block0")
+    assert backward["block0"].adds == ("d.q@block1", None)
 
 
 def test_reading_what_is_not_yet_written_is_refused():
@@ -173,10 +199,9 @@ def shape_of(graph: Graph) -> list[tuple]:
     return [(op.name, op.of, op.part, op.kind, op.reads, op.writes, op.adds, op.split) for op in graph.operators]
 
 
-def test_a_collective_before_another_reader_is_refused_and_after_it_is_not():
+def test_a_collective_before_another_reader_needs_a_sum_and_after_it_does_not():
     before = (collective("gather", "x"), compute("add", "x gather"))
-    with pytest.raises(ValueError, match="'x' is read by a collective and after it"):
-        derive_backward(Graph("g", before, ("x",), ("add",)))
+    assert names(derive_backward(Graph("g", before, ("x",), ("add",)))) == ["add", "gather", "x.sum"]
     after = (compute("norm", "x"), collective("gather", "x"), compute("add", "norm gather"))
     assert derive_backward(Graph("g", after, ("x",), ("add",)))["norm"].adds == ("d.x@gather",)
 
@@ -208,7 +233,8 @@ def test_the_description_tells_properties_apart():
         return Graph("g", (first, op), ("x",), ("y",), repeats).describe()
 
     others = [{"effort": 2.0}, {"split": True}, {"kind": Kind.LOCAL}, {"after": ("first",)}, {"repeats": True}]
-    assert len({text(), *(text(**changes) for changes in others)}) == 6
+    others += [{"again": True}, {"keeps": ("f",)}]
+    assert len({text(), *(text(**changes) for changes in others)}) == 8
 
 
 def test_a_pair_is_a_graph_and_the_backward_derived_from_it():

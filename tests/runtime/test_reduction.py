@@ -44,9 +44,9 @@ def mesh_of(tp: bool, dp: bool) -> Mesh:
     if tp:
         axis.transport = object.__new__(GroupTransport)
         axis.transport.group, axis.transport.size, axis.transport.rank = object(), 2, 0  # type: ignore[assignment]
-    sizes = {"dp": 1 + dp, "pp": 1, "tp": 1 + tp}
+    sizes = {"dp": 1 + dp, "pp": 1, "cp": 1, "tp": 1 + tp}
     group: Any = object() if dp else None
-    return Mesh(sizes, torch.device("cpu"), None, axis, Pipe([0], ()), group, None)
+    return Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), Pipe([0], ()), group, group, None)
 
 
 def parameter(frozen: bool = False) -> nn.Parameter:

@@ -161,7 +161,8 @@ def test_tiles_leave_the_ways_between_ranks() -> None:
 
 
 def mesh_of(pipe: Pipe, axis: Axis) -> Mesh:
-    return Mesh({"dp": 1, "pp": pipe.size, "tp": axis.size}, torch.device("cpu"), None, axis, pipe, None, None)
+    sizes = {"dp": 1, "pp": pipe.size, "cp": 1, "tp": axis.size}
+    return Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), pipe, None, None, None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -100,7 +100,7 @@ def inner_products(operator: str, seed: int) -> tuple[float, float]:
 def group_ranks(tp_size: int, pp_size: int = 1) -> dict[str, Any]:
     """Who shares what with this rank."""
     mesh = mesh_of(tp_size, pp_size)
-    tp = gradients.tp_group(mesh.tp)
+    tp = gradients.group_of(mesh.tp)
     return {
         "tp": dist.get_process_group_ranks(tp) if tp is not None else None,
         "dp": dist.get_process_group_ranks(mesh.dp_group) if mesh.dp_group is not None else None,

@@ -19,12 +19,23 @@ from hf_helix.runtime.runner import Runner
 Batch = dict[str, Tensor]
 
 
-def batches_of(count: int, rows: int = 2, seed: int = 1, lengths: Sequence[int] = (9,)) -> list[Batch]:
-    """Micro-batches of `rows` sequences; their lengths differ from one to the next."""
+def batches_of(
+    count: int, rows: int = 2, seed: int = 1, lengths: Sequence[int] = (9,), kind: str = "dense"
+) -> list[Batch]:
+    """Micro-batches of `rows` sequences; their lengths differ from one to the next.
+
+    Args:
+        kind: `left` or `right`: padded there, all but the first row; `packed`: two documents in every row.
+    """
     found = []
     for place in range(count):
         length = lengths[place % len(lengths)]
-        made = sequences(rows, lengths=(length,), seed=100 * seed + place)
+        options: dict[str, Any] = {"lengths": (length,)}
+        if kind == "packed":
+            options["documents"] = (length // 3, length - length // 3)
+        elif kind != "dense":
+            options = {"lengths": (length, *([max(2, length // 2)] * (rows - 1))), "padding": kind}
+        made = sequences(rows, seed=100 * seed + place, **options)
         found.append({key: torch.stack([row[key] for row in made]) for key in made[0]})
     return found
 
@@ -40,7 +51,8 @@ def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]
     count = items_in(batches)
     losses = []
     for batch in batches:
-        loss = made(**batch, num_items_in_batch=count).loss
+        # As the Trainer does: with a cache, Transformers does not look for documents in a row.
+        loss = made(**batch, num_items_in_batch=count, use_cache=False).loss
         loss.backward()
         losses.append(loss.item())
     gradients = {name: parameter.grad.numpy().copy() for name, parameter in made.named_parameters()}
@@ -63,6 +75,7 @@ def windows(
     cases: Sequence[tuple[str, str, int]],
     rows: int = 2,
     lengths: Sequence[int] = (9,),
+    kind: str = "dense",
 ) -> list[dict[str, Any]]:
     """A window for each (plan, schedule, number of micro-batches): losses, and whole gradients on rank 0."""
     trainer = make(folder, helix, model)
@@ -70,7 +83,7 @@ def windows(
     found = []
     for rule, schedule, count in cases:
         runner = runner_of(trainer, rule, schedule)
-        window = window_of(trainer, count, rows, lengths)
+        window = window_of(trainer, count, rows, lengths, kind)
         losses = [loss.item() for loss in runner.train_window(window)]
         found.append({"losses": losses, "gradients": whole_gradients(trainer)})
         trainer.model.zero_grad()
@@ -85,10 +98,10 @@ def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
     return trainer.runner.with_plan(plan, Scheduler(schedule, trainer.mesh.pipe.size))
 
 
-def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int]) -> list[Any]:
+def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind: str = "dense") -> list[Any]:
     """This rank's micro-batches: of data-parallel rank d those with the numbers d * count and up."""
     dp = trainer.mesh.dp_size
-    every = batches_of(count * dp, rows, lengths=lengths)
+    every = batches_of(count * dp, rows, lengths=lengths, kind=kind)
     place = 0 if trainer.mesh.dp_group is None else torch.distributed.get_rank(trainer.mesh.dp_group)
     mine = every[place * count : (place + 1) * count]
     items = torch.tensor(items_in(every))

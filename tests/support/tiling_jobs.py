@@ -10,6 +10,7 @@ import torch
 from support.models import arguments, llama, sequences
 
 from hf_helix.adapters import family_of
+from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters, whole_parameter
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.rules import make_plan
@@ -63,4 +64,4 @@ def _microbatch(family: Any, model: Any, mesh: Mesh, length: int, place: int) ->
     rows = sequences(2, lengths=(length,), seed=place)
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     scale = torch.tensor(1.0 / batch["input_ids"].numel())
-    return MicroBatch(functools.partial(family.side_inputs, model, batch, mesh.tp.size, scale), (0, place))
+    return MicroBatch(functools.partial(family.side_inputs, model, batch, SequenceCut(mesh.tp.size), scale), (0, place))

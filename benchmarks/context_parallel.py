@@ -1,0 +1,233 @@
+"""Two hosts that share long sequences: what each kind of overlap adds (the paper's figure 15).
+
+Builds two hosts joined by a slow link (see shaped_link.py; needs root). Each holds one part of every sequence
+(`cp_size=2`); with `--tp 2` each has two ranks, which share every layer over the host's own, faster link. From row to
+row plans may use more: first nothing runs beside anything; then tensor-parallel communication beside computation, then
+the ring of keys and values too, then both kinds at once, then weight gradients move. The operators are measured once,
+on the links, and each row has the plan that `search` makes of them. All times of a length come from one run, in turn;
+medians, the slowest rank counts. A step is forward, backward and gradient sums of a window, without the optimizer.
+
+    sudo python benchmarks/context_parallel.py --lengths 1024 2048 --rate 200
+    sudo python benchmarks/context_parallel.py --lengths 1024 2048 --rate 200 --tp 2 --local_rate 1500
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import shaped_link
+
+CP = 2
+STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "nothing beside anything": ("sequential", ("local", "cross", "comm_beside_comm", "wgrad")),
+    "one strand": ("sequential", ()),
+    "+ tp overlap": ("search", ("cross", "comm_beside_comm", "wgrad")),
+    "+ cp overlap": ("search", ("comm_beside_comm", "wgrad")),
+    "+ both at once": ("search", ("wgrad",)),
+    "+ weight gradients": ("search", ()),
+}
+"""Each row: its rule, and what its plans must not use."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048], help="tokens of a sequence")
+    parser.add_argument("--rate", type=int, default=200, help="Mbit/s each way between the hosts")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of a host")
+    parser.add_argument("--local_rate", type=int, default=1500, help="Mbit/s inside a host")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv_heads", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is None:
+        launch(options)
+    else:
+        work(options)
+
+
+def launch(options: argparse.Namespace) -> None:
+    """Make the hosts and run their ranks; leave nothing behind."""
+    if os.geteuid() != 0:
+        sys.exit("this needs root, for network namespaces: sudo python benchmarks/context_parallel.py")
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, shaped_link.stop)
+    with shaped_link.only_run(), tempfile.TemporaryDirectory() as folder, shaped_link.hosts():
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            ranks += [start_rank(rank, folder, options) for rank in range(CP * options.tp)]
+            code = shaped_link.wait_for(ranks, 3600)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    sys.exit(code)
+
+
+def start_rank(rank: int, folder: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    host = rank // options.tp  # tensor-parallel ranks are neighbours
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HELIX_CACHE": folder,
+        "GLOO_SOCKET_IFNAME": shaped_link.DEVICES[host],
+        "MASTER_ADDR": shaped_link.ADDRESSES[0],
+        "MASTER_PORT": "29557",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(CP * options.tp),
+    }
+    command = ["ip", "netns", "exec", shaped_link.NAMESPACES[host], sys.executable, *sys.argv, "--rank", str(rank)]
+    die = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    return subprocess.Popen(command, env=environment, preexec_fn=die)
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank: every length, every row."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    host = options.rank // options.tp
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[host]})  # a core for each host
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
+    bench = Bench(options)
+    if options.rank % options.tp == 0:  # the first of its host
+        shaped_link.shape(host, options.rate)
+        if options.tp > 1:
+            shaper = ["tbf", "rate", f"{options.local_rate}mbit", "burst", shaped_link.BURST, "latency", "200ms"]
+            subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *shaper], check=True)
+    dist.barrier()
+    results = []
+    for length in options.lengths:
+        results.append(bench.measure(length))
+        if options.rank == 0:
+            print("\n" + describe(results[-1]), flush=True)
+            if options.json:
+                about = {**shaped_link.versions(), "flags": shlex.join(sys.argv[1:-2])}  # without --rank
+                options.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+class Bench:
+    """A Llama cut over the ranks, with a stage for everything that plans must not use."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from hf_helix.adapters import family_of
+        from hf_helix.checkpoint import cut_parameters
+        from hf_helix.planning.profile import rough_profile
+        from hf_helix.planning.rules import make_plan
+        from hf_helix.planning.scheduler import Scheduler
+        from hf_helix.runtime.mesh import build_mesh
+        from hf_helix.runtime.runner import Runner
+        from hf_helix.runtime.stage import place_units
+        from hf_helix.runtime.streams import make_streams
+
+        torch.manual_seed(0)
+        self.options = options
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=2048,
+                hidden_size=options.hidden,
+                intermediate_size=options.hidden * 11 // 4,
+                num_hidden_layers=options.layers,
+                num_attention_heads=options.heads,
+                num_key_value_heads=options.kv_heads,
+                max_position_embeddings=max(options.lengths),
+            )
+        ).train()
+        self.mesh = build_mesh(options.tp, "cpu", cp_size=CP, cross_node=["cp"])
+        self.family = family_of(self.model)
+        units = self.family.units(self.model, self.mesh.tp, self.mesh.cp)
+        streams = make_streams(torch.device("cpu"))
+        self.runners: dict[tuple[str, ...], Any] = {}
+        for _, without in STEPS.values():
+            if without in self.runners:
+                continue
+            stage = place_units([unit.without(without) for unit in units])
+            if not self.runners:
+                cut_parameters(stage, self.mesh)
+            plan = make_plan("sequential", rough_profile(stage.layout), model="bench", mesh=self.mesh.option_sizes)
+            self.runners[without] = Runner(stage, plan, self.mesh, streams, Scheduler("w", 1), 0)
+
+    def window(self, length: int) -> list[Any]:
+        import torch
+
+        from hf_helix.adapters.sequence import SequenceCut
+        from hf_helix.runtime.strand import MicroBatch
+
+        count = self.options.microbatches
+        generator = torch.Generator().manual_seed(1)
+        ids = [torch.randint(0, 2048, (1, length), generator=generator) for _ in range(count)]
+        scale = torch.tensor(1.0 / (count * (length - 1)))
+        cut = SequenceCut.of(self.mesh.tp, self.mesh.cp)
+        prepare = functools.partial(self.family.side_inputs, self.model)
+        return [
+            MicroBatch(functools.partial(prepare, {"input_ids": one, "labels": one}, cut, scale), (0, place), length)
+            for place, one in enumerate(ids)
+        ]
+
+    def measure(self, length: int) -> dict[str, Any]:
+        """Measure the operators, make the plans, time everything in turn."""
+        from hf_helix.runtime.measure import measure_overlap
+        from hf_helix.runtime.profiler import measure_profile
+        from hf_helix.runtime.tuning import planned, predict_window
+
+        window = self.window(length)
+        profile = measure_profile(self.runners[()], window)
+        runners, predicted = {}, {}
+        for name, (rule, without) in STEPS.items():
+            if self.options.tp == 1 and name in ("+ tp overlap", "+ both at once"):
+                continue
+            known = profile.without(without)
+            runners[name] = planned(self.runners[without], [rule], known, len(window))[rule]
+            predicted[name] = predict_window(runners[name], known, len(window))
+        overlaps = measure_overlap(runners, window, self.options.repeats)
+        rows = {name: dataclasses.asdict(found) for name, found in overlaps.items()}
+        return {"length": length, "rate": self.options.rate, "rows": rows, "predicted": predicted}
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The table of a length."""
+    rows, predicted = result["rows"], result["predicted"]
+    base = rows["one strand"]
+    compute, moved = base["computation"], base["communication"]
+    bound = max(compute, base["busiest"])
+    lines = [
+        f"{result['length']} tokens, {result['rate']} Mbit/s: computation {compute:.2f} s, communication {moved:.2f} s "
+        f"({base['busiest']:.2f} s on the busier link), bound {bound:.2f} s",
+        f"  {'':<24} {'step s':>8} {'predicted':>9} {'speed-up':>9} {'of bound':>9} {'hidden':>7} {'overlapped':>11}",
+    ]
+    for name, row in rows.items():
+        lines.append(
+            f"  {name:<24} {row['step']:8.2f} {predicted[name]:9.2f} {base['step'] / row['step']:8.2f}x "
+            f"{bound / row['step']:9.2f} {1 - (row['step'] - compute) / moved:7.0%} {row['overlapped_fraction']:11.0%}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
