@@ -26,11 +26,11 @@ def write(folder: Path, text: str) -> Path:
 def test_every_offered_configuration_can_run(path: Path) -> None:
     """Its options are taken, the sizes divide its processes, and its name says them."""
     config, launch = HelixConfig.from_file(path), yaml.safe_load(path.read_text())
-    check_world(launch["num_processes"], config.tp_size, config.pp_size)
+    check_world(launch["num_processes"], config.tp_size, config.pp_size, config.cp_size)
     assert launch["use_cpu"] is path.stem.startswith("cpu")
     assert launch["distributed_type"] == "MULTI_GPU"
     if path.stem != "helix":
-        sizes = {"tp": config.tp_size, "pp": config.pp_size}
+        sizes = {"tp": config.tp_size, "pp": config.pp_size, "cp": config.cp_size}
         assert sorted(path.stem.split("_")[1:]) == sorted(f"{name}{size}" for name, size in sizes.items() if size > 1)
         assert launch["num_processes"] == config.ranks_per_batch
         assert f"accelerate_configs/{path.name} recipes/pretrain.py" in path.read_text()
