@@ -35,7 +35,8 @@ class Overlap:
         step: the window as it runs.
         computation: the same without collectives; ranks of a pipeline still wait for each other.
         communication: its collectives one after the other, without any computation.
-        busiest: those of the busiest axis alone; local and cross-node communication may run side by side.
+        busiest: those of the busiest axis alone, and the sums of gradients; local and cross-node communication may run
+            side by side.
         overlapped_fraction: communication time that ran beside computation / communication time, from a trace.
         tokens: tokens of the window, over all data-parallel ranks.
         bytes_moved: what a rank sends in the window, the sums of gradients at its end left out.
@@ -122,6 +123,7 @@ def measure_overlap(
     medians = [statistics.median(found) for found in times]
     alone = dict(zip(schedules, medians, strict=False))
     summing, *rest = medians[len(schedules) :]
+    summing = summing if world_size() > mesh.pipe.size else 0.0
     moved, steps = rest[: len(moving)], rest[len(moving) :]
     overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
     bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
@@ -130,8 +132,8 @@ def measure_overlap(
         name: Overlap(
             step=step,
             computation=alone[runner.scheduler.name],
-            communication=sum(moved) + (summing if world_size() > mesh.pipe.size else 0.0),
-            busiest=max(moved, default=0.0),
+            communication=sum(moved) + summing,
+            busiest=max(moved, default=0.0) + summing,
             overlapped_fraction=overlapped[name].pop(""),
             tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
             bytes_moved=sum(transport.bytes_sent for transport in silent),
