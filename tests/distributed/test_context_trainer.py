@@ -16,9 +16,17 @@ from test_parity import compare_runs, compare_weights
 MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("ranks", "helix"),
-    [(2, {"cp_size": 2}), (2, {"cp_size": 2, "cp_method": "all_gather"}), (4, {"cp_size": 2, "tp_size": 2})],
+    [
+        (2, {"cp_size": 2}),
+        pytest.param(2, {"cp_size": 2, "cp_method": "all_gather"}, marks=SLOW),
+        pytest.param(4, {"cp_size": 2, "tp_size": 2}, marks=SLOW),
+        pytest.param(4, {"cp_size": 2, "pp_size": 2}, marks=SLOW),
+    ],
     ids=str,
 )
 def test_training_equals_the_stock_trainer(ranks: int, helix: dict[str, Any], cluster_of: Any, tmp_path: Any) -> None:
@@ -118,7 +126,7 @@ def test_a_family_without_shared_attention_is_named() -> None:
         Plain().check_context(llama())
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_sequence_of_32k_tokens(cluster_of: Any, tmp_path: Path) -> None:
     model = {"num_hidden_layers": 1, "max_position_embeddings": 32768}
     job = {"folder": str(tmp_path), "model": model, "length": 32768}

@@ -101,7 +101,7 @@ def test_ranks_without_use_cpu_are_explained(tmp_path: Path) -> None:
     assert "TrainingArguments(use_cpu=True)" in output
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_exception_on_one_rank_ends_all(victim: int, tmp_path: Path) -> None:
     process = accelerate(launch_config(tmp_path, {"tp_size": 2}), "--fail", "raise", "--victim", str(victim))
     output = output_of(process)
@@ -110,7 +110,7 @@ def test_an_exception_on_one_rank_ends_all(victim: int, tmp_path: Path) -> None:
     assert_soon(output)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_all(victim: int, tmp_path: Path) -> None:
     process = accelerate(launch_config(tmp_path, {"tp_size": 2}), "--fail", "kill", "--victim", str(victim))
     output = output_of(process)
