@@ -566,6 +566,7 @@ def test_profile_of_a_pipeline_that_cannot_be(
 
 
 @cpu_only
+@pytest.mark.slow
 def test_profile_keeps_the_best_number_of_channels(model_folder: Path, tmp_path: Path) -> None:
     words = ("--tp_size", 2, "--sequence_length", 9, "--microbatches", 2, "--output", "chosen.json")
     done = command(tmp_path, "--model", model_folder, *words, "--nccl_channels", 4, 8)

@@ -73,7 +73,7 @@ def test_layers_of_a_wrong_type(value: Any, cluster_of: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("helix", "words"),
     [
-        ({"pp_size": 3}, ["pp_size=3 must divide the 4 processes", "values that work: 1, 2, 4"]),
+        ({"pp_size": 3}, ["pp_size=3 must divide the world size, 4 processes", "values that work: 1, 2, 4"]),
         ({"tp_size": 2, "pp_size": 4}, ["pp_size=4 must divide the 2 processes that tp_size=2 leaves of 4", "1, 2"]),
         ({"tp_size": 3, "pp_size": 2}, ["tp_size=3 must divide the world size, 4 processes"]),
     ],
