@@ -22,7 +22,7 @@ from hf_helix.operators.base import Tensors
 from hf_helix.operators.collectives import Axis, Gather, GatherReplicated, Scatter
 from hf_helix.operators.linear import Linear
 from hf_helix.operators.local import Add, Segment, SumOfGradients
-from hf_helix.operators.ring import DOCUMENTS, Block, Blocks, GatherRing, Join, Step
+from hf_helix.operators.ring import DOCUMENTS, Block, Blocks, Join, Step
 from hf_helix.operators.unit import (
     COPIED,
     COPIED_ON_SHARDS,
@@ -162,7 +162,7 @@ class Builder:
                     effort=ATTENTION / size,
                 )
         else:
-            kv = self._repeated(f"{name}.gather", GatherRing(self.cp), kv, TRANSFER * (size - 1))
+            kv = self._repeated(f"{name}.gather", Gather(self.cp), kv, TRANSFER * (size - 1))
             so_far = self._declare(
                 f"{name}.blocks",
                 Blocks(kernel, self.cp, scale),
@@ -223,7 +223,7 @@ class Builder:
             return value
         return self._declare(name, operator, (value,), (name,), kind=self.tp.kind, effort=TRANSFER)[0]
 
-    def _repeated(self, name: str, operator: Step | GatherRing, value: str, effort: float) -> str:
+    def _repeated(self, name: str, operator: Step | Gather, value: str, effort: float) -> str:
         """Communication over the context-parallel ranks that backward runs again, to keep nothing."""
         return self._declare(name, operator, (value,), (f"{name}.kv",), kind=self.cp.kind, again=True, effort=effort)[0]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_helix.operators.attention import CAUSAL, EVERYTHING, Kernel, Seen, merge
 from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
-from hf_helix.operators.collectives import Axis, prepare_all_gather, prepare_reduce_scatter
+from hf_helix.operators.collectives import Axis
 from hf_helix.planning.graph import Part
 
 DOCUMENTS = "documents"
@@ -40,17 +40,6 @@ class Step(Communication):
         transport = self.axis.transport
         move = transport.shift_back if part is Part.B else transport.shift
         return (out,), lambda: move(out, value)
-
-
-class GatherRing(Communication):
-    """Keys and values of all ranks at once; backward is a reduce-scatter."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
-        out, work = (prepare_reduce_scatter if part is Part.B else prepare_all_gather)(self.axis, *inputs)
-        return (out,), work
 
 
 class Block(Computation):
@@ -121,7 +110,7 @@ class Join(Computation):
 
 
 class Blocks(Computation):
-    """All blocks in one operator, over keys and values [c * 2, ...] that `GatherRing` has brought.
+    """All blocks in one operator, over keys and values [c * 2, ...] that a `Gather` has brought.
 
     Values as of `Block`; backward also reads q, the gathered keys and values, output and lse.
     """

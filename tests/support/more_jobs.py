@@ -14,9 +14,6 @@ from support.jobs import _microbatches, make_trainer
 from support.models import arguments, llama, sequences
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer, checkpoint
@@ -34,6 +31,7 @@ from hf_helix.planning.fold import FOLD, stage_ranks
 from hf_helix.planning.graph import Graph, GraphPair, Part
 from hf_helix.runtime import gradients
 from hf_helix.runtime.agreement import agree_on_number
+from hf_helix.runtime.memory import Tally
 from hf_helix.runtime.mesh import Mesh, build_mesh
 from hf_helix.runtime.streams import make_streams
 
@@ -213,34 +211,11 @@ def save_untrained(
     HelixTrainer(model=made, args=arguments(folder), helix_config=helix, **options).save_model()
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts bytes of every storage that an operator returns, from then until it is freed; parameters' not."""
-
-    def __init__(self, existing: list[Tensor]) -> None:
-        super().__init__()
-        self._existing = {tensor.untyped_storage().data_ptr() for tensor in existing}
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in self._existing:
-                reference = StorageWeakRef(leaf.untyped_storage())
-                self._live[reference.cdata] = reference, leaf.untyped_storage().nbytes()
-        self.peak = max(self.peak, self.now())
-        return result
-
-    def now(self) -> int:
-        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
-        return sum(size for _, size in self._live.values())
-
-
 def memory_of_saving(folder: str, model: dict[str, Any]) -> dict[str, Any]:
     """Bytes of tensors beyond the parameters: the most while a file is written, and the most at any operator."""
     made = llama(**model)
     trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(tp_size=2))
-    counter = LiveBytes(list(made.parameters()))
+    counter = Tally(made.parameters())
     at_write, save_file = [], checkpoint.save_file
 
     def counted(*args: Any, **kwargs: Any) -> None:
@@ -345,6 +320,6 @@ def window_memory(folder: str, helix: dict[str, Any], layers: int, num_microbatc
     trainer.runner.train_window(window)  # makes the gradients
     kept = [t for p in trainer.model.parameters() for t in (p, p.grad) if t is not None]
     kept += [t for batch in window for t in batch.prepare().values() if isinstance(t, Tensor)]
-    with LiveBytes(kept) as counter:
+    with Tally(kept) as counter:
         trainer.runner.train_window(window)
     return counter.peak
