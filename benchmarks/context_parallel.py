@@ -24,7 +24,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +64,8 @@ def main() -> None:
 
 def launch(options: argparse.Namespace) -> None:
     """Make the hosts and run their ranks; leave nothing behind."""
-    if os.geteuid() != 0:
-        sys.exit("this needs root, for network namespaces: sudo python benchmarks/context_parallel.py")
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, shaped_link.stop)
-    with shaped_link.only_run(), tempfile.TemporaryDirectory() as folder, shaped_link.hosts():
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            ranks += [start_rank(rank, folder, options) for rank in range(CP * options.tp)]
-            code = shaped_link.wait_for(ranks, 3600)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    sys.exit(code)
+    start = functools.partial(start_rank, options=options)
+    shaped_link.run_ranks("network namespaces", CP * options.tp, start, 3600, shaped_link.hosts())
 
 
 def start_rank(rank: int, folder: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:

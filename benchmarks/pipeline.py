@@ -27,7 +27,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,34 +66,22 @@ def main() -> None:
 
 def launch(options: argparse.Namespace) -> None:
     """Run the ranks, each with its quota; leave nothing behind."""
-    if os.geteuid() != 0:
-        sys.exit("this needs root, for CPU quotas: sudo python benchmarks/pipeline.py")
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, shaped_link.stop)
     link = shaped_link.hosts() if options.rate else contextlib.nullcontext()
-    with shaped_link.only_run(), tempfile.TemporaryDirectory() as folder, link, quotas(options.processes) as groups:
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            ranks += [start_rank(rank, groups[rank], folder, options) for rank in range(options.processes)]
-            code = shaped_link.wait_for(ranks, 3600)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-    sys.exit(code)
+    start = functools.partial(start_rank, options=options)
+    shaped_link.run_ranks("CPU quotas", options.processes, start, 3600, link, quotas(options.processes))
 
 
 @contextlib.contextmanager
-def quotas(count: int) -> Iterator[list[Path]]:
+def quotas(count: int) -> Iterator[None]:
     """A control group for each rank, all with the same share of the machine."""
     share = len(os.sched_getaffinity(0)) / count
-    groups = [GROUPS / f"helix-{rank}" for rank in range(count)]
+    groups = [group_of(rank) for rank in range(count)]
     try:
         for group in groups:
             group.mkdir(exist_ok=True)
             (group / "cpu.cfs_period_us").write_text(str(PERIOD))
             (group / "cpu.cfs_quota_us").write_text(str(int(min(1.0, share) * PERIOD)))
-        yield groups
+        yield
     finally:
         for group in groups:
             for _ in range(50):
@@ -105,12 +92,17 @@ def quotas(count: int) -> Iterator[list[Path]]:
                 time.sleep(0.1)
 
 
+def group_of(rank: int) -> Path:
+    """The control group of a rank."""
+    return GROUPS / f"helix-{rank}"
+
+
 def host_of(rank: int, options: argparse.Namespace) -> int:
     """Which of the two hosts a rank is on: tensor-parallel ranks are neighbours, pipeline ranks further apart."""
     return rank % options.tp % 2 if options.across == "tp" else rank // options.tp % options.pp[0] % 2
 
 
-def start_rank(rank: int, group: Path, folder: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+def start_rank(rank: int, folder: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     host = host_of(rank, options)
     environment = {
         **os.environ,
@@ -131,7 +123,7 @@ def start_rank(rank: int, group: Path, folder: str, options: argparse.Namespace)
 
     def prepare() -> None:
         die()
-        (group / "cgroup.procs").write_text(str(os.getpid()))
+        (group_of(rank) / "cgroup.procs").write_text(str(os.getpid()))
 
     return subprocess.Popen(command, env=environment, preexec_fn=prepare)
 

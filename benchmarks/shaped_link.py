@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,36 @@ def main() -> None:
 
 def launch(options: argparse.Namespace) -> None:
     """Make the hosts and run a rank in each; leave nothing behind."""
+    run_ranks("network namespaces", 2, start_rank, options.timeout, hosts())
+
+
+def run_ranks(
+    what: str,
+    count: int,
+    start: Callable[[int, str], subprocess.Popen[bytes]],
+    seconds: float,
+    *surroundings: contextlib.AbstractContextManager[object],
+) -> None:
+    """Run ranks to their end, and end with their exit code; leave nothing behind. Other benchmarks use it, too.
+
+    Args:
+        what: that only root may do.
+        start: a rank, given its number and a folder that all ranks have in common.
+        seconds: after which everything is stopped.
+        surroundings: what must be there while ranks run.
+    """
     if os.geteuid() != 0:
-        sys.exit("this needs root, for network namespaces: sudo python benchmarks/shaped_link.py")
+        sys.exit(f"this needs root, for {what}: sudo python {sys.argv[0]}")
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, stop)
-    with only_run(), tempfile.TemporaryDirectory() as folder, hosts():
+    with only_run(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for surrounding in surroundings:
+            stack.enter_context(surrounding)
         ranks: list[subprocess.Popen[bytes]] = []
         try:
-            ranks += [start_rank(rank, folder) for rank in range(2)]
-            code = wait_for(ranks, options.timeout)
+            for rank in range(count):
+                ranks.append(start(rank, folder))
+            code = wait_for(ranks, seconds)
         finally:
             for process in ranks:
                 process.kill()
