@@ -46,7 +46,7 @@ class Alternative:
 
     Args:
         batches: the micro-batches of the window; DDP takes this rank's share of them.
-        runner: ours, whose streams and parameters the measurement looks after.
+        runner: ours, whose streams, parameters and schedule the measurement looks after.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], runner: Runner, rank: int, size: int) -> None:
@@ -56,6 +56,7 @@ class Alternative:
         self.scale = shares / len(batches)
         self.executor = runner.executor
         self.stage = runner.stage
+        self.scheduler = runner.scheduler
 
     def train_window(self, window: object, complete: bool = True) -> list[Tensor]:
         """Forward and backward; this rank's scaled losses. Gradients are complete, in `parameter.grad`."""
