@@ -8,7 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from hf_helix.adapters.base import Family
-from hf_helix.adapters.llama import Llama
+from hf_helix.adapters.dense import Llama, Mistral, Qwen2, Qwen3
+from hf_helix.adapters.gpt2 import GPT2
+from hf_helix.adapters.gpt_neox import GPTNeoX
+from hf_helix.adapters.moe import Mixtral, Phimoe, Qwen3Moe
 
 _FAMILIES: dict[str, Family] = {}
 
@@ -38,4 +41,12 @@ def family_of(model: Any) -> Family:
     return _FAMILIES[name]
 
 
+register_layer(GPT2())
+register_layer(GPTNeoX())
 register_layer(Llama())
+register_layer(Mistral())
+register_layer(Qwen2())
+register_layer(Qwen3())
+register_layer(Mixtral())
+register_layer(Phimoe())
+register_layer(Qwen3Moe())

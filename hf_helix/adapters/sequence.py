@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.collectives import Axis
 from hf_helix.operators.ring import positions_of
+from hf_helix.operators.transport import Axis
 
 PADDING = -1
 

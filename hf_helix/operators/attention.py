@@ -26,11 +26,30 @@ class Seen:
 
     Attributes:
         causal: query i sees the keys up to i (as many queries as keys).
-        mask: [batch, queries, keys], True where a query sees a key; None for everything.
+        window: how many tokens a query looks back on, itself included; None for all.
+        apart: how many tokens query 0 stands behind key 0, where there is a window.
+        mask: [batch, queries, keys], True where a query sees a key; None for everything. With it goes nothing else.
     """
 
     causal: bool = False
+    window: int | None = None
+    apart: int = 0
     mask: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True for what every kernel can do: everything, or all up to a token."""
+        return self.mask is None and self.window is None
+
+    def hides(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """True where a query does not see a key; None where all see all."""
+        if self.mask is not None:
+            return ~self.mask[:, None, None]
+        if not self.causal and self.window is None:
+            return None
+        back = self.apart + torch.arange(queries, device=device).unsqueeze(1) - torch.arange(keys, device=device)
+        hidden = back < 0 if self.causal else torch.zeros_like(back, dtype=torch.bool)
+        return hidden if self.window is None else hidden | (back >= self.window)
 
 
 EVERYTHING, CAUSAL = Seen(), Seen(causal=True)
@@ -74,10 +93,8 @@ class Exact(Kernel):
     def _scores(self, q: Tensor, k: Tensor, seen: Seen, scale: float) -> Tensor:
         """[batch, kv heads, heads of each, queries, keys]."""
         scores = (q.float().unflatten(1, (k.shape[1], -1)) @ k.float().unsqueeze(2).mT) * scale
-        if seen.causal:
-            hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        return scores if seen.mask is None else scores.masked_fill(~seen.mask[:, None, None], -torch.inf)
+        hidden = seen.hides(q.shape[2], k.shape[2], q.device)
+        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
     def _weights(self, scores: Tensor, lse: Tensor) -> Tensor:
         # Where nothing is seen, minus infinity less minus infinity would be no number.
@@ -85,7 +102,7 @@ class Exact(Kernel):
 
 
 class TorchCpu(Kernel):
-    """The kernel behind `scaled_dot_product_attention` on CPU; masks go to `Exact`."""
+    """The kernel behind `scaled_dot_product_attention` on CPU; masks and windows go to `Exact`."""
 
     def __init__(self) -> None:
         self._exact = Exact()
@@ -94,7 +111,7 @@ class TorchCpu(Kernel):
         self._backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-        if seen.mask is not None:
+        if not seen.is_plain:
             return self._exact.forward(q, k, v, seen, scale)
         k, v = (_for_every_head(value, q) for value in (k, v))
         o, lse = self._forward(q, k, v, 0.0, seen.causal, scale=scale)
@@ -103,7 +120,7 @@ class TorchCpu(Kernel):
     def backward(
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
     ) -> Tensors:
-        if seen.mask is not None:
+        if not seen.is_plain:
             return self._exact.backward(gradient, q, k, v, o, lse, seen, scale)
         groups = k.shape[1]
         k, v = (_for_every_head(value, q) for value in (k, v))
@@ -112,7 +129,7 @@ class TorchCpu(Kernel):
 
 
 class FlashAttention(Kernel):
-    """The flash-attn package, for half precision on CUDA; masks go to `Exact`."""
+    """The flash-attn package, for half precision on CUDA; masks, and windows between parts, go to `Exact`."""
 
     def __init__(self) -> None:
         interface: Any = import_module("flash_attn.flash_attn_interface")
@@ -121,27 +138,30 @@ class FlashAttention(Kernel):
         self._backward = interface._flash_attn_backward
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-        if seen.mask is not None or not _is_half(q):
+        if not self._takes(q, seen):
             return self._exact.forward(q, k, v, seen, scale)
         q, k, v = (value.transpose(1, 2) for value in (q, k, v))
         o, lse, *_ = self._forward(
-            q, k, v, 0.0, scale, causal=seen.causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
-            alibi_slopes=None, return_softmax=False,
+            q, k, v, 0.0, scale, causal=seen.causal, window_size_left=_reach(seen), window_size_right=-1,
+            softcap=0.0, alibi_slopes=None, return_softmax=False,
         )  # fmt: skip
         return o.transpose(1, 2), lse
 
     def backward(
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
     ) -> Tensors:
-        if seen.mask is not None or not _is_half(q):
+        if not self._takes(q, seen):
             return self._exact.backward(gradient, q, k, v, o, lse, seen, scale)
         gradient, q, k, v, o = (value.transpose(1, 2).contiguous() for value in (gradient, q, k, v, o))
         dq, dk, dv = (torch.empty_like(value) for value in (q, k, v))
         self._backward(
-            gradient, q, k, v, o, lse.contiguous(), dq, dk, dv, 0.0, scale, causal=seen.causal, window_size_left=-1,
-            window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False,
+            gradient, q, k, v, o, lse.contiguous(), dq, dk, dv, 0.0, scale, causal=seen.causal,
+            window_size_left=_reach(seen), window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False,
         )  # fmt: skip
         return tuple(value.transpose(1, 2) for value in (dq, dk, dv))
+
+    def _takes(self, q: Tensor, seen: Seen) -> bool:
+        return _is_half(q) and (seen.is_plain or (seen.causal and seen.mask is None))
 
 
 KERNELS = ("eager", "sdpa", "flash_attention_2")
@@ -180,6 +200,11 @@ def _for_every_head(value: Tensor, q: Tensor) -> Tensor:
 
 def _sum_by_group(gradient: Tensor, groups: int) -> Tensor:
     return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
+
+
+def _reach(seen: Seen) -> int:
+    """How many tokens before itself a query sees, as flash-attn counts."""
+    return -1 if seen.window is None else seen.window - 1
 
 
 def _is_half(value: Tensor) -> bool:

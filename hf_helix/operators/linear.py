@@ -1,6 +1,6 @@
 """Plain linears with explicit input and weight gradients.
 
-In:   one value [..., features_in] and one or more `nn.Linear` that read it (q, k, v; gate, up), cut or whole.
+In:   one value [..., features_in] and one or more linears that read it (q, k, v; gate, up), cut or whole.
 Out:  one value per linear.
 Must hold: W reads only what forward kept and the output gradient, so it can run at any time after them.
 """
@@ -8,12 +8,23 @@ Must hold: W reads only what forward kept and the output gradient, so it can run
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.base import Call, SplitComputation, Tensors
+
+
+class Projection(Protocol):
+    """A module that is an affine map: `nn.Linear`, or Transformers' `Conv1D`."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
 
 
 class Linear(SplitComputation):
@@ -23,11 +34,13 @@ class Linear(SplitComputation):
         linears: each gives one output.
         adds_bias: False on all ranks but one of a row-parallel linear, whose partial sums are added up later.
             The gradient of the bias is complete on every rank all the same, since each sees the whole gradient.
+        transposed: the weights are [features_in, features_out], as those of `Conv1D`.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], adds_bias: bool = True) -> None:
+    def __init__(self, linears: Sequence[Projection], adds_bias: bool = True, transposed: bool = False) -> None:
         self.linears = tuple(linears)
         self.adds_bias = adds_bias
+        self.transposed = transposed
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -40,16 +53,16 @@ class Linear(SplitComputation):
             call.saved = value
         with torch.no_grad():
             return tuple(
-                functional.linear(value, linear.weight, linear.bias if self.adds_bias else None)
+                functional.linear(value, self._matrix(linear), linear.bias if self.adds_bias else None)
                 for linear in self.linears
             )
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         first, *others = zip(gradients, self.linears, strict=True)
         with torch.no_grad():
-            total = _rows(first[0]) @ first[1].weight
+            total = _rows(first[0]) @ self._matrix(first[1])
             for gradient, linear in others:
-                total.addmm_(_rows(gradient), linear.weight)
+                total.addmm_(_rows(gradient), self._matrix(linear))
         return (total.view(*gradients[0].shape[:-1], total.shape[-1]),)
 
     def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
@@ -60,12 +73,17 @@ class Linear(SplitComputation):
                 rows = _rows(gradient)
                 weight, bias = linear.weight, linear.bias
                 if weight.requires_grad:
+                    left, right = (value, rows) if self.transposed else (rows, value)
                     if weight.grad is None:
-                        weight.grad = rows.t() @ value
+                        weight.grad = left.t() @ right
                     else:
-                        weight.grad.addmm_(rows.t(), value)
+                        weight.grad.addmm_(left.t(), right)
                 if bias is not None and bias.requires_grad:
                     bias.grad = rows.sum(0) if bias.grad is None else bias.grad.add_(rows.sum(0))
+
+    def _matrix(self, linear: Projection) -> Tensor:
+        """[features_out, features_in]."""
+        return linear.weight.t() if self.transposed else linear.weight
 
 
 def _rows(value: Tensor) -> Tensor:

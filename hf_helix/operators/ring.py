@@ -14,6 +14,7 @@ step beside the next block: 2(c-1) steps against the 2c-1 of rings that carry gr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ from torch import Tensor
 
 from hf_helix.operators.attention import CAUSAL, EVERYTHING, Kernel, Seen, merge
 from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
-from hf_helix.operators.collectives import Axis
+from hf_helix.operators.transport import Axis
 from hf_helix.planning.graph import Part
 
 DOCUMENTS = "documents"
 """Side input: the document of every token [batch, whole sequence], -1 for padding; None where there is but one."""
+
+Meeting = tuple[slice, slice, Seen]
+"""Some of a rank's queries, some of another's keys, and what of these is hidden from those."""
 
 
 class Step(Communication):
@@ -52,13 +56,15 @@ class Block(Computation):
     Args:
         distance: how many steps the keys have come.
         scale: of the products of queries and keys.
+        window: how many tokens a query looks back on, itself included; None for all.
     """
 
-    def __init__(self, kernel: Kernel, axis: Axis, distance: int, scale: float) -> None:
+    def __init__(self, kernel: Kernel, axis: Axis, distance: int, scale: float, window: int | None = None) -> None:
         self.kernel = kernel
         self.axis = axis
         self.distance = distance
         self.scale = scale
+        self.window = window
 
     @property
     def source(self) -> int:
@@ -67,33 +73,30 @@ class Block(Computation):
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         q, kv, *before = inputs
-        rows, columns, seen = visible(q.shape[2], self.axis, self.source, call.side)
-        k, v = kv[:, :, :, columns].unbind()
-        o, lse = self.kernel.forward(q[:, :, rows], k, v, seen, self.scale)
-        if not before:  # a rank's own keys are seen by all its queries
-            return (torch.cat((o.float(), lse.unsqueeze(-1)), -1),)
-        (so_far,) = before
-        so_far = so_far.clone()
-        part = so_far[:, :, rows]
-        merged, both = merge(part[..., :-1], part[..., -1], o, lse)
-        part[..., :-1], part[..., -1] = merged, both
+        so_far = before[0].clone() if before else None
+        for rows, columns, seen in self._visible(call, q):
+            k, v = kv[:, :, :, columns].unbind()
+            o, lse = self.kernel.forward(q[:, :, rows], k, v, seen, self.scale)
+            so_far = _with_keys(so_far, o, lse, rows, q.shape[2])
+        assert so_far is not None, "a token sees itself"
         return (so_far,)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, q, kv, out, lse = gradients
-        n = q.shape[2]
-        rows, columns, seen = visible(n, self.axis, self.source, call.side)
-        o = out.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3)
-        k, v = kv[:, :, :, columns].unbind()
-        do, q, o, lse = (value[:, :, rows] for value in (gradient, q, o, lse))
-        dq, dk, dv = self.kernel.backward(do, q, k, v, o, lse, seen, self.scale)
-        if dq.shape[2] < n:
-            dq = _widen(dq, rows, n)
-        if dk.shape[2] < n:
-            dk, dv = (_widen(value, columns, n) for value in (dk, dv))
-        own = (dq, torch.stack((dk, dv)))
+        out = out.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3)
+        dq, dk, dv = _Sum(q), _Sum(kv[0]), _Sum(kv[1])
+        for rows, columns, seen in self._visible(call, q):
+            k, v = kv[:, :, :, columns].unbind()
+            do, queries, o, stats = (value[:, :, rows] for value in (gradient, q, out, lse))
+            parts = self.kernel.backward(do, queries, k, v, o, stats, seen, self.scale)
+            for total, part, where in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
+                total.add(part, where)
+        own = (dq.total, torch.stack((dk.total, dv.total)))
         # The gradient of what was so far is that of the whole: the kernel has the statistics of the whole.
         return own if self.distance == 0 else (*own, gradient)
+
+    def _visible(self, call: Call, q: Tensor) -> list[Meeting]:
+        return visible(q.shape[2], self.axis, self.source, call.side, self.window)
 
 
 class Join(Computation):
@@ -115,9 +118,9 @@ class Blocks(Computation):
     Values as of `Block`; backward also reads q, the gathered keys and values, output and lse.
     """
 
-    def __init__(self, kernel: Kernel, axis: Axis, scale: float) -> None:
+    def __init__(self, kernel: Kernel, axis: Axis, scale: float, window: int | None = None) -> None:
         self.axis = axis
-        self._blocks = [Block(kernel, axis, distance, scale) for distance in range(axis.size)]
+        self._blocks = [Block(kernel, axis, distance, scale, window) for distance in range(axis.size)]
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         q, gathered = inputs
@@ -141,37 +144,101 @@ class Blocks(Computation):
         return total, whole
 
 
-def visible(n: int, axis: Axis, source: int, side: Mapping[str, Any]) -> tuple[slice, slice, Seen]:
-    """Which of a rank's `n` queries see which of the `n` keys of another rank.
+def visible(n: int, axis: Axis, source: int, side: Mapping[str, Any], window: int | None = None) -> list[Meeting]:
+    """Which of a rank's `n` queries see which of the `n` keys of another rank: every pair that does is in one meeting.
 
-    Returns:
-        The queries and the keys that meet at all, and what of them is hidden.
+    Args:
+        window: how many tokens a query looks back on, itself included; None for all.
     """
+    met = [_before(n, axis, source)] if window is None or window >= n * axis.size else _within(window, n, axis, source)
     documents = side.get(DOCUMENTS)
+    if documents is None:
+        return met
+    places = [positions_of(n, axis.size, rank, documents.device) for rank in (axis.rank, source)]
+    return [
+        (rows, columns, Seen(mask=_seen_within(documents, places[0][rows], places[1][columns], window)))
+        for rows, columns, _ in met
+    ]
+
+
+def _before(n: int, axis: Axis, source: int) -> Meeting:
+    """Without a window a rank's queries meet the keys of another all at once."""
     everything = slice(0, n)
     if source == axis.rank:
-        rows, columns, seen = everything, everything, CAUSAL
-    elif source < axis.rank:
-        rows, columns, seen = everything, slice(0, n // 2), EVERYTHING
-    else:
-        rows, columns, seen = slice(n // 2, n), everything, EVERYTHING
-    if documents is None:
-        return rows, columns, seen
-    queries, keys = (positions_of(n, axis.size, r, documents.device) for r in (axis.rank, source))
-    queries, keys = queries[rows], keys[columns]
-    same = documents[:, queries, None] == documents[:, None, keys]
-    same &= documents[:, None, keys] >= 0
-    return rows, columns, Seen(mask=same & (keys <= queries[:, None]))
+        return everything, everything, CAUSAL
+    if source < axis.rank:
+        return everything, slice(0, n // 2), EVERYTHING
+    return slice(n // 2, n), everything, EVERYTHING
+
+
+def _within(window: int, n: int, axis: Axis, source: int) -> list[Meeting]:
+    """With a window, each part of the queries with each part of the keys that it reaches."""
+    half = n // 2
+    met = []
+    for (i, mine), (j, theirs) in product(*(enumerate(parts_of(axis.size, rank)) for rank in (axis.rank, source))):
+        apart = (mine - theirs) * half
+        if apart == 0:
+            met.append((_part(i, half), _part(j, half), Seen(True, window) if window < half else CAUSAL))
+        elif 0 < apart < window + half - 1:
+            last, first = min(half, window + half - 1 - apart), max(0, apart - window + 1)
+            seen = Seen(False, window, apart - first) if apart - first + last > window else EVERYTHING
+            met.append((_part(i, half, last=last), _part(j, half, first=first), seen))
+    return met
+
+
+def _part(which: int, half: int, first: int = 0, last: int | None = None) -> slice:
+    """From the first to before the last token of a part."""
+    return slice(which * half + first, which * half + (half if last is None else last))
+
+
+def _seen_within(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Queries see the keys of their own document, by their places in the sequence: [batch, queries, keys]."""
+    seen = documents[:, queries, None] == documents[:, None, keys]
+    seen &= documents[:, None, keys] >= 0
+    back = queries[:, None] - keys
+    seen &= back >= 0
+    return seen if window is None else seen & (back < window)
 
 
 def positions_of(n: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
     """The places in the whole sequence of the `n` tokens that a rank holds."""
     half = n // 2
     places = torch.arange(half, device=device)
-    return torch.cat((places + rank * half, places + (2 * size - 1 - rank) * half))
+    return torch.cat([places + part * half for part in parts_of(size, rank)])
 
 
-def _widen(value: Tensor, where: slice, n: int) -> Tensor:
-    wide = value.new_zeros((*value.shape[:2], n, value.shape[3]))
-    wide[:, :, where] = value
-    return wide
+def parts_of(size: int, rank: int) -> tuple[int, int]:
+    """Which of the 2 * `size` parts of a sequence a rank holds."""
+    return rank, 2 * size - 1 - rank
+
+
+def _with_keys(so_far: Tensor | None, o: Tensor, lse: Tensor, rows: slice, n: int) -> Tensor:
+    """Attention so far with that of some of the `n` queries to further keys. Changes what was so far."""
+    if so_far is None and o.shape[2] == n:
+        return torch.cat((o.float(), lse.unsqueeze(-1)), -1)
+    if so_far is None:
+        so_far = lse.new_zeros(*o.shape[:2], n, o.shape[3] + 1)
+        so_far[..., -1] = -torch.inf
+    part = so_far[:, :, rows]
+    merged, both = merge(part[..., :-1], part[..., -1], o, lse)
+    part[..., :-1], part[..., -1] = merged, both
+    return so_far
+
+
+class _Sum:
+    """Gradients of parts of a value [batch, heads, n, head_dim], added up; zeros where there are none."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._total: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        return torch.zeros_like(self._value) if self._total is None else self._total
+
+    def add(self, part: Tensor, where: slice) -> None:
+        if self._total is None and part.shape == self._value.shape:
+            self._total = part
+            return
+        self._total = self.total
+        self._total[:, :, where] += part

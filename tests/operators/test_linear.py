@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_helix.operators.base import Call
 from hf_helix.operators.linear import Linear
@@ -19,6 +20,15 @@ def make(outputs: tuple[int, ...], bias: bool) -> list[nn.Linear]:
     return [nn.Linear(FEATURES, n, bias=bias, dtype=torch.float64) for n in outputs]
 
 
+def make_transposed(outputs: tuple[int, ...]) -> list[Any]:
+    """Their weights are [in, out]."""
+    torch.manual_seed(0)
+    linears = [Conv1D(n, FEATURES).double() for n in outputs]
+    for linear in linears:
+        nn.init.normal_(linear.bias)
+    return linears
+
+
 def values(count: int = 1) -> list[Tensor]:
     """[sequence, batch, features] for `count` micro-batches."""
     return list(torch.randn(count, 5, 3, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
@@ -26,7 +36,8 @@ def values(count: int = 1) -> list[Tensor]:
 
 def directions(linears: list[nn.Linear], seed: int = 2) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(5, 3, linear.out_features, dtype=torch.float64, generator=generator) for linear in linears]
+    sizes = [linear.nf if isinstance(linear, Conv1D) else linear.out_features for linear in linears]
+    return [torch.randn(5, 3, size, dtype=torch.float64, generator=generator) for size in sizes]
 
 
 def new_call(training: bool = True) -> Call:
@@ -54,15 +65,16 @@ def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["bias", "no bias", "transposed"])
 @pytest.mark.parametrize("outputs", [(4,), (4, 2, 2), (6, 1)])
-def test_equals_autograd_over_two_micro_batches(outputs: tuple[int, ...], bias: bool) -> None:
+def test_equals_autograd_over_two_micro_batches(outputs: tuple[int, ...], kind: str) -> None:
     """Both W run after both I, in micro-batch order, and read only what their own forward kept."""
-    linears = make(outputs, bias)
+    transposed = kind == "transposed"
+    linears = make_transposed(outputs) if transposed else make(outputs, bias=kind == "bias")
     expected = [by_autograd(linears, v, directions(linears, k)) for k, v in enumerate(values(2))]
     expected_gradients = take_gradients(linears)
 
-    operator, calls = Linear(linears), [new_call(), new_call()]
+    operator, calls = Linear(linears, transposed=transposed), [new_call(), new_call()]
     found_outputs = [operator.forward(call, v) for call, v in zip(calls, values(2), strict=True)]
     of_inputs = [operator.input_gradient(call, *directions(linears, k)) for k, call in enumerate(calls)]
     assert all(parameter.grad is None for linear in linears for parameter in linear.parameters())

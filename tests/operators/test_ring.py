@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +12,8 @@ from torch import Tensor
 from hf_helix.adapters.sequence import SequenceCut, documents_of
 from hf_helix.operators.attention import Exact, Kernel, TorchCpu, kernel_for
 from hf_helix.operators.base import Call
-from hf_helix.operators.collectives import Axis, SilentTransport
-from hf_helix.operators.ring import DOCUMENTS, Block, Blocks, Join, positions_of
+from hf_helix.operators.ring import DOCUMENTS, Block, Blocks, Join, positions_of, visible
+from hf_helix.operators.transport import Axis, SilentTransport
 
 SCALE = 0.3
 KERNELS = {"exact": Exact, "torch": TorchCpu}
@@ -38,7 +41,12 @@ def whole(q: Tensor, k: Tensor, v: Tensor, do: Tensor, hidden: Tensor | None) ->
 
 
 def by_blocks(
-    kernel: Kernel, size: int, tensors: tuple[Tensor, ...], documents: Tensor | None, gathered: bool
+    kernel: Kernel,
+    size: int,
+    tensors: tuple[Tensor, ...],
+    documents: Tensor | None,
+    gathered: bool,
+    window: int | None = None,
 ) -> list[Tensor]:
     """The same as every rank in turn would do it, with what the others would send at hand."""
     q, k, v, do = tensors
@@ -54,10 +62,10 @@ def by_blocks(
         join = Join()
         call = Call(side, 0, True)
         if gathered:
-            blocks = Blocks(kernel, axis, SCALE)
+            blocks = Blocks(kernel, axis, SCALE, window)
             so_far = blocks.forward(call, q[:, :, mine], torch.cat(kv))
         else:
-            ring = [Block(kernel, axis, distance, SCALE) for distance in range(size)]
+            ring = [Block(kernel, axis, distance, SCALE, window) for distance in range(size)]
             so_far = ()
             for block in ring:
                 so_far = block.forward(call, q[:, :, mine], kv[block.source], *so_far)
@@ -108,6 +116,60 @@ def test_blocks_equal_the_whole(
     expected = whole(*tensors, hidden)
     for mine, theirs in zip(by_blocks(KERNELS[kernel](), size, tensors, found, gathered), expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 9, 100])  # parts have four tokens
+@pytest.mark.parametrize("packed", [False, True])
+def test_windows_equal_the_whole(packed: bool, window: int, size: int, kernel: str, gathered: bool) -> None:
+    length = 8 * size
+    tensors = make(4, 2, length)
+    places = torch.arange(length)
+    hidden = (places[:, None] - places >= window).expand(2, -1, -1)
+    documents = None
+    if packed:
+        documents = (places >= 6).long().expand(2, -1)
+        hidden = hidden | (documents[:, :, None] != documents[:, None, :])
+    found = by_blocks(KERNELS[kernel](), size, tensors, documents, gathered, window)
+    for mine, theirs in zip(found, whole(*tensors, hidden), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 6, 8])
+def test_meetings_are_the_pairs_that_see_each_other(n: int, size: int) -> None:
+    """Each pair in one meeting, and no query or key in one that it has no part in."""
+    for window in (None, *range(1, n * size + 2)):
+        for rank, source in product(range(size), repeat=2):
+            queries, keys = (positions_of(n, size, place) for place in (rank, source))
+            back = queries[:, None] - keys
+            expected = (back >= 0) if window is None else (back >= 0) & (back < window)
+            found = torch.zeros(n, n, dtype=torch.int)
+            for rows, columns, seen in visible(n, Axis(SilentTransport(size, rank)), source, {}, window):
+                hidden = seen.hides(rows.stop - rows.start, columns.stop - columns.start, torch.device("cpu"))
+                part = torch.ones_like(found[rows, columns]) if hidden is None else (~hidden).int()
+                assert window is None or bool(part.any(0).all() and part.any(1).all())
+                found[rows, columns] += part
+            assert torch.equal(found, expected.int())
+
+
+def test_what_a_window_hides_is_not_computed() -> None:
+    class Counting(Exact):
+        calls = 0
+
+        def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+            self.calls += 1
+            return super().forward(*inputs)
+
+    kernel = Counting()
+    q, k, v, _ = make(2, 2, 8)
+    block = Block(kernel, Axis(SilentTransport(4, 3)), 3, SCALE, window=5)  # parts 3 and 4 of 8, with parts 0 and 7
+    before = torch.randn(2, 2, 8, 9)
+    (after,) = block.forward(Call({}, 0, True), q, torch.stack((k, v)), before)
+    assert kernel.calls == 0
+    assert torch.equal(after, before)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

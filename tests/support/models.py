@@ -5,13 +5,106 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+    TrainingArguments,
+)
 
 VOCABULARY = 131  # divides by nothing
+EVEN = {"intermediate_size": 40}  # the grouped GEMMs of torch need rows of 16 bytes
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+
+
+def tiny(family: str = "llama", **changes: Any) -> PreTrainedModel:
+    """The tiny model of a family."""
+    return FAMILIES[family](**changes)
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:
     """A tiny Llama in fp32 whose sizes do not divide evenly where they need not."""
+    return made(LlamaForCausalLM, LlamaConfig, changes)
+
+
+def mistral(**changes: Any) -> MistralForCausalLM:
+    """With a window on every layer."""
+    return made(MistralForCausalLM, MistralConfig, {"sliding_window": 7, **changes})
+
+
+def qwen2(**changes: Any) -> Qwen2ForCausalLM:
+    """With a window on all layers but the first."""
+    return made(Qwen2ForCausalLM, Qwen2Config, {**WINDOWS, **changes})
+
+
+def qwen3(**changes: Any) -> Qwen3ForCausalLM:
+    """With a window on all layers but the first, and heads that are wider together than the model."""
+    return made(Qwen3ForCausalLM, Qwen3Config, {"head_dim": 12, **WINDOWS, **changes})
+
+
+def starcoder2(**changes: Any) -> Starcoder2ForCausalLM:
+    """No family of the package: the one that `docs/adding_a_model.md` adds."""
+    options = {"sliding_window": 7, "bos_token_id": 1, "eos_token_id": 2, **changes}
+    return made(Starcoder2ForCausalLM, Starcoder2Config, options)
+
+
+def gpt2(**changes: Any) -> GPT2LMHeadModel:
+    """Without dropout, which the unsplit model would draw otherwise."""
+    dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    return made(
+        GPT2LMHeadModel, GPT2Config, {"n_inner": 57, "bos_token_id": 1, "eos_token_id": 2, **dropout, **changes}
+    )
+
+
+def gpt_neox(**changes: Any) -> GPTNeoXForCausalLM:
+    """With parallel residuals and a rope on a part of each head."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return made(GPTNeoXForCausalLM, GPTNeoXConfig, {"rope_parameters": rope, **changes})
+
+
+def mixtral(**changes: Any) -> MixtralForCausalLM:
+    return made(MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, **EVEN, **changes})
+
+
+def qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
+    """The first layer has no experts."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]}
+    return made(Qwen3MoeForCausalLM, Qwen3MoeConfig, {"head_dim": 8, **experts, **changes})
+
+
+def phimoe(random: bool = False, **changes: Any) -> PhimoeForCausalLM:
+    """Routers choose as in evaluation unless `random`: what they draw depends on how the tokens are spread."""
+    biases = {"attention_bias": True, "lm_head_bias": True}
+    model = made(PhimoeForCausalLM, PhimoeConfig, {"num_local_experts": 4, **EVEN, **biases, **changes})
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.mlp.router.weight, std=0.5)  # far from ties
+        if not random:
+            layer.mlp.router.eval().train = lambda mode=True, router=layer.mlp.router: router
+    return model
+
+
+def made(model: type, config: type[PretrainedConfig], changes: dict[str, Any]) -> Any:
+    """A tiny decoder in fp32."""
+    changes = dict(changes)
     attention = changes.pop("attn_implementation", "sdpa")
     options = {
         "vocab_size": VOCABULARY,
@@ -26,12 +119,26 @@ def llama(**changes: Any) -> LlamaForCausalLM:
         **changes,
     }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**options))
+    model = model(config(**options))
     with torch.no_grad():  # biases and norms start as constants, which would hide mistakes
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
     return model
+
+
+FAMILIES = {
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "llama": llama,
+    "mistral": mistral,
+    "mixtral": mixtral,
+    "phimoe": phimoe,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+    "starcoder2": starcoder2,
+}
 
 
 def sequences(

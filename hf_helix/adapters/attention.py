@@ -1,0 +1,181 @@
+"""Attention as families share it: heads apart, the masks of Transformers, its attention interface.
+
+In:   queries, keys and values [tokens, batch, heads * head_dim] of this rank's heads; masks and positions of a batch.
+Out:  the output of attention in the same layout.
+Must hold: what the attention module's own `forward` computes, for every attention implementation; a window reaches
+from a token over as many tokens up to itself, padding counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.utils.logging import get_logger
+
+from hf_helix.adapters.builder import ATTENTION, Builder
+from hf_helix.operators.attention import Exact, kernel_for
+
+logger = get_logger(__name__)
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values [batch, heads, tokens, head_dim]."""
+
+Window = int | None
+"""How many tokens a layer looks back on, itself included; None for all."""
+
+
+class Attention:
+    """What lies between the projections of an attention layer, as one function over this rank's heads.
+
+    Attention itself never sees the padding that makes the sequence divide: a row that may attend to nothing (padding
+    on the left) averages over all keys in some implementations.
+
+    Args:
+        module: the attention module of Transformers.
+        heads: from what the projections give (queries, keys and values, or all in one) and, where there is a rope,
+            cosines and sines of the positions, to what meets in attention.
+        window: of the layer; side input `masks` has a mask for it.
+        eager: what the module falls back on.
+        dropout: of the module.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        heads: Callable[..., Heads],
+        window: Window = None,
+        eager: Callable[..., Any] = eager_attention_forward,
+        dropout: float | None = None,
+    ) -> None:
+        self.module = module
+        self.heads = heads
+        self.window = window
+        self.eager = eager
+        self.dropout = module.attention_dropout if dropout is None else dropout
+
+    def __call__(self, *values: Tensor, masks: dict[Window, Any], positions: Tensor, **rope: Tensor) -> Tensor:
+        padded, length = values[0].shape[0], positions.shape[-1]
+        heads = self.heads(*(value[:length] for value in values), **rope)
+        dropout = self.dropout if self.module.training else 0.0
+        out = attend(
+            self.module, *heads, masks[self.window], positions, window=self.window, eager=self.eager, dropout=dropout
+        )
+        return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
+
+
+def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, uses: Sequence[nn.Module] = ()) -> str:
+    """Declare attention of a layer, over a sequence that this rank has for itself or shares.
+
+    Args:
+        values: what the projections give.
+        rope: whether `attention.heads` takes side inputs `cos` and `sin`.
+        uses: the submodules whose parameters `attention.heads` reads.
+    """
+    module, side = attention.module, ("cos", "sin") if rope else ()
+    if b.cp.size == 1:
+        return b.local(
+            "attention",
+            attention,
+            *values,
+            side=(*side, "masks", "positions"),
+            uses=uses,
+            on_shard=True,
+            draws=lambda: module.training and attention.dropout > 0,
+            effort=ATTENTION,
+        )
+
+    def rotate(*values: Tensor, **rope: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = attention.heads(*values, **rope)
+        return q.contiguous(), torch.stack((k, v))
+
+    made = ("attention.q", "attention.kv")
+    q, kv = b.local_outputs("attention.rotate", rotate, made, *values, side=side, uses=uses, on_shard=True)
+    kernel = kernel_for(module.config._attn_implementation, next(module.parameters()).device)
+    return b.shared_attention("attention", q, kv, kernel, module.scaling, attention.window)
+
+
+def check_shared(model: Any, option: str = "attention_dropout") -> None:
+    """Raise ValueError if attention cannot run over a sequence that ranks share; warn where it will need much room.
+
+    Args:
+        option: the model's name for dropout of attention.
+    """
+    implementation, dropout = model.config._attn_implementation, getattr(model.config, option)
+    if isinstance(kernel_for(implementation, model.device), Exact) and implementation != "eager":
+        logger.warning(
+            f"attention over a cut sequence is written out on {model.device.type}, with room for all products of "
+            "queries and keys; attn_implementation='flash_attention_2' needs less"
+        )
+    if dropout > 0:
+        raise ValueError(
+            f"{option}={dropout} is not built for a sequence that ranks share; "
+            f"with cp_size above 1 load the model with {option}=0.0"
+        )
+
+
+def attend(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any,
+    positions: Tensor,
+    *,
+    window: Window = None,
+    eager: Callable[..., Any] = eager_attention_forward,
+    dropout: float = 0.0,
+) -> Tensor:
+    """The attention interface of Transformers: [batch, heads, tokens, head_dim] to [tokens, batch, heads * head_dim].
+
+    Args:
+        module: the attention module; its configuration names the implementation.
+        eager: what that module falls back on.
+    """
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    out, _ = interface(
+        module,
+        q,
+        k,
+        v,
+        mask,
+        dropout=dropout,
+        scaling=module.scaling,
+        sliding_window=window,
+        position_ids=positions,
+    )
+    return out.flatten(2).transpose(0, 1)
+
+
+def causal_masks(
+    model: Any, windows: Iterable[Window], ids: Tensor, mask: Tensor | None, positions: Tensor
+) -> dict[Window, Any]:
+    """For each window the mask that Transformers would make: a tensor, None, or what the implementation takes."""
+    embeddings = like_embeddings(model, ids)
+    made = {}
+    for window in set(windows):
+        create = create_causal_mask if window is None else create_sliding_window_causal_mask
+        made[window] = create(
+            config=model.config,
+            inputs_embeds=embeddings,
+            attention_mask=mask,
+            past_key_values=None,
+            position_ids=positions,
+        )
+    return made
+
+
+def by_heads(value: Tensor, head_dim: int) -> Tensor:
+    """[tokens, batch, heads * head_dim] to [batch, heads, tokens, head_dim]."""
+    return value.unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
+
+
+def like_embeddings(model: Any, ids: Tensor) -> Tensor:
+    """A tensor of which only shape, type and device are read."""
+    return model.get_input_embeddings().weight.new_empty(()).expand(*ids.shape, 1)

@@ -1,0 +1,336 @@
+"""The builder that a declaration writes to.
+
+In:   the submodules of one part of a Transformers model, and the axes that it is cut over.
+Out:  a unit: the operators in order, and how every parameter is cut.
+Must hold: a declaration says the forward pass once, in order; with one rank the collectives are simply absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_helix.operators.attention import Kernel
+from hf_helix.operators.base import Tensors
+from hf_helix.operators.collectives import Gather, GatherReplicated, Scatter
+from hf_helix.operators.experts import RouterMeter
+from hf_helix.operators.linear import Linear, Projection
+from hf_helix.operators.local import Add, Segment, SumOfGradients
+from hf_helix.operators.ring import Block, Blocks, Join, Step
+from hf_helix.operators.transport import Axis
+from hf_helix.operators.unit import (
+    COPIED,
+    COPIED_ON_SHARDS,
+    CUT_COLUMNS,
+    CUT_ROWS,
+    Placement,
+    TensorOperator,
+    Unit,
+    cut_bounds,
+)
+from hf_helix.operators.vocabulary import cross_entropy, lookup, token_statistics
+from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator
+
+GEMM = 4.0
+ATTENTION = 4.0
+TRANSFER = 4.0
+LIGHT = 1.0
+
+RING, ALL_GATHER = "ring", "all_gather"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The axes that a model is cut over, and how.
+
+    Attributes:
+        tp: of tensor and sequence parallelism.
+        cp: of context parallelism.
+        experts: that tokens go to their experts over: the ranks of expert parallelism and of tp together.
+        cp_method: see `HelixConfig`.
+        capacity_factor: `HelixConfig.expert_capacity_factor`.
+    """
+
+    tp: Axis = field(default_factory=Axis.single)
+    cp: Axis = field(default_factory=Axis.single)
+    experts: Axis = field(default_factory=Axis.single)
+    cp_method: str = RING
+    capacity_factor: float | None = None
+
+    @property
+    def ep_size(self) -> int:
+        return self.experts.size // self.tp.size
+
+
+class Builder:
+    """Collects the operators of one unit. Values are names; every method returns the names it writes."""
+
+    def __init__(self, name: str, label: str, sharing: Sharing, *, repeats: bool = False) -> None:
+        self.name = name
+        self.label = label
+        self.sharing = sharing
+        self.tp = sharing.tp
+        self.cp = sharing.cp
+        self.repeats = repeats
+        self.meters: list[RouterMeter] = []
+        self._declared: list[Operator] = []
+        self._operators: dict[str, TensorOperator] = {}
+        self._placements: dict[nn.Parameter, Placement] = {}
+        self._inputs: list[str] = []
+
+    def input(self, name: str) -> str:
+        """A value that enters the unit."""
+        self._inputs.append(name)
+        return name
+
+    def local(
+        self,
+        name: str,
+        function: Callable[..., Tensor | Tensors],
+        *inputs: str,
+        side: Sequence[str] = (),
+        uses: Sequence[nn.Module] = (),
+        on_shard: bool = False,
+        draws: Callable[[], bool] | None = None,
+        effort: float = LIGHT,
+    ) -> str:
+        """A function of one output under autograd: a submodule, or any function.
+
+        Args:
+            uses: the submodules whose parameters a function reads.
+            on_shard: its inputs are this rank's part of the sequence or of the heads, so its parameters' gradients are
+                summed.
+            draws: see `Segment`.
+        """
+        parameters = self._parameters(function, uses, on_shard)
+        segment = Segment(function, parameters, side, draws)
+        return self.declare(name, segment, inputs, (name,), effort=effort)[0]
+
+    def local_outputs(
+        self,
+        name: str,
+        function: Callable[..., Tensors],
+        outputs: Sequence[str],
+        *inputs: str,
+        side: Sequence[str] = (),
+        uses: Sequence[nn.Module] = (),
+        on_shard: bool = False,
+        draws: Callable[[], bool] | None = None,
+        plain: Sequence[str] = (),
+    ) -> tuple[str, ...]:
+        """A function of several outputs under autograd; see `local`.
+
+        Args:
+            plain: further outputs, which have no gradient (indices).
+        """
+        segment = Segment(function, self._parameters(function, uses, on_shard), side, draws, len(plain))
+        return self.declare(name, segment, inputs, (*outputs, *plain), plain=tuple(plain), effort=LIGHT)
+
+    def add(self, name: str, left: str, right: str) -> str:
+        """Residual addition."""
+        return self.declare(name, Add(), (left, right), (name,), effort=LIGHT / 2)[0]
+
+    def dropout(self, name: str, module: nn.Dropout, value: str) -> str:
+        """Dropout, where the model has any."""
+        if module.p == 0:
+            return value
+        return self.local(name, module, value, draws=lambda: module.training)
+
+    def column_parallel(
+        self, name: str, linears: Mapping[str, Projection], value: str, blocks: int = 1
+    ) -> tuple[str, ...]:
+        """Linears over the whole sequence, each cut by its output features; one output per linear.
+
+        Args:
+            blocks: equal parts of the output features that are cut each by itself, see `Placement`.
+        """
+        for linear in linears.values():
+            _require_plain(linear, self.label)
+            self.place([linear.weight], replace(CUT_COLUMNS if _is_transposed(linear) else CUT_ROWS, blocks=blocks))
+            self.place([linear.bias], replace(CUT_ROWS, blocks=blocks))
+        outputs = tuple(f"{name}.{key}" for key in linears)
+        operator = Linear(list(linears.values()), transposed=any(map(_is_transposed, linears.values())))
+        return self.declare(name, operator, (value,), outputs, split=True, effort=GEMM * max(1, len(linears) / 2))
+
+    def row_parallel(self, name: str, linear: Projection, value: str) -> str:
+        """A linear cut by its input features; its outputs are partial sums for `scatter`."""
+        _require_plain(linear, self.label)
+        transposed = _is_transposed(linear)
+        self.place([linear.weight], CUT_ROWS if transposed else CUT_COLUMNS)
+        self.place([linear.bias], COPIED)
+        operator = Linear([linear], adds_bias=self.tp.rank == 0, transposed=transposed)
+        return self.declare(name, operator, (value,), (name,), split=True, effort=GEMM)[0]
+
+    def gather(self, name: str, value: str) -> str:
+        """This rank's part of the sequence to the whole sequence."""
+        return self._collective(name, Gather(self.tp), value)
+
+    def scatter(self, name: str, value: str) -> str:
+        """Partial sums over the whole sequence to this rank's part of their sum."""
+        return self._collective(name, Scatter(self.tp), value)
+
+    def shared_attention(
+        self, name: str, q: str, kv: str, kernel: Kernel, scale: float, window: int | None = None
+    ) -> str:
+        """Causal attention over a sequence that context-parallel ranks share, see `hf_helix.operators.ring`.
+
+        Args:
+            q: [batch, heads, tokens of this rank, head_dim].
+            kv: keys and values, [2, batch, kv heads, tokens of this rank, head_dim].
+            window: how many tokens a token looks back on, itself included; None for all.
+
+        Returns:
+            [tokens of this rank, batch, heads * head_dim].
+        """
+        kept = (f"{name}.out", f"{name}.lse")
+        size = self.cp.size
+        so_far: tuple[str, ...] = ()
+        if self.sharing.cp_method == RING:
+            for distance in range(size):
+                here = kv
+                if distance + 1 < size:
+                    kv = self._repeated(f"{name}.ring{distance + 1}", Step(self.cp), kv, TRANSFER)
+                so_far = self.declare(
+                    f"{name}.block{distance}",
+                    Block(kernel, self.cp, distance, scale, window),
+                    (q, here, *so_far),
+                    (f"{name}.part{distance}",),
+                    keeps=(q, here, *kept),
+                    effort=ATTENTION / size,
+                )
+        else:
+            kv = self._repeated(f"{name}.gather", Gather(self.cp), kv, TRANSFER * (size - 1))
+            so_far = self.declare(
+                f"{name}.blocks",
+                Blocks(kernel, self.cp, scale, window),
+                (q, kv),
+                (f"{name}.whole",),
+                keeps=(q, kv, *kept),
+                effort=ATTENTION,
+            )
+        return self.declare(f"{name}.join", Join(), so_far, kept, effort=LIGHT)[0]
+
+    def lookup(self, name: str, embedding: nn.Embedding) -> str:
+        """Token embeddings, the table cut by rows; outputs are partial sums for `scatter`. Reads side input `ids`."""
+        num_rows = embedding.weight.shape[0]
+        first, _ = cut_bounds(num_rows, self.tp.size, self.tp.rank)
+        weight: Any = embedding.weight
+        padding = embedding.padding_idx
+
+        def find(ids: Tensor) -> Tensor:
+            return lookup(ids, weight, first, num_rows, padding)
+
+        self.place([weight], CUT_ROWS)
+        return self.declare(name, Segment(find, [weight], ("ids",)), (), (name,), effort=LIGHT)[0]
+
+    def loss(self, name: str, logits: str, vocab_size: int) -> str:
+        """Cross-entropy over logits cut by vocabulary. Reads side inputs `targets` and `loss_scale`."""
+        first, _ = cut_bounds(vocab_size, self.tp.size, self.tp.rank)
+
+        def statistics(value: Tensor, targets: Tensor) -> Tensor:
+            return token_statistics(value, targets, first)
+
+        value = self.local(f"{name}.statistics", statistics, logits, side=("targets",), effort=GEMM)
+        value = self.replicate(f"{name}.gather", value, self.tp)
+        return self.local(name, cross_entropy, value, side=("targets", "loss_scale"))
+
+    def replicate(self, name: str, value: str, axis: Axis) -> str:
+        """Every rank's [1, ...] to [ranks, ...], which all use in the same way."""
+        if axis.size == 1:
+            return value
+        return self.declare(
+            name,
+            GatherReplicated(axis),
+            (value,),
+            (name,),
+            kind=axis.kind,
+            backward_kind=Kind.COMPUTE,
+            effort=LIGHT,
+        )[0]
+
+    def build(self, *outputs: str) -> Unit:
+        """The unit, once everything is declared."""
+        graphs = GraphPair.of(Graph(self.name, tuple(self._declared), tuple(self._inputs), outputs, self.repeats))
+        sums = {op.of: SumOfGradients() for op in graphs.backward.operators if op.of not in self._operators}
+        return Unit(
+            label=self.label,
+            graphs=graphs,
+            operators=self._operators | sums,
+            placements=self._placements,
+            meters=tuple(self.meters),
+        )
+
+    def _collective(self, name: str, operator: Gather | Scatter, value: str) -> str:
+        if self.tp.size == 1:
+            return value
+        return self.declare(name, operator, (value,), (name,), kind=self.tp.kind, effort=TRANSFER)[0]
+
+    def _repeated(self, name: str, operator: Step | Gather, value: str, effort: float) -> str:
+        """Communication over the context-parallel ranks that backward runs again, to keep nothing."""
+        return self.declare(name, operator, (value,), (f"{name}.kv",), kind=self.cp.kind, again=True, effort=effort)[0]
+
+    def declare(
+        self,
+        name: str,
+        operator: TensorOperator,
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+        *,
+        kind: Kind = Kind.COMPUTE,
+        split: bool = False,
+        backward_kind: Kind | None = None,
+        keeps: tuple[str, ...] = (),
+        again: bool = False,
+        plain: tuple[str, ...] = (),
+        sizes: tuple[str, ...] = (),
+        effort: float,
+    ) -> tuple[str, ...]:
+        """An operator, as in `Operator`; the names it writes."""
+        self._declared.append(
+            Operator(
+                name=name,
+                kind=kind,
+                reads=reads,
+                writes=writes,
+                split=split,
+                backward_kind=backward_kind,
+                keeps=keeps,
+                again=again,
+                plain=plain,
+                sizes=sizes,
+                effort=effort,
+            )
+        )
+        self._operators[name] = operator
+        return writes
+
+    def _parameters(self, function: object, uses: Sequence[nn.Module], on_shard: bool) -> list[nn.Parameter]:
+        """What a function under autograd differentiates, every rank with a copy."""
+        modules = [function] if isinstance(function, nn.Module) else uses
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        self.place(parameters, COPIED_ON_SHARDS if on_shard else COPIED)
+        return parameters
+
+    def place(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
+        """Say how parameters are cut."""
+        for parameter in parameters:
+            if isinstance(parameter, nn.Parameter):
+                length = 0 if placement.dim is None else parameter.shape[placement.dim]
+                self._placements[parameter] = replace(placement, length=length)
+
+
+def _is_transposed(linear: Projection) -> bool:
+    return isinstance(linear, Conv1D)
+
+
+def _require_plain(linear: Projection, label: str) -> None:
+    if type(linear) not in (nn.Linear, Conv1D):
+        raise ValueError(
+            f"{label}: a projection is a {type(linear).__module__}.{type(linear).__name__}, and this version cuts "
+            "plain torch.nn.Linear and Transformers' Conv1D only (no PEFT adapters, no quantised weights); merge the "
+            "adapters or load the model without quantisation"
+        )

@@ -1,0 +1,107 @@
+"""Experts, declared: tokens to the ranks that hold the experts chosen for them, through these, and back.
+
+In:   tokens, weights and choices of a router, and a Transformers module of experts with 3-D weights.
+Out:  the operators of `hf_helix.operators.experts`, in order; the name of the weighted sums.
+Must hold: with one rank nothing communicates; with a capacity nothing depends on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_helix.adapters.builder import GEMM, LIGHT, TRANSFER, Builder
+from hf_helix.operators.experts import (
+    Announce,
+    Collect,
+    Exchange,
+    Fill,
+    Group,
+    GroupedLinear,
+    Permute,
+    RouterMeter,
+    Unpermute,
+)
+from hf_helix.operators.unit import CUT_EXPERTS
+
+Names = tuple[str, ...]
+
+
+def declare_experts(b: Builder, h: str, weights: str, chosen: str, module: Any, meter: RouterMeter) -> str:
+    """Tokens through the experts that were chosen for them.
+
+    Args:
+        h: this rank's tokens [n, batch, hidden].
+        weights: of every token's choices [n * batch, k].
+        chosen: the experts [n * batch, k].
+        module: has `gate_up_proj` [experts, 2 * intermediate, hidden], `down_proj` and `_apply_gate`.
+    """
+    rows, places, counts = _spread(b, h, chosen, len(module.gate_up_proj), meter)
+    rows, sizes, counts = _dispatch(b, rows, counts, len(module.gate_up_proj))
+    rows = _grouped(b, "experts.up", module.gate_up_proj, rows, sizes)
+    rows = b.local("experts.act", module._apply_gate, rows)
+    rows = _grouped(b, "experts.down", module.down_proj, rows, sizes)
+    rows = _combine(b, rows, counts, len(module.gate_up_proj))
+    collect = Unpermute() if b.sharing.capacity_factor is None else Collect()
+    return b.declare("experts.unpermute", collect, (rows, weights, places), ("experts.out",), effort=LIGHT)[0]
+
+
+def _spread(b: Builder, h: str, chosen: str, num_experts: int, meter: RouterMeter) -> tuple[str, str, Names]:
+    """Rows by expert, the places they came from, and without a capacity how many each expert gets."""
+    factor = b.sharing.capacity_factor
+    spread = Permute(num_experts) if factor is None else Fill(num_experts, factor, meter)
+    plain = ("experts.places", "experts.counts")[: 2 if factor is None else 1]
+    rows, places, *counts = b.declare(
+        "experts.permute", spread, (h, chosen), ("experts.rows", *plain), plain=plain, effort=LIGHT
+    )
+    return rows, places, tuple(counts)
+
+
+def _dispatch(b: Builder, rows: str, counts: Names, num_experts: int) -> tuple[str, Names, Names]:
+    """Rows at their experts; how many each has; and how many went and came, for the way back."""
+    axis = b.sharing.experts
+    if axis.size == 1:
+        return rows, counts, counts
+    if counts:
+        arriving = ("experts.arriving",)
+        announce = Announce(axis)
+        counts += b.declare(
+            "experts.announce", announce, counts, arriving, kind=axis.kind, plain=arriving, effort=LIGHT
+        )
+    (rows,) = _exchange(b, "experts.dispatch", rows, counts, "experts.there", back=False)
+    plain = ("experts.sizes",) if counts else ()
+    group = Group(axis.size, num_experts // axis.size)
+    rows, *sizes = b.declare(
+        "experts.group", group, (rows, *counts[1:]), ("experts.sorted", *plain), plain=plain, effort=LIGHT
+    )
+    return rows, tuple(sizes), counts
+
+
+def _combine(b: Builder, rows: str, counts: Names, num_experts: int) -> str:
+    """Rows where they came from."""
+    axis = b.sharing.experts
+    if axis.size == 1:
+        return rows
+    group = Group(axis.size, num_experts // axis.size, back=True)
+    (rows,) = b.declare("experts.ungroup", group, (rows, *counts[1:]), ("experts.parted",), effort=LIGHT)
+    return _exchange(b, "experts.combine", rows, counts, "experts.back", back=True)[0]
+
+
+def _exchange(b: Builder, name: str, rows: str, counts: Names, out: str, back: bool) -> Names:
+    axis = b.sharing.experts
+    return b.declare(
+        name,
+        Exchange(axis, back),
+        (rows, *counts),
+        (out,),
+        kind=axis.kind,
+        keeps=counts,
+        sizes=counts,
+        effort=TRANSFER,
+    )
+
+
+def _grouped(b: Builder, name: str, weight: nn.Parameter, rows: str, sizes: Names) -> str:
+    b.place([weight], CUT_EXPERTS)
+    return b.declare(name, GroupedLinear(weight), (rows, *sizes), (name,), split=True, effort=GEMM)[0]
