@@ -124,6 +124,7 @@ class Bench:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from hf_helix.adapters import family_of
+        from hf_helix.adapters.builder import Sharing
         from hf_helix.checkpoint import cut_parameters
         from hf_helix.planning.profile import rough_profile
         from hf_helix.planning.rules import make_plan
@@ -148,7 +149,7 @@ class Bench:
         ).train()
         self.mesh = build_mesh(options.tp, "cpu", cp_size=CP, cross_node=["cp"])
         self.family = family_of(self.model)
-        units = self.family.units(self.model, self.mesh.tp, self.mesh.cp)
+        units = self.family.units(self.model, Sharing(self.mesh.tp, self.mesh.cp))
         streams = make_streams(torch.device("cpu"))
         self.runners: dict[tuple[str, ...], Any] = {}
         for _, without in STEPS.values():

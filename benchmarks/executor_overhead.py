@@ -36,9 +36,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_helix.adapters import family_of
+from hf_helix.adapters.builder import Sharing
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.operators.base import Call, Tensors, Work
-from hf_helix.operators.collectives import Axis, SilentTransport
+from hf_helix.operators.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph import Operator, Part
 from hf_helix.planning.profile import rough_profile
@@ -168,13 +169,14 @@ def make_window(options: argparse.Namespace, tp_size: int) -> tuple[list[Unit], 
     ids = torch.ones(1, SEQUENCE, dtype=torch.long)
     side = family.side_inputs(model, {"input_ids": ids, "labels": ids}, SequenceCut(tp_size), torch.tensor(1.0))
     window = [MicroBatch(lambda: side, (0, place)) for place in range(options.micro_batches)]
-    return family.units(model, _axis(tp_size)), window
+    return family.units(model, Sharing(_axis(tp_size))), window
 
 
 def make_runner(units: list[Unit], tp_size: int, rule: str) -> Runner:
     stage = place_units(units)
-    sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size}
-    mesh = Mesh(sizes, torch.device("cpu"), None, _axis(tp_size), Axis.single(), Pipe([0], ()), None, None, None)
+    sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
+    axis = _axis(tp_size)
+    mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0], ()), None, None, None, None)
     plan = make_plan(rule, rough_profile(stage.layout), model="LlamaForCausalLM", mesh={"tp_size": tp_size})
     return Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), seed=0)
 

@@ -222,6 +222,7 @@ class Bench:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from hf_helix.adapters import family_of
+        from hf_helix.adapters.builder import Sharing
         from hf_helix.checkpoint import cut_parameters
         from hf_helix.planning.profile import rough_profile
         from hf_helix.planning.rules import make_plan
@@ -246,7 +247,7 @@ class Bench:
         self.alternatives = build_models(self.model, 2, Path(tempfile.gettempdir()) / "model")  # see start_rank
         mesh = build_mesh(2, "cpu")
         self.family = family_of(self.model)
-        stage = place_units(self.family.units(self.model, mesh.tp))
+        stage = place_units(self.family.units(self.model, Sharing(mesh.tp)))
         cut_parameters(stage, mesh)
         streams = make_streams(torch.device("cpu"))
         plan = make_plan("sequential", rough_profile(stage.layout), model="bench", mesh={"tp_size": 2})

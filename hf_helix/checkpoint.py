@@ -3,9 +3,9 @@
 In:   a whole model on every rank; later, the cut one.
 Out:  parameters cut in place under their own names, those of other pipeline ranks emptied; ordinary safetensors in a
       folder.
-Must hold: names, types and configuration never change; `from_pretrained` loads what is saved, from any layout. The
-writing rank holds its own share and one file's tensors, and a file is no larger than the largest single unit
-(a layer, the embedding or the head).
+Must hold: names (those on disk, where Transformers has others in memory), types and configuration never change;
+`from_pretrained` loads what is saved, from any layout. The writing rank holds its own share and one file's tensors, and
+a file is no larger than the largest single unit (a layer, the embedding or the head).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from hf_helix.operators.unit import Placement, Unit
-from hf_helix.runtime.gradients import group_of
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 
@@ -47,13 +47,13 @@ def cut_parameters(stage: Stage, mesh: Mesh) -> None:
         if owners[parameter] != stage.rank:
             parameter.data = parameter.data.new_empty(0)
             parameter.requires_grad_(False)
-        elif placement.dim is not None and mesh.tp.size > 1:
-            first, last = placement.bounds(mesh.tp.size, mesh.tp.rank)
-            parameter.data = parameter.data.narrow(placement.dim, first, last - first).clone()
+        else:
+            axis = mesh.axis_of(placement)
+            parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
 
 
 def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
-    """The uncut tensor on the first rank of the batch's ranks, None on the others. Collective over these.
+    """The uncut tensor on the first of the ranks that hold a copy together, None on the others. Collective over these.
 
     The writing rank allocates the whole once, and one slice where slices do not lie in one piece.
 
@@ -63,7 +63,7 @@ def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owne
     """
     pipe = mesh.pipe
     whole = _join_slices(value.detach(), placement, mesh) if pipe.rank == owner and value is not None else None
-    if owner == 0 or mesh.tp.rank > 0:
+    if owner == 0 or mesh.axis_of(placement).rank > 0:
         return whole if pipe.rank == 0 else None
     if pipe.rank == owner:
         assert whole is not None
@@ -80,28 +80,27 @@ def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owne
 
 
 def _join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
-    """The uncut tensor on the first rank of the tensor-parallel group, None on the others. Collective over it."""
-    group = group_of(mesh.tp)
-    if group is None or placement.dim is None:
-        return value if mesh.tp.rank == 0 else None
-    ranks = dist.get_process_group_ranks(group)
-    if mesh.tp.rank > 0:
-        dist.send(value.contiguous(), ranks[0], group=group)
+    """The uncut tensor on the first rank of the axis it is cut over, None on the others. Collective over it."""
+    axis = mesh.axis_of(placement)
+    if axis.group is None or placement.dim is None:
+        return value if axis.rank == 0 else None
+    ranks = dist.get_process_group_ranks(axis.group)
+    if axis.rank > 0:
+        dist.send(value.contiguous(), ranks[0], group=axis.group)
         return None
     shape = list(value.shape)
     shape[placement.dim] = placement.length
     whole = value.new_empty(shape)
-    for rank_in_group, source in enumerate(ranks):
-        first, last = placement.bounds(mesh.tp.size, rank_in_group)
-        place = whole.narrow(placement.dim, first, last - first)
-        if rank_in_group == 0:
-            place.copy_(value)
-        elif place.is_contiguous():
-            dist.recv(place, source, group=group)
-        else:
-            arrived = place.new_empty(place.shape)
-            dist.recv(arrived, source, group=group)
-            place.copy_(arrived)
+    placement.paste(whole, value, axis.size, 0)
+    for number, source in enumerate(ranks[1:], 1):
+        places = placement.slices(whole, axis.size, number)
+        if len(places) == 1 and places[0].is_contiguous():
+            dist.recv(places[0], source, group=axis.group)
+            continue
+        shape[placement.dim] = sum(place.shape[placement.dim] for place in places)
+        arrived = whole.new_empty(shape)
+        dist.recv(arrived, source, group=axis.group)
+        placement.paste(whole, arrived, axis.size, number)
     return whole
 
 
@@ -113,18 +112,18 @@ def save_pretrained(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
     folder = Path(folder)
     names = {parameter: name for name, parameter in model.named_parameters()}
     writer = _Writer(folder, model) if rank() == 0 else None
-    if mesh.copies_group is None or dist.get_rank(mesh.copies_group) == 0:
-        units, owners = list(stage.model.values()), stage.owners
-        sizes = _whole_bytes(stage, mesh)
-        limit = max(sum(sizes[parameter] for parameter in unit.placements) for unit in units)
-        for group in _file_groups(units, sizes, limit):
-            tensors = {}
-            for parameter, placement in group.items():
+    units, owners = list(stage.model.values()), stage.owners
+    sizes = _whole_bytes(stage, mesh)
+    limit = max(sum(sizes[parameter] for parameter in unit.placements) for unit in units)
+    for group in _file_groups(units, sizes, limit):
+        tensors = {}
+        for parameter, placement in group.items():
+            if mesh.holds_first_copy(placement):
                 whole = whole_parameter(parameter, placement, mesh, owners[parameter])
                 if whole is not None:
                     tensors[names[parameter]] = whole.cpu()
-            if writer is not None:
-                writer.write(tensors)
+        if writer is not None:
+            writer.write(tensors)
     if writer is not None:
         writer.finish()
     if world_size() > 1:
@@ -144,7 +143,8 @@ class _Writer:
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         path = self.folder / f".helix-{os.getpid()}-{len(self._files)}.tmp"
-        save_file(dict(tensors), path, metadata={"format": "pt"})
+        tensors = {name: _alone(value) for name, value in revert_weight_conversion(self.model, dict(tensors)).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
         self._files.append(path)
         self._keys.append(list(tensors))
         self._bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -172,6 +172,11 @@ class _Writer:
         self.model.config.save_pretrained(self.folder)
         if getattr(self.model, "generation_config", None) is not None:
             self.model.generation_config.save_pretrained(self.folder)
+
+
+def _alone(value: Tensor) -> Tensor:
+    """A tensor that shares its memory with no other."""
+    return value.contiguous() if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
 def _file_groups(

@@ -54,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--tp_size", type=int, default=2)
     profile.add_argument("--pp_size", type=int, default=1)
     profile.add_argument("--cp_size", type=int, default=1, help="ranks that share a sequence")
+    profile.add_argument("--ep_size", type=int, default=1, help="ranks that share the experts")
+    profile.add_argument("--expert_capacity_factor", type=float, help="room of an expert; without it, none is dropped")
     profile.add_argument("--cross_node", nargs="+", choices=AXES, help="axes between hosts, if not by their names")
     profile.add_argument("--schedule", default="w", help="of the pipeline: w, dualpipe_v, 1f1b, or an action file")
     profile.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch")
@@ -127,6 +129,8 @@ def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
                 "tp_size",
                 "pp_size",
                 "cp_size",
+                "ep_size",
+                "expert_capacity_factor",
                 "schedule",
                 "batch_size",
                 "sequence_length",
@@ -139,7 +143,7 @@ def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
     ]
     if options.cross_node:
         words += ["--cross_node", *options.cross_node]
-    processes = options.tp_size * options.pp_size * options.cp_size
+    processes = options.tp_size * options.pp_size * options.cp_size * options.ep_size
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     code = subprocess.call(
         [*launcher, "-m", "hf_helix", "profile", *words],
@@ -190,6 +194,8 @@ def _measure(options: argparse.Namespace) -> None:
         options.pp_size,
         options.schedule,
         cp_size=options.cp_size,
+        ep_size=options.ep_size,
+        capacity_factor=options.expert_capacity_factor,
         cross_node=options.cross_node,
     )
     window = work.window(options.microbatches, options.batch_size, options.sequence_length)
@@ -269,7 +275,9 @@ def _made_for(profile: Profile) -> tuple[str, dict[str, int]]:
     try:
         sizes = dict(part.split("=") for part in profile.about["mesh"].split())
         found = {
-            f"{name}_size": int(sizes.get(name, 1)) for name in ("tp", "pp", "cp") if name in sizes or name == "pp"
+            f"{name}_size": int(sizes.get(name, 1))
+            for name in ("tp", "pp", "cp", "ep")
+            if name in sizes or name == "pp"
         }
         return profile.about["model"].split()[0], {"tp_size": int(sizes["tp"]), **found}
     except (KeyError, ValueError, IndexError) as error:

@@ -21,7 +21,7 @@ CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 PLANS = ("auto", "search", "greedy", "dhelix", "round_robin", "intra_batch", "sequential")
 ABLATIONS = ("local", "cross", "comm_beside_comm", "wgrad")
 CP_METHODS = ("ring", "all_gather")
-AXES = ("tp", "cp")
+AXES = ("tp", "cp", "ep")
 SCHEDULES = ("w", "dualpipe_v", "1f1b", "auto")
 
 WHERE = f"""Give the options in one of these ways (the first that is found counts):
@@ -46,7 +46,10 @@ class HelixConfig:
             2 * pp_size - 1 - r, so embedding and head are both on rank 0.
         cp_size: ranks that share a sequence (context parallelism): rank r holds the parts r and 2 * cp_size - 1 - r of
             2 * cp_size equal ones.
-        ep_size: ranks that share the experts. Only 1 so far.
+        ep_size: data-parallel ranks that share the experts of a mixture-of-experts model (expert parallelism). With
+            tp_size above 1 its ranks share them, too: each holds one of ep_size * tp_size equal parts of the experts.
+        expert_capacity_factor: the most tokens an expert takes, in parts of what it would get if all got the same;
+            more are dropped, and shapes never depend on the router. None to drop nothing, as Transformers does.
         plan: how the operators of two micro-batches are interleaved:
             `auto`: the start of the first training window is used to measure the operators, to search, and to time the
             most promising of the plans below; the fastest is kept and said;
@@ -68,7 +71,7 @@ class HelixConfig:
         shard_optimizer: keep the optimizer's states on one data-parallel rank each instead of on all (ZeRO-1).
         cp_method: how keys and values reach the ranks that share a sequence: `ring`, step by step beside the attention
             to those that are there, or `all_gather`, all at once.
-        cross_node: the axes whose ranks are on different hosts (`tp`, `cp`): their communication runs on a stream
+        cross_node: the axes whose ranks are on different hosts (`tp`, `cp`, `ep`): their communication runs on a stream
             beside that of the others. None to go by the hosts' names. Given in YAML as a list.
         profile: path of a profile made with `hf-helix profile`, to plan with instead of measuring.
         without: what plans must not use, for ablations (the paper's figure 15): `local` or `cross` (communication of
@@ -94,11 +97,17 @@ class HelixConfig:
     layers_per_stage: tuple[int, ...] | None = None
     shard_optimizer: bool = False
     cp_method: str = "ring"
+    expert_capacity_factor: float | None = None
     cross_node: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
             _check_size(name, getattr(self, name))
+        if self.shard_optimizer and self.ep_size > 1:
+            raise ValueError(
+                f"shard_optimizer=True with ep_size={self.ep_size}: data-parallel ranks hold different experts, and "
+                "torch's sharded optimizer needs the same parameters on all; use shard_optimizer=False"
+            )
         for name in ("plan", "schedule"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
@@ -110,7 +119,8 @@ class HelixConfig:
         self._check_layers()
         self._check_without()
         self._check_context()
-        self._check_built()
+        self._check_capacity()
+        self._check_files()
 
     def _check_without(self) -> None:
         if isinstance(self.without, list):
@@ -145,9 +155,19 @@ class HelixConfig:
         if not whole:
             raise TypeError(f"layers_per_stage must be a list of whole numbers, such as [4, 4, 4, 4]; got {given!r}")
 
-    def _check_built(self) -> None:
-        if self.ep_size > 1:
-            raise ValueError(f"ep_size={self.ep_size} is not built yet; use ep_size=1 and tp_size or pp_size instead")
+    def _check_capacity(self) -> None:
+        factor = self.expert_capacity_factor
+        if factor is None:
+            return
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise TypeError(f"expert_capacity_factor must be a number, such as 1.25, or None; got {factor!r}")
+        if not factor >= 1:
+            raise ValueError(
+                f"expert_capacity_factor={factor} leaves less room than the chosen experts of all tokens need, however "
+                "evenly they are chosen; use 1.0 or more, such as 1.25, or None to drop nothing"
+            )
+
+    def _check_files(self) -> None:
         if self.profile is not None and not isinstance(self.profile, str):
             raise TypeError(
                 f"profile={self.profile!r} must be a path as a string, of a file made with "
@@ -173,6 +193,11 @@ class HelixConfig:
     def ranks_per_batch(self) -> int:
         """How many ranks work on the same batch."""
         return self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def communicates(self) -> bool:
+        """Whether operators do."""
+        return self.ranks_per_batch * self.ep_size > 1
 
     @classmethod
     def from_mapping(cls, options: object, source: str) -> HelixConfig:

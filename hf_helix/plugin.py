@@ -56,7 +56,8 @@ class HelixPlugin(ParallelismConfig):
         """The mesh of this run, built on first use. Collective."""
         if self.mesh is None:
             config = self.config
-            self.mesh = build_mesh(config.tp_size, device, config.pp_size, config.cp_size, config.cross_node)
+            sizes = config.pp_size, config.cp_size, config.ep_size
+            self.mesh = build_mesh(config.tp_size, device, *sizes, config.cross_node)
         return self.mesh
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:

@@ -12,6 +12,7 @@ sum of its losses, the others return zero.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 import time
@@ -27,10 +28,14 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils.logging import get_logger
 
 from hf_helix.adapters import family_of
+from hf_helix.adapters.builder import Sharing
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters, save_pretrained
 from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.model_card import write_card
 from hf_helix.operators.collectives import prepare_all_gather
+from hf_helix.operators.experts import SHARD_TOKENS
+from hf_helix.operators.unit import cut_bounds
 from hf_helix.planning.pipeline import AUTO
 from hf_helix.planning.plan import Plan
 from hf_helix.planning.schedule import format_schedule
@@ -45,6 +50,7 @@ from hf_helix.runtime.liveness import start_watch, watched
 from hf_helix.runtime.measure import Overlap, measure_overlap, over_ranks, trace_window
 from hf_helix.runtime.memory import peak_bytes
 from hf_helix.runtime.mesh import Mesh, world_size
+from hf_helix.runtime.routers import router_entries
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.sharding import ShardedOptimizer
 from hf_helix.runtime.stage import place_units
@@ -178,8 +184,9 @@ class HelixTrainerMixin:
         config, tp_size = self.helix_config, self._mesh.tp.size
         name = type(model).__name__
         self._tuner = Tuner(config, name, describe(model, self._mesh))
-        made = self._family.units(model, self._mesh.tp, self._mesh.cp, config.cp_method)
-        units = [unit.without(config.without) for unit in made]
+        mesh = self._mesh
+        sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, config.cp_method, config.expert_capacity_factor)
+        units = [unit.without(config.without) for unit in self._family.units(model, sharing)]
         check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
         stage = place_units(
             units,
@@ -237,7 +244,7 @@ class HelixTrainerMixin:
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode, too
-        batches = [self._prepare_inputs(batch) for batch in window]  # type: ignore[attr-defined]
+        batches = self._share_lengths([self._prepare_inputs(batch) for batch in window])  # type: ignore[attr-defined]
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self._mesh.batch_group)
         microbatches = [
@@ -248,6 +255,17 @@ class HelixTrainerMixin:
         self.runner = self._tuner.decide(self.runner, microbatches)
         losses = self._train_window(microbatches, length=max(batch["input_ids"].shape[-1] for batch in batches))
         return torch.stack(losses).sum()
+
+    def _share_lengths(self, batches: list[Any]) -> list[Any]:
+        """With a capacity, experts take as many rows of every rank, so the longest batch of all counts. Collective."""
+        group = self._mesh.experts.group
+        if self.helix_config.expert_capacity_factor is None or group is None:
+            return batches
+        sizes = [(len(batch["input_ids"]), self._cut.padded(batch["input_ids"].shape[1])) for batch in batches]
+        ranks = self._cut.tp_size * self._cut.cp_size
+        tokens = torch.tensor([rows * length // ranks for rows, length in sizes], device=self._mesh.device)
+        dist.all_reduce(tokens, dist.ReduceOp.MAX, group=group)
+        return [{**batch, SHARD_TOKENS: most} for batch, most in zip(batches, tokens.tolist(), strict=True)]
 
     def _train_window(self, window: list[MicroBatch], length: int) -> list[Tensor]:
         """Train, counted for the logs; the first window after each log is traced."""
@@ -269,7 +287,9 @@ class HelixTrainerMixin:
         """As the stock method, with the scorecard beside the training loss."""
         if "loss" in logs:
             tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
-            logs = {**logs, **self._live.entries(self._last_alone or tuned)}
+            capped = self.helix_config.expert_capacity_factor is not None
+            routers = router_entries(self.runner.whole, self._mesh, capped)
+            logs = {**logs, **self._live.entries(self._last_alone or tuned), **routers}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _microbatch(self, batch: Mapping[str, Any], num_items: Any, key: tuple[int, int]) -> MicroBatch:
@@ -278,7 +298,8 @@ class HelixTrainerMixin:
         averages = self.args.average_tokens_across_devices
         factor = self._mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
         scale = torch.as_tensor(factor / num_items, dtype=torch.float32, device=self.args.device)
-        prepare = functools.partial(self._family.side_inputs, self.model, batch, self._cut, scale)
+        whole = self._mesh.dp_size if averages else 1.0
+        prepare = functools.partial(self._family.side_inputs, self.model, batch, self._cut, scale, whole)
         ids = batch["input_ids"]
         return MicroBatch(prepare, key, num_tokens=ids.numel(), shape=" x ".join(map(str, ids.shape)))
 
@@ -329,7 +350,7 @@ class HelixTrainerMixin:
         items = 1 if num_items is None else num_items
         pieces = [
             self._microbatch(piece, items, (self.state.global_step, place))
-            for place, piece in enumerate(self._pieces(batch))
+            for place, piece in enumerate(self._share_lengths(self._pieces(batch)))
         ]
         with torch.no_grad():
             loss, logits = self.runner.evaluate(pieces, keep_logits=not prediction_loss_only)
@@ -339,8 +360,10 @@ class HelixTrainerMixin:
         length = batch["input_ids"].shape[1]
         return found, self._whole_logits(logits)[:, :length], labels
 
-    def _pieces(self, batch: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    def _pieces(self, batch: Mapping[str, Any]) -> list[Any]:
         """The rows of a batch in as many micro-batches as keep every rank of the pipeline and two strands busy."""
+        if not self._family.loss_adds_up(self.model):
+            return [batch]
         rows = len(batch["input_ids"])
         most = min(rows, self.runner.scheduler.most or rows)
         count = min(most, 2 * self._mesh.pipe.size) if self._mesh.batch_group is not None else 1
@@ -363,7 +386,7 @@ class HelixTrainerMixin:
         if tp.size > 1:
             stage = self.runner.stage
             head = stage.model[stage.head].placements[self.model.get_output_embeddings().weight]
-            lengths = [last - first for first, last in (head.bounds(tp.size, r) for r in range(tp.size))]
+            lengths = [last - first for first, last in (cut_bounds(head.length, tp.size, r) for r in range(tp.size))]
             padded = nn.functional.pad(logits, (0, max(lengths) - logits.shape[-1]))
             gathered, work = prepare_all_gather(tp, padded)
             work()
@@ -409,6 +432,13 @@ class HelixTrainerMixin:
             if processing is not None:
                 processing.save_pretrained(folder)
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As the stock method, with the tag `hf_helix` and a section on the run. Not collective: rank 0 writes."""
+        if self.is_world_process_zero():  # type: ignore[attr-defined]
+            stock = super().create_model_card  # type: ignore[misc]
+            given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
+            write_card(self, stock, given, self._last_alone)
 
 
 class HelixTrainer(HelixTrainerMixin, Trainer):

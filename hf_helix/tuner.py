@@ -45,7 +45,7 @@ TUNED_MICROBATCHES = 4  # for each rank of the pipeline: enough to see the stead
 def describe(model: Any, mesh: Mesh) -> dict[str, str]:
     """What measurements of a model are for; before it is cut."""
     weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in model.named_parameters()]
-    shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp")]
+    shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp", "ep")]
     digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
     return {
         "model": f"{type(model).__name__} {digest}",
@@ -87,7 +87,7 @@ class Tuner:
         self.tuning: Tuning | None = None
         self._model = model
         self._mesh = {name: getattr(config, name) for name in ("tp_size", "pp_size")}
-        self._mesh |= {"cp_size": config.cp_size} if config.cp_size > 1 else {}
+        self._mesh |= {name: getattr(config, name) for name in ("cp_size", "ep_size") if getattr(config, name) > 1}
         self._about = about
         self._said_untuned = False
         self.scheduler = Scheduler(config.schedule, config.pp_size)
@@ -111,7 +111,7 @@ class Tuner:
             return load_plan(name, layout.graphs, model=self._model, mesh=self._mesh)
         if name in MEASURED and profile is None:
             # One rank has nothing to hide, and one strand at a time is kinder to the caches.
-            name = UNMEASURED if self.config.ranks_per_batch > 1 else BASELINE
+            name = UNMEASURED if self.config.communicates else BASELINE
         if name == "auto":
             name = UNMEASURED
         plans = make_plans([name], profile or rough_profile(layout), model=self._model, mesh=self._mesh)
@@ -137,7 +137,7 @@ class Tuner:
     def _is_settled(self) -> bool:
         rules = MEASURED.get(self.config.plan)
         known = self.config.plan != "auto" and self.config.profile is not None
-        return rules is None or known or self.tuning is not None or self.config.ranks_per_batch == 1
+        return rules is None or known or self.tuning is not None or not self.config.communicates
 
     def _given_profile(self, layout: Layout) -> Profile | None:
         if self.config.profile is None:

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_helix.adapters import family_of
-from hf_helix.adapters.base import RING
+from hf_helix.adapters.builder import RING, Sharing
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters
 from hf_helix.planning.profile import rough_profile
@@ -49,16 +49,19 @@ class Workload:
         mesh: Mesh | None = None,
         cp_size: int = 1,
         cp_method: str = RING,
+        ep_size: int = 1,
+        capacity_factor: float | None = None,
         cross_node: Collection[str] | None = None,
     ) -> None:
         if isinstance(config, str):
             config = AutoConfig.from_pretrained(config)
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
-        self.mesh = mesh or build_mesh(tp_size, device, pp_size, cp_size, cross_node)
+        self.mesh = mesh or build_mesh(tp_size, device, pp_size, cp_size, ep_size, cross_node)
         self.about = describe(self.model, self.mesh)
         self._family = family_of(self.model)
-        units = self._family.units(self.model, self.mesh.tp, self.mesh.cp, cp_method)
+        mesh = self.mesh
+        units = self._family.units(self.model, Sharing(mesh.tp, mesh.cp, mesh.experts, cp_method, capacity_factor))
         scheduler = Scheduler(schedule, pp_size)
         empty, head_cost = self._family.empty(self.model, tp_size), self._family.head_cost(self.model)
         stage = place_units(units, self.mesh.pipe, empty, scheduler.placement, head_cost)

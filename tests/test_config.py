@@ -21,7 +21,6 @@ from hf_helix.config import (
 )
 
 SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
-UNBUILT = ("ep_size",)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +48,7 @@ def test_the_defaults_are_one_rank_and_auto():
         "layers_per_stage": None,
         "shard_optimizer": False,
         "cp_method": "ring",
+        "expert_capacity_factor": None,
         "cross_node": None,
     }
 
@@ -56,6 +56,9 @@ def test_the_defaults_are_one_rank_and_auto():
 def test_ranks_per_batch():
     assert HelixConfig(tp_size=3).ranks_per_batch == 3
     assert HelixConfig(tp_size=3, pp_size=2).ranks_per_batch == 6
+    assert HelixConfig(ep_size=2).ranks_per_batch == 1
+    assert HelixConfig(ep_size=2).communicates
+    assert not HelixConfig().communicates
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -80,10 +83,26 @@ def test_a_name_that_is_no_text_is_refused(name: str, example: str, value: objec
         HelixConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", UNBUILT)
-def test_sizes_that_are_not_built_are_refused_by_name(name: str):
-    with pytest.raises(ValueError, match=f"^{name}=2 is not built yet; use {name}=1"):
-        HelixConfig(**{name: 2})
+@pytest.mark.parametrize("factor", [1, 1.25, 8.0])
+def test_a_capacity_leaves_room_for_every_choice(factor: float):
+    assert HelixConfig(expert_capacity_factor=factor).expert_capacity_factor == factor
+
+
+@pytest.mark.parametrize("factor", [0.5, 0, -1.0, float("nan")])
+def test_a_capacity_below_what_the_choices_need_is_refused(factor: float):
+    with pytest.raises(ValueError, match=r"expert_capacity_factor=.* leaves less room.*use 1\.0 or more"):
+        HelixConfig(expert_capacity_factor=factor)
+
+
+@pytest.mark.parametrize("factor", ["1.25", True, [1.0]])
+def test_a_capacity_that_is_no_number_is_refused(factor: object):
+    with pytest.raises(TypeError, match=r"expert_capacity_factor must be a number, such as 1\.25, or None"):
+        HelixConfig(expert_capacity_factor=factor)
+
+
+def test_a_sharded_optimizer_needs_the_same_parameters_everywhere():
+    with pytest.raises(ValueError, match=r"shard_optimizer=True with ep_size=2: .*use shard_optimizer=False"):
+        HelixConfig(ep_size=2, shard_optimizer=True)
 
 
 def test_options_of_context_parallelism():
@@ -94,7 +113,7 @@ def test_options_of_context_parallelism():
         ValueError, match=r"cp_method='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"
     ):
         HelixConfig(cp_method="rings")
-    with pytest.raises(ValueError, match="cross_node='dp' is no axis; use some of tp, cp"):
+    with pytest.raises(ValueError, match="cross_node='dp' is no axis; use some of tp, cp, ep"):
         HelixConfig(cross_node=("dp",))
     with pytest.raises(TypeError, match=r"cross_node must be a list, such as cross_node=\['cp'\], or None; got 'cp'"):
         HelixConfig(cross_node="cp")

@@ -1,4 +1,4 @@
-"""Options of pipelines from files, and the configurations that the repository offers."""
+"""Options of pipelines from files."""
 
 from __future__ import annotations
 
@@ -12,29 +12,11 @@ from hf_helix.planning.fold import FOLD, LINEAR, split_layers, stage_ranks
 from hf_helix.planning.schedule import PLACEMENT_OF
 from hf_helix.runtime.mesh import check_world
 
-ROOT = Path(__file__).parents[1]
-CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-
 
 def write(folder: Path, text: str) -> Path:
     path = folder / "helix.yaml"
     path.write_text(text)
     return path
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_offered_configuration_can_run(path: Path) -> None:
-    """Its options are taken, the sizes divide its processes, and its name says them."""
-    config, launch = HelixConfig.from_file(path), yaml.safe_load(path.read_text())
-    check_world(launch["num_processes"], config.tp_size, config.pp_size, config.cp_size)
-    assert launch["use_cpu"] is path.stem.startswith("cpu")
-    assert launch["distributed_type"] == "MULTI_GPU"
-    if path.stem != "helix":
-        sizes = {"tp": config.tp_size, "pp": config.pp_size, "cp": config.cp_size}
-        assert sorted(path.stem.split("_")[1:]) == sorted(f"{name}{size}" for name, size in sizes.items() if size > 1)
-        assert launch["num_processes"] == config.ranks_per_batch
-        assert f"accelerate_configs/{path.name} recipes/pretrain.py" in path.read_text()
-        assert f"({Path('..', 'accelerate_configs', path.name)})" in (ROOT / "recipes" / "README.md").read_text()
 
 
 def test_options_of_a_pipeline_in_yaml(tmp_path: Path) -> None:

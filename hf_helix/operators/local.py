@@ -25,6 +25,7 @@ class Segment(Computation):
         parameters: what it differentiates besides its inputs.
         side: names of the micro-batch's side inputs that it takes as keywords.
         draws: returns True while the function draws random numbers (dropout); it then runs under the call's seed.
+        num_plain: how many of its outputs, the last ones, have no gradient (indices).
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class Segment(Computation):
         parameters: Sequence[torch.nn.Parameter] = (),
         side: Sequence[str] = (),
         draws: Callable[[], bool] | None = None,
+        num_plain: int = 0,
     ) -> None:
+        self.num_plain = num_plain
         self.function = function
         self.parameters = tuple(parameters)
         self.side = tuple(side)
@@ -49,7 +52,8 @@ class Segment(Computation):
             outputs = _as_tuple(self._run(call, leaves, side))
         if leaves or self._trained():
             # Only the edges are kept: an output that backward does not need is freed with its last reader.
-            call.saved = leaves, tuple(get_gradient_edge(output) for output in outputs)
+            differentiable = outputs[: len(outputs) - self.num_plain]
+            call.saved = leaves, tuple(get_gradient_edge(output) for output in differentiable)
         return tuple(output.detach() for output in outputs)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:

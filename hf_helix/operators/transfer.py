@@ -1,4 +1,4 @@
-"""Pipeline communication as operators: a value goes from one virtual stage to the next, its gradient comes back.
+"""Pipeline communication as operators: what leaves a virtual stage goes to the next, its gradients come back.
 
 In:   what leaves a stage, or nothing where it arrives.
 Out:  nothing where it leaves, or what arrived.
@@ -10,7 +10,7 @@ to the next.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from hf_helix.operators.base import Call, Communication, Tensors, Work
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph import RECEIVE, SEND, Part, transfer_graphs
 
-Empty = Callable[[Mapping[str, Any]], Tensor]
+Empty = Callable[[Mapping[str, Any]], Tensors]
 """From the side inputs of a micro-batch, room for what passes from stage to stage."""
 
 
@@ -77,15 +77,29 @@ class Transfer(Communication):
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
         forward = part is Part.F
         if inputs:
-            value = inputs[0].contiguous()
-            return (), lambda: self.passage.send(value, forward)
-        out = self.empty(call.side)
-        return (out,), lambda: self.passage.receive(out, forward)
+            values = [value.contiguous() for value in inputs]
+            return (), lambda: self.send(values, forward)
+        outputs = self.empty(call.side)
+        return outputs, lambda: self.receive(outputs, forward)
+
+    def send(self, values: Sequence[Tensor], forward: bool) -> None:
+        """Give everything that passes here to the other rank."""
+        for value in values:
+            self.passage.send(value, forward)
+
+    def receive(self, outputs: Sequence[Tensor], forward: bool) -> None:
+        """Fill room for everything that passes here."""
+        for out in outputs:
+            self.passage.receive(out, forward)
 
 
-def transfer_unit(name: str, passage: Passage, boundary: int, empty: Empty) -> Unit:
-    """The unit at one end of a passage: `send` behind stage number `boundary`, or `receive` before the next."""
+def transfer_unit(name: str, passage: Passage, boundary: int, empty: Empty, values: int = 1) -> Unit:
+    """The unit at one end of a passage: `send` behind stage number `boundary`, or `receive` before the next.
+
+    Args:
+        values: how many pass.
+    """
     assert name in (SEND, RECEIVE)
     transfer = Transfer(passage, boundary, empty)
     label = f"{name}.{boundary}"
-    return Unit(label=label, graphs=transfer_graphs()[name], operators={"transfer": transfer}, placements={})
+    return Unit(label=label, graphs=transfer_graphs(values)[name], operators={"transfer": transfer}, placements={})

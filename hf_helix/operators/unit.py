@@ -8,38 +8,61 @@ Must hold: units of the same name have equal graphs, so one order serves them al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from hf_helix.operators.base import Communication, Computation, SplitComputation
+from hf_helix.operators.experts import RouterMeter
 from hf_helix.planning.graph import GraphPair
+
+TP, EXPERTS = "tp", "experts"
 
 TensorOperator = Computation | SplitComputation | Communication
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How a parameter lies on the ranks of the tensor-parallel axis.
+    """How a parameter lies on the ranks of an axis of the mesh.
 
     Attributes:
         dim: the dimension along which it is cut; None for a copy on every rank.
         length: of that dimension in the whole parameter.
         sums_gradient: a copy whose gradient each rank sees only for its part of the sequence, to be summed.
+        blocks: equal parts of that dimension that are cut each by itself, such as queries, keys and values in one.
+        over: the axis: `tp`, or `experts`, where the ranks of a copy of the model together hold every expert once.
     """
 
     dim: int | None = None
     length: int = 0
     sums_gradient: bool = False
+    blocks: int = 1
+    over: str = TP
 
-    def bounds(self, size: int, rank: int) -> tuple[int, int]:
-        """The slice that a rank holds."""
-        return cut_bounds(self.length, size, rank)
+    def slices(self, whole: Tensor, size: int, rank: int) -> list[Tensor]:
+        """What a rank holds of a parameter that is cut: a view for each block."""
+        assert self.dim is not None
+        first, last = cut_bounds(self.length // self.blocks, size, rank)
+        return [block.narrow(self.dim, first, last - first) for block in whole.chunk(self.blocks, self.dim)]
+
+    def cut(self, whole: Tensor, size: int, rank: int) -> Tensor:
+        """The same in one piece, with memory of its own; of a copy, the whole."""
+        if self.dim is None or size == 1:
+            return whole
+        return torch.cat(self.slices(whole, size, rank), self.dim)
+
+    def paste(self, whole: Tensor, part: Tensor, size: int, rank: int) -> None:
+        """Put what a rank holds into its places in the whole."""
+        assert self.dim is not None
+        for place, block in zip(self.slices(whole, size, rank), part.chunk(self.blocks, self.dim), strict=True):
+            place.copy_(block)
 
 
 CUT_ROWS = Placement(dim=0)
 CUT_COLUMNS = Placement(dim=1)
+CUT_EXPERTS = Placement(dim=0, over=EXPERTS)
 COPIED = Placement()
 COPIED_ON_SHARDS = Placement(sums_gradient=True)
 
@@ -60,12 +83,14 @@ class Unit:
         graphs: forward and backward.
         operators: by their declared names.
         placements: each parameter with the way it is cut.
+        meters: what its routers count.
     """
 
     label: str
     graphs: GraphPair
     operators: Mapping[str, TensorOperator]
     placements: Mapping[torch.nn.Parameter, Placement]
+    meters: Sequence[RouterMeter] = ()
 
     @property
     def name(self) -> str:

@@ -5,7 +5,8 @@ In:   instructions in the order of issue (of several ranks: one rank after the o
 Out:  a `Timeline`: start and end of every instruction.
 Must hold: the same rules as the executor's. Every stream of a rank runs in the order of issue; communication starts
 once everything issued before it on the compute stream is done, a computation once the values that it reads have
-arrived; at a barrier the compute stream waits for the collectives. What a rank sends to a neighbour goes over one link
+arrived; at a barrier the compute stream waits for the collectives; nothing is issued before sizes have arrived that the
+host must know for what comes before it. What a rank sends to a neighbour goes over one link
 in order, and has arrived when it is sent. Where operators of a rank run beside each other, each goes on at its own
 slowed rate, until one of them ends.
 """
@@ -41,6 +42,8 @@ class Work:
         names: (unit name, entry).
         ranks: of each instruction, the pipeline rank that runs it; empty where there is one.
         lanes: of each instruction, what it queues on, together with its rank and stream; empty where it is 0 for all.
+        hosts: of each instruction, the one that brings sizes which the host must know to issue it, or -1; empty where
+            it is -1 for all.
     """
 
     streams: list[int]
@@ -50,6 +53,7 @@ class Work:
     names: list[tuple[str, str]]
     ranks: list[int] = field(default_factory=list)
     lanes: list[int] = field(default_factory=list)
+    hosts: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.streams)
@@ -124,6 +128,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
             work.streams.append(COMPUTE)
             work.lanes.append(0)
             work.seconds.append(0.0)
+            work.hosts.append(_NONE)
             work.needs.append(pending.pop(rank, []))
             work.entries.append(_NONE)
             continue
@@ -145,6 +150,9 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
         work.lanes.append(_lane(instruction, op, layout))
         work.seconds.append(0.0 if op.receives else times[name])
         work.needs.append(list(dict.fromkeys(needs)))
+        keys = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.sizes]
+        brought = [writers[microbatch, key] for key in keys if (microbatch, key) in writers]
+        work.hosts.append(max((each for each in brought if work.streams[each] != COMPUTE), default=_NONE))
         work.entries.append(numbers.setdefault(name, len(numbers)))
     work.names.extend(numbers)
     return work
@@ -200,8 +208,8 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
     while finished < len(order):
         for stream in streams:
             if running[stream] == _NONE and position[stream] < len(queues[stream]):
-                place, behind = queues[stream][position[stream]]
-                if done[behind] and all(done[need] for need in work.needs[place]):
+                place, behind, known = queues[stream][position[stream]]
+                if done[behind] and done[known] and all(done[need] for need in work.needs[place]):
                     running[stream], left[stream] = place, work.seconds[place]
                     starts[place] = now
                     position[stream] += 1
@@ -231,16 +239,21 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
     return Timeline(work, starts, ends)
 
 
-def _queues(work: Work, order: Sequence[int]) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Of every queue: what it runs, each with the computation issued last before it (-1: none), and its rank."""
+def _queues(work: Work, order: Sequence[int]) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
+    """Of every queue: what it runs, each with the computation issued last before it and what the host last waited for
+    (-1: none); and its rank."""
     numbers = work.queues()
-    queues: list[list[tuple[int, int]]] = [[] for _ in range(max(numbers, default=-1) + 1)]
+    queues: list[list[tuple[int, int, int]]] = [[] for _ in range(max(numbers, default=-1) + 1)]
     ranks = [0] * len(queues)
     last: dict[int, int] = {}
+    known: dict[int, int] = {}
     for place in order:
         rank, computes = work.rank(place), work.streams[place] == COMPUTE
         ranks[numbers[place]] = rank
-        queues[numbers[place]].append((place, _NONE if computes else last.get(rank, _NONE)))
+        if work.hosts and work.hosts[place] != _NONE:
+            known[rank] = work.hosts[place]
+        behind = _NONE if computes else last.get(rank, _NONE)
+        queues[numbers[place]].append((place, behind, known.get(rank, _NONE)))
         if computes:
             last[rank] = place
     return queues, ranks

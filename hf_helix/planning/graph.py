@@ -56,7 +56,9 @@ class Operator:
     read: parts of one weight's gradient add up in order. `keeps` names
     values of the forward pass that its backward reads; `again` declares communication that backward repeats, so that
     what it brings is not kept, and `waits` values that must be there although nothing of them is read, so that it does
-    so no earlier than needed. `effort` is a rough relative time.
+    so no earlier than needed. `plain` names values among `writes` that have no gradient (indices, counts); `sizes`
+    those among `reads` that say how much there is to move: the host reads them when it issues the operator.
+    `effort` is a rough relative time.
     """
 
     name: str
@@ -72,6 +74,8 @@ class Operator:
     keeps: tuple[str, ...] = ()
     again: bool = False
     waits: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
     effort: float = 1.0
 
     def __post_init__(self) -> None:
@@ -82,6 +86,11 @@ class Operator:
     def depends_on(self) -> tuple[str, ...]:
         """Every value that must exist before this operator runs."""
         return self.reads + tuple(name for name in self.adds if name is not None) + self.waits
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether there is anything to run backward."""
+        return not self.writes or set(self.writes) != set(self.plain)
 
     @property
     def receives(self) -> bool:
@@ -154,7 +163,8 @@ class Graph:
             traits = f"{op.kind.value}{' split' * op.split}{' again' * op.again}, effort {op.effort:g}"
             after = f" after {' '.join(op.after)}" if op.after else ""
             keeps = f" keeps {' '.join(op.keeps)}" if op.keeps else ""
-            lines.append(f"  {op.name} [{traits}] {' '.join(op.reads)} -> {writes}{after}{keeps}")
+            plain = f" plain {' '.join(op.plain)}" if op.plain else ""
+            lines.append(f"  {op.name} [{traits}] {' '.join(op.reads)} -> {writes}{after}{keeps}{plain}")
         return "\n".join(lines)
 
 
@@ -190,16 +200,20 @@ class GraphPair:
 SEND, RECEIVE = "send", "receive"
 
 
-def transfer_graphs() -> dict[str, GraphPair]:
+def transfer_graphs(values: int = 1) -> dict[str, GraphPair]:
     """The units between two virtual stages on different ranks: `send` ends the one, `receive` begins the other.
 
-    Backward, derived like any other, the gradient comes in at `send` and goes out at `receive`.
+    Backward, derived like any other, the gradients come in at `send` and go out at `receive`.
+
+    Args:
+        values: how many leave a layer.
     """
-    send = Operator(name="transfer", kind=Kind.PIPELINE, reads=("x",), writes=())
-    receive = Operator(name="transfer", kind=Kind.PIPELINE, reads=(), writes=("x",))
+    names = tuple(f"x{number}" for number in range(values))
+    send = Operator(name="transfer", kind=Kind.PIPELINE, reads=names, writes=())
+    receive = Operator(name="transfer", kind=Kind.PIPELINE, reads=(), writes=names)
     return {
-        SEND: GraphPair.of(Graph(SEND, (send,), ("x",), ())),
-        RECEIVE: GraphPair.of(Graph(RECEIVE, (receive,), (), ("x",))),
+        SEND: GraphPair.of(Graph(SEND, (send,), names, ())),
+        RECEIVE: GraphPair.of(Graph(RECEIVE, (receive,), (), names)),
     }
 
 
@@ -221,11 +235,15 @@ def derive_backward(graph: Graph) -> Graph:
     readers = _readers(graph)
     followers = _followers(graph)
     repeated = {value for op in graph.operators if op.again for value in op.writes}
+    plain = _plain_values(graph)
     operators = _repeats(graph, repeated)
     weights: dict[str, Operator] = {}
     for op in reversed(graph.operators):
-        gradients = tuple(f"d.{value}" for value in op.writes if readers[value] or value in graph.outputs)
-        writes, adds = _gradient_names(op, readers, graph)
+        if not op.differentiable:
+            continue
+        with_gradient = [value for value in op.writes if value not in plain]
+        gradients = tuple(f"d.{value}" for value in with_gradient if readers[value] or value in graph.outputs)
+        writes, adds = _gradient_names(op, readers, plain)
         main = replace(
             op,
             name=f"{op.name}.I" if op.split else op.name,
@@ -237,11 +255,13 @@ def derive_backward(graph: Graph) -> Graph:
             adds=adds,
             after=() if op.split else tuple(followers.get(op.name, ())),
             keeps=(),
+            plain=(),
+            sizes=tuple(value for value in op.sizes if value in op.keeps),
             # A segment's backward is about twice its forward; the parts of a split linear cost one forward each.
             effort=op.effort if op.split or op.kind.communicates else 2 * op.effort,
         )
         operators.append(main)
-        operators += _sums(op, readers)
+        operators += _sums(op, readers, plain)
         if op.split:
             after = tuple(f"{name}.W" for name in followers.get(op.name, ()))
             weights[main.name] = replace(main, name=f"{op.name}.W", part=Part.W, writes=(), adds=(), after=after)
@@ -278,7 +298,12 @@ def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
     ]
 
 
-def _sums(op: Operator, readers: Mapping[str, Sequence[Operator]]) -> list[Operator]:
+def _plain_values(graph: Graph) -> set[str]:
+    """Those without a gradient."""
+    return {value for op in graph.operators for value in op.plain}
+
+
+def _sums(op: Operator, readers: Mapping[str, Sequence[Operator]], plain: Collection[str]) -> list[Operator]:
     """The sums of gradients that are complete once the backward of `op` has run and that no other operator can make."""
     return [
         Operator(
@@ -289,7 +314,7 @@ def _sums(op: Operator, readers: Mapping[str, Sequence[Operator]]) -> list[Opera
             part=Part.B,
         )
         for value in op.reads
-        if _needs_sum(readers[value]) and readers[value][-1] is op
+        if value not in plain and _needs_sum(readers[value]) and readers[value][-1] is op
     ]
 
 
@@ -363,8 +388,16 @@ def _readers(graph: Graph) -> dict[str, list[Operator]]:
     readers: dict[str, list[Operator]] = {value: [] for op in graph.operators for value in op.writes}
     for op in reversed(graph.operators):
         for value in dict.fromkeys(op.reads):
-            readers.setdefault(value, []).append(op)
-    kept = {value for op in graph.operators for value in op.keeps}
+            readers.setdefault(value, [])
+            if op.differentiable:
+                readers[value].append(op)
+    kept = {value for op in graph.operators for value in (*op.keeps, *(() if op.differentiable else op.reads))}
+    plain = _plain_values(graph)
+    for op in graph.operators:
+        stray = [value for value in op.plain if value not in op.writes or value in graph.outputs]
+        stray += [value for value in op.sizes if value not in op.reads or value not in plain]
+        if stray:
+            raise ValueError(f"graph {graph.name!r}: operator {op.name!r} cannot have {stray} as plain values or sizes")
     for value, ops in readers.items():
         problem = None
         if ops and value in graph.outputs:
@@ -382,12 +415,14 @@ def _readers(graph: Graph) -> dict[str, list[Operator]]:
 
 
 def _gradient_names(
-    op: Operator, readers: dict[str, list[Operator]], graph: Graph
+    op: Operator, readers: Mapping[str, Sequence[Operator]], plain: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
     """What the backward of `op` writes for each of its inputs, and the partial gradient that it adds."""
     writes: list[str] = []
     adds: list[str | None] = []
     for value in op.reads:
+        if value in plain:
+            continue
         chain = [reader.name for reader in readers[value]]
         if _needs_sum(readers[value]):
             writes.append(f"d.{value}@{op.name}")

@@ -275,6 +275,8 @@ def _graph_data(graph: Graph) -> dict[str, Any]:
             "after": " ".join(op.after),
             "keeps": " ".join(op.keeps),
             "again": op.again,
+            "plain": " ".join(op.plain),
+            "sizes": " ".join(op.sizes),
             "effort": op.effort,
         }
         for op in graph.operators
@@ -300,6 +302,8 @@ def _graph_from(name: str, data: Mapping[str, Any]) -> Graph:
             after=tuple(op["after"].split()),
             keeps=tuple(op.get("keeps", "").split()),
             again=bool(op.get("again", False)),
+            plain=tuple(op.get("plain", "").split()),
+            sizes=tuple(op.get("sizes", "").split()),
             effort=float(op["effort"]),
         )
         for op in data["operators"]

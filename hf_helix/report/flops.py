@@ -49,8 +49,15 @@ class TokenFlops:
 
 
 def token_flops(model: Any) -> TokenFlops:
-    """Of a decoder model before it is cut: 6 per weight of a linear, 12 per head dimension and position attended to."""
-    linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    """Of a decoder model before it is cut: 6 per weight that a token meets, 12 per head dimension and position attended
+    to. Of a mixture of experts a token meets `num_experts_per_tok`.
+    """
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    weights = {weight for weight in model.parameters() if weight.dim() > 1} - tables
+    linear = 0.0
+    for weight in weights | {model.get_output_embeddings().weight}:
+        share = model.config.num_experts_per_tok / len(weight) if weight.dim() == 3 else 1.0
+        linear += weight.numel() * share
     config = model.config
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_helix.operators.collectives import Axis, GroupTransport
-from hf_helix.operators.unit import Placement, Unit
+from hf_helix.operators.unit import EXPERTS, TP, Placement, Unit
 from hf_helix.planning.graph import Kind
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.streams import Event, Streams
@@ -82,23 +81,27 @@ class Reduction:
         self._events = []
 
     def _reduce(self, placements: Placements) -> None:
-        tp, copies = group_of(self._mesh.tp), self._mesh.copies_group
+        tp = self._mesh.tp
         summed: list[Event] = []
-        if tp is not None:
+        if tp.group is not None:
             parts = [parameter for parameter, placement in placements.items() if placement.sums_gradient]
-            summed = self._issue(self._mesh.tp.kind, parts, tp, 1, (), "gradients.sum")
-        if copies is not None:
-            self._issue(Kind.GRADIENTS, list(placements), copies, self._mesh.dp_size, summed, "gradients.average")
+            summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum")
+        for over in sorted({placement.over for placement in placements.values()}):
+            alike = {p: placement for p, placement in placements.items() if placement.over == over}
+            copies = self._mesh.copies_of(next(iter(alike.values())))
+            self._issue(Kind.GRADIENTS, list(alike), copies, self._mesh.dp_size, summed, "gradients.average")
 
     def _issue(
         self,
         kind: Kind,
         parameters: Sequence[nn.Parameter],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         divisor: int,
         after: Sequence[Event],
         label: str,
     ) -> list[Event]:
+        if group is None and divisor == 1:
+            return []
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
@@ -117,8 +120,10 @@ def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) 
     reduction.finish()
 
 
-def _summing(gradients: Sequence[Tensor], group: dist.ProcessGroup, divisor: int) -> Callable[[], object]:
+def _summing(gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int) -> Callable[[], object]:
     """The work that sums gradients over a group, in one piece, and divides them."""
+    if group is None:  # experts that no other rank has a copy of
+        return lambda: torch._foreach_div_(list(gradients), divisor)
     flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
     parts = [
         part.view_as(gradient)
@@ -138,20 +143,16 @@ def _summing(gradients: Sequence[Tensor], group: dist.ProcessGroup, divisor: int
 def gradient_norm(placements: Placements, mesh: Mesh) -> Tensor:
     """The 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective."""
     trained = [parameter for parameter in placements if parameter.grad is not None]
-    cut = _squares(p.grad for p in trained if placements[p].dim is not None).to(mesh.device)
-    copied = _squares(p.grad for p in trained if placements[p].dim is None).to(mesh.device)
-    group = group_of(mesh.tp)
-    if group is not None:
-        dist.all_reduce(cut, group=group)
-    whole = cut + copied
+    whole = _squares(p.grad for p in trained if placements[p].dim is None).to(mesh.device)
+    for over, axis in ((TP, mesh.tp), (EXPERTS, mesh.experts)):
+        mine = [placements[p].dim is not None and placements[p].over == over for p in trained]
+        cut = _squares(p.grad for p, chosen in zip(trained, mine, strict=True) if chosen).to(mesh.device)
+        if axis.group is not None:
+            dist.all_reduce(cut, group=axis.group)
+        whole += cut
     if mesh.pipe.group is not None:  # every parameter is on one rank of the pipeline
         dist.all_reduce(whole, group=mesh.pipe.group)
     return whole.sqrt()
-
-
-def group_of(axis: Axis) -> dist.ProcessGroup | None:
-    """The process group of an axis; None where it has one rank."""
-    return axis.transport.group if isinstance(axis.transport, GroupTransport) else None
 
 
 def _squares(gradients: Iterable[Tensor | None]) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_helix.operators.collectives import Axis, SilentTransport
+from hf_helix.operators.transport import Axis, Move, Recorder, SilentTransport, Transport
 from hf_helix.runtime.gradients import complete_gradients
 from hf_helix.runtime.mesh import world_size
 from hf_helix.runtime.runner import Runner
@@ -90,7 +90,7 @@ def measure_overlap(
         raise ValueError(f"repeats={repeats}: times need at least one repeat, such as repeats=5")
     first = next(iter(runners.values()))
     mesh = first.mesh
-    silent = _moved_by(first, window)
+    recorded = _moved_by(first, window)
 
     # Ranks of a pipeline wait for each other as their schedule has it, so each schedule has a computation of its own.
     schedules: dict[str, Runner] = {}
@@ -101,13 +101,13 @@ def measure_overlap(
         with _silenced(mesh.axes):
             runner.train_window(window, complete=False)
 
-    shapes = {shape for transport in silent for _, *shapes in transport.moved for shape in shapes}
-    buffers = {shape: torch.zeros(shape, device=mesh.device) for shape in shapes}
-    outputs = {shape: torch.zeros_like(buffer) for shape, buffer in buffers.items()}
+    kinds = {kind for transport in recorded for move in transport.moved for kind in move.buffers}
+    buffers = {kind: torch.zeros(kind[0], dtype=kind[1], device=mesh.device) for kind in kinds}
+    outputs = {kind: torch.zeros_like(buffer) for kind, buffer in buffers.items()}
 
-    def collectives(axis: Axis, moved: Sequence[tuple[str, torch.Size, torch.Size]]) -> None:
-        for name, out_shape, value_shape in moved:
-            getattr(axis.transport, name)(outputs[out_shape], buffers[value_shape])
+    def collectives(axis: Axis, moved: Sequence[Move]) -> None:
+        for move in moved:
+            getattr(axis.transport, move.name)(outputs[move.out], buffers[move.value], *move.rows)
 
     def sums() -> None:
         complete_gradients(first.stage.units, mesh, first.executor.streams)
@@ -115,7 +115,8 @@ def measure_overlap(
     # The sums come after a `computation`, so there are gradients to sum.
     works: list[Callable[[], Any]] = [functools.partial(computation, runner) for runner in schedules.values()]
     moving = [
-        functools.partial(collectives, axis, transport.moved) for axis, transport in zip(mesh.axes, silent, strict=True)
+        functools.partial(collectives, axis, transport.moved)
+        for axis, transport in zip(mesh.axes, recorded, strict=True)
     ]
     works += [sums, *moving]
     works += [functools.partial(runner.train_window, window) for runner in runners.values()]
@@ -136,7 +137,7 @@ def measure_overlap(
             busiest=max(moved, default=0.0) + summing,
             overlapped_fraction=overlapped[name].pop(""),
             tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
-            bytes_moved=sum(transport.bytes_sent for transport in silent),
+            bytes_moved=sum(transport.bytes_sent for transport in recorded),
             overlapped_by_kind=overlapped[name],
             bubble_fraction=bubbles[runner.scheduler.name],
         )
@@ -172,24 +173,31 @@ def _time_in_turn(
     return [_maxima(found[1:]) for found in times]
 
 
-def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[SilentTransport]:
-    """What the collectives of a window move, axis by axis."""
-    with _silenced(runner.mesh.axes) as silent:
+def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
+    """What the collectives of a window move, axis by axis. Collective: how much may depend on what the ranks find."""
+    axes = runner.mesh.axes
+    recorders = [Recorder(axis.transport) for axis in axes]
+    with _transports(axes, recorders):
         runner.train_window(window, complete=False)
-    runner.executor.streams.synchronize()
+        runner.executor.streams.synchronize()
     forget_gradients(runner)
-    return silent
+    return recorders
+
+
+def _silenced(axes: Sequence[Axis]) -> contextlib.AbstractContextManager[None]:
+    """The axes with nothing moving on them."""
+    silent = [SilentTransport(axis.size, axis.rank, axis.transport.prefers_exchange(torch.empty(0))) for axis in axes]
+    return _transports(axes, silent)
 
 
 @contextlib.contextmanager
-def _silenced(axes: Sequence[Axis]) -> Iterator[list[SilentTransport]]:
-    """The axes with nothing moving on them."""
+def _transports(axes: Sequence[Axis], others: Sequence[Transport]) -> Iterator[None]:
+    """The axes with other transports for a while."""
     real = [axis.transport for axis in axes]
-    silent = [SilentTransport(axis.size, axis.rank, axis.transport.prefers_exchange(torch.empty(0))) for axis in axes]
     try:
-        for axis, transport in zip(axes, silent, strict=True):
+        for axis, transport in zip(axes, others, strict=True):
             axis.transport = transport
-        yield silent
+        yield
     finally:
         for axis, before in zip(axes, real, strict=True):
             axis.transport = before

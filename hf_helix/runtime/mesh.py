@@ -9,18 +9,18 @@ groups in the same order; process groups are destroyed when the interpreter exit
 
 from __future__ import annotations
 
-import math
 import os
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_helix.operators.collectives import Axis, GlooTransport, GroupTransport
 from hf_helix.operators.transfer import GroupPassage, Passage
+from hf_helix.operators.transport import Axis, GlooTransport, GroupTransport
+from hf_helix.operators.unit import EXPERTS, Placement
 from hf_helix.planning.graph import Kind
 
 
@@ -70,9 +70,12 @@ class Mesh:
             batch; None for a single process.
         tp: the tensor-parallel axis.
         cp: the context-parallel axis: ranks with the same shards and other parts of the same sequences.
+        experts: ranks that together hold every expert once, those of tensor parallelism (and expert parallelism, which
+            takes them from data parallelism); tokens go to their experts over it.
         pipe: the ranks of the pipeline.
         dp_group: ranks with the same shards and other batches; None where there is only one.
         copies_group: ranks with the same shards and other tokens, dp and cp together; None where there is only one.
+        expert_copies_group: ranks with the same experts and other tokens; None where there is only one.
         batch_group: ranks that share a batch; None where there is only one.
     """
 
@@ -81,9 +84,11 @@ class Mesh:
     device_mesh: DeviceMesh | None
     tp: Axis
     cp: Axis
+    experts: Axis
     pipe: Pipe
     dp_group: dist.ProcessGroup | None
     copies_group: dist.ProcessGroup | None
+    expert_copies_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
 
     @property
@@ -92,14 +97,28 @@ class Mesh:
 
     @property
     def option_sizes(self) -> dict[str, int]:
-        """By the names of the options, without data parallelism; context parallelism where there is any."""
+        """By the names of the options, without data parallelism; context and expert parallelism where there is any."""
         found = {"tp_size": self.sizes["tp"], "pp_size": self.sizes["pp"]}
-        return found | ({"cp_size": self.sizes["cp"]} if self.sizes["cp"] > 1 else {})
+        return found | {f"{name}_size": self.sizes[name] for name in ("cp", "ep") if self.sizes[name] > 1}
 
     @property
     def axes(self) -> list[Axis]:
         """Those that operators communicate over."""
-        return [axis for axis in (self.tp, self.cp) if axis.size > 1]
+        axes = dict.fromkeys((self.tp, self.cp, self.experts))
+        return [axis for axis in axes if axis.size > 1]
+
+    def axis_of(self, placement: Placement) -> Axis:
+        """The ranks that a parameter is cut over."""
+        return self.experts if placement.over == EXPERTS else self.tp
+
+    def copies_of(self, placement: Placement) -> dist.ProcessGroup | None:
+        """The ranks that hold the same of a parameter and see other tokens."""
+        return self.expert_copies_group if placement.over == EXPERTS else self.copies_group
+
+    def holds_first_copy(self, placement: Placement) -> bool:
+        """Whether this rank is the one to write what it holds of a parameter."""
+        group = self.copies_of(placement)
+        return group is None or dist.get_rank(group) == 0
 
 
 def world_size() -> int:
@@ -117,6 +136,7 @@ def build_mesh(
     device: torch.device | str,
     pp_size: int = 1,
     cp_size: int = 1,
+    ep_size: int = 1,
     cross_node: Collection[str] | None = None,
 ) -> Mesh:
     """The mesh over every process of the launcher's group; one of the same sizes that is there already is used again.
@@ -125,7 +145,8 @@ def build_mesh(
     for each of them.
 
     Args:
-        cross_node: the axes (`tp`, `cp`) that communicate between hosts; None to ask the ranks for their hosts' names.
+        ep_size: of the data-parallel ranks, how many share the experts.
+        cross_node: the axes (`tp`, `cp`, `ep`) that communicate between hosts; None to ask the ranks for the names.
 
     Raises:
         ValueError: the world does not divide by the sizes, or the launcher started more ranks than have joined.
@@ -133,11 +154,12 @@ def build_mesh(
     device = torch.device(device)
     world = world_size()
     check_joined(world)
-    check_world(world, tp_size, pp_size, cp_size)
+    check_world(world, tp_size, pp_size, cp_size, ep_size)
     cross = None if cross_node is None else tuple(sorted(cross_node))
-    key = tp_size, pp_size, cp_size, cross, device, dist.group.WORLD if dist.is_initialized() else None
+    key = tp_size, pp_size, cp_size, ep_size, cross, device, dist.group.WORLD if dist.is_initialized() else None
     if key not in _meshes:
-        sizes = {"dp": world // (tp_size * pp_size * cp_size), "pp": pp_size, "cp": cp_size, "tp": tp_size}
+        dp_size = world // (tp_size * pp_size * cp_size)
+        sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
         _meshes[key] = _new_mesh(sizes, device, cross)
     return _meshes[key]
 
@@ -151,39 +173,59 @@ def forget_meshes() -> None:
 
 
 def _new_mesh(sizes: dict[str, int], device: torch.device, cross_node: Collection[str] | None) -> Mesh:
-    dp_size, *shared_sizes = sizes.values()
-    shared = math.prod(shared_sizes)
+    dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
+    shared, single = pp_size * cp_size * tp_size, Axis.single()
     if dp_size * shared == 1:
-        return Mesh(sizes, device, None, Axis.single(), Axis.single(), Pipe([0], ()), None, None, None)
+        return Mesh(sizes, device, None, single, single, single, Pipe([0], ()), None, None, None, None)
     device_mesh = init_device_mesh(device.type, (dp_size, shared), mesh_dim_names=("dp_replicate", "tp"))
     batch_group = device_mesh.get_group("tp") if shared > 1 else None
     dp_group = device_mesh.get_group("dp_replicate") if dp_size > 1 else None
-    places = torch.arange(dp_size * shared).view(*sizes.values())
+    # Dimensions: copies of the experts, ep, pp, cp, tp.
+    places = torch.arange(dp_size * shared).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
+    rows = {
+        "tp": places,
+        "cp": places.movedim(3, -1),
+        "ep": places.movedim(1, -1),
+        "experts": places.movedim(1, 3).flatten(3),
+    }
     if cross_node is None:
-        cross_node = _axes_between_hosts(places)
-    axes = {}
-    for place, name in ((3, "tp"), (2, "cp")):
-        rows = places.movedim(place, -1)
-        group = None if sizes[name] == 1 else batch_group if sizes[name] == shared else _group_of(rows)
-        kind = Kind.CROSS if name in cross_node else Kind.LOCAL
-        axes[name] = Axis.single() if group is None else Axis(_transport(group, rows), kind)
-    copies_group = dp_group
-    if sizes["cp"] > 1:
-        copies_group = _group_of(places.permute(1, 3, 0, 2).flatten(2))
-    pipe = _pipe(places.movedim(1, -1))
-    return Mesh(sizes, device, device_mesh, axes["tp"], axes["cp"], pipe, dp_group, copies_group, batch_group)
+        cross_node = _axes_between_hosts(rows)
+
+    def axis_over(name: str, kinds: Collection[str]) -> Axis:
+        size = rows[name].shape[-1]
+        if size == 1:
+            return single
+        group = batch_group if size == shared and name != "experts" else _group_of(rows[name])
+        assert group is not None
+        return Axis(_transport(group, rows[name]), Kind.CROSS if set(kinds) & set(cross_node) else Kind.LOCAL)
+
+    tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
+    experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
+    copies_group = dp_group if cp_size == 1 else _group_of(places.permute(2, 4, 0, 1, 3).flatten(2))
+    expert_copies_group = copies_group
+    if ep_size > 1:
+        copies = places.permute(1, 2, 4, 0, 3).flatten(3)
+        expert_copies_group = _group_of(copies) if copies.shape[-1] > 1 else None
+    pipe = _pipe(places.movedim(2, -1))
+    groups = dp_group, copies_group, expert_copies_group, batch_group
+    return Mesh(sizes, device, device_mesh, tp, cp, experts, pipe, *groups)
 
 
-def _axes_between_hosts(places: torch.Tensor) -> set[str]:
+def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:
     """The axes of which some ranks are on different hosts."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, platform.node())
     found = set()
-    for place, name in ((3, "tp"), (2, "cp")):
-        rows = places.movedim(place, -1).reshape(-1, places.shape[place]).tolist()
+    for name, places in axes.items():
+        rows = places.reshape(-1, places.shape[-1]).tolist()
         if any(len({hosts[member] for member in row}) > 1 for row in rows):
             found.add(name)
     return found
+
+
+def _row_of(places: torch.Tensor) -> list[int]:
+    """The row of `places` that this rank is in."""
+    return next(row for row in places.reshape(-1, places.shape[-1]).tolist() if rank() in row)
 
 
 def _group_of(places: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
@@ -200,7 +242,7 @@ def _transport(group: dist.ProcessGroup, places: torch.Tensor) -> GroupTransport
 
 
 def _pipe(places: torch.Tensor) -> Pipe:
-    ranks = next(row for row in places.reshape(-1, places.shape[-1]).tolist() if rank() in row)
+    ranks = _row_of(places)
     if len(ranks) == 1:
         return Pipe(ranks, ())
     count = 2 if "gloo" in str(dist.get_backend()) else 4
@@ -218,11 +260,12 @@ def check_joined(world: int) -> None:
         )
 
 
-def check_world(world: int, tp_size: int, pp_size: int = 1, cp_size: int = 1) -> None:
+def check_world(world: int, tp_size: int, pp_size: int = 1, cp_size: int = 1, ep_size: int = 1) -> None:
     """See `build_mesh`."""
     left = world
     taken: list[str] = []
-    for name, size in (("tp_size", tp_size), ("pp_size", pp_size), ("cp_size", cp_size)):
+    sizes = {"tp_size": tp_size, "pp_size": pp_size, "cp_size": cp_size, "ep_size": ep_size}
+    for name, size in sizes.items():
         if left % size == 0:
             taken += [f"{name}={size}"] * (size > 1)
             left //= size
@@ -238,4 +281,6 @@ def check_world(world: int, tp_size: int, pp_size: int = 1, cp_size: int = 1) ->
             if world == 1
             else ""
         )
+        if name == "ep_size":
+            what += ", since experts are shared by data-parallel ranks"
         raise ValueError(f"{name}={size} must divide {what}; values that work: {', '.join(map(str, works))}{hint}")

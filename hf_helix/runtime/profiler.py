@@ -28,7 +28,6 @@ from hf_helix.planning.graph import SEND, Kind, Operator, Part
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.planning.program import build_programs
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
-from hf_helix.runtime.gradients import group_of
 from hf_helix.runtime.measure import forget_gradients, over_ranks, trace_window
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
@@ -130,13 +129,13 @@ def _transfers(runner: Runner, batch: MicroBatch) -> dict[Name, list[float]]:
             continue
         index, operator = ends[boundary]
         outward = runner.layout.units[index] == SEND
-        value = operator.empty(side).zero_()
+        values = [value.zero_() for value in operator.empty(side)]
         for forward in (True, False):
             sends = outward is forward
             times = []
             for _ in range(TRAIN):
                 start = time.perf_counter()
-                (operator.passage.send if sends else operator.passage.receive)(value, forward)
+                (operator.send if sends else operator.receive)(values, forward)
                 times.append(time.perf_counter() - start)
             name = runner.layout.units[index], f"{'F' if forward else 'B'}.transfer"
             found.setdefault(name, []).extend(times[1:] if sends else [ARRIVAL])
@@ -189,9 +188,9 @@ class _Bench:
         found = {}
         for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
             operator: Any = self.runner.executor.units[timed.unit].operators[timed.op.of]
-            (source,) = self._instruction(0, timed).reads
-            (out,), _ = operator.prepare(self._call(timed), timed.op.part, self.values[source])
-            moves = (timed.op.kind, tuple(out.shape), tuple(self.values[source].shape), out.dtype)
+            inputs = [self.values[source] for source in self._instruction(0, timed).reads]
+            outputs, _ = operator.prepare(self._call(timed), timed.op.part, *inputs)
+            moves = (timed.op.kind, *((tuple(value.shape), value.dtype) for value in (*outputs, *inputs)))
             other = first.setdefault(moves, timed.name)
             if other != timed.name:
                 found[timed.name] = other
@@ -315,7 +314,7 @@ def _meet(runner: Runner) -> None:
     """Ranks that share every layer start together."""
     runner.executor.streams.synchronize()
     for axis in runner.mesh.axes:
-        dist.barrier(group=group_of(axis))
+        dist.barrier(group=axis.group)
 
 
 def _agreed(kind: Kind, ranks: Sequence[float]) -> float:

@@ -21,7 +21,7 @@ from hf_helix.planning.schedule import Slot
 from hf_helix.planning.scheduler import Scheduler
 from hf_helix.planning.window import Instruction, Key
 from hf_helix.runtime.executor import Executor
-from hf_helix.runtime.gradients import Reduction, group_of
+from hf_helix.runtime.gradients import Reduction
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.strand import MicroBatch
@@ -120,7 +120,7 @@ class Runner:
         found = torch.stack(list(losses)) if losses else torch.zeros(count, device=self.mesh.device)
         if pipe.group is not None:
             dist.broadcast(found, pipe.ranks[self._last], group=pipe.group)
-        group = group_of(self.mesh.cp)
+        group = self.mesh.cp.group
         if group is not None:
             dist.all_reduce(found, group=group)
         return found

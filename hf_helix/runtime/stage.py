@@ -101,6 +101,7 @@ def place_units(
     embedding, *layers, head = units
     ranks = stage_ranks(placement, pipe.size)
     ranges = split_layers(len(layers), ranks, head_cost=head_cost, layers_per_stage=layers_per_stage)
+    passing = len(embedding.graphs.forward.outputs)
     names: list[str] = []
     chunks: dict[int, list[int]] = {}
     model: dict[int, Unit] = {}
@@ -122,20 +123,20 @@ def place_units(
                 model[index] = unit
             elif ranks[stage] == pipe.rank:
                 assert empty is not None, "several ranks need room for what goes between them"
-                ends[index] = _end(unit, pipe, stage, ranks, empty)
+                ends[index] = _end(unit, pipe, stage, ranks, empty, passing)
     graphs = {unit.name: unit.graphs for unit in units}
     if pipe.size > 1:
-        graphs |= transfer_graphs()
+        graphs |= transfer_graphs(passing)
     stage_of_rank = Stage(Layout(names, chunks, graphs, _shared(model), ranks), pipe.rank, model, ends)
     _check_single(stage_of_rank)
     return stage_of_rank
 
 
-def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], empty: Empty) -> Unit:
+def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], empty: Empty, passing: int) -> Unit:
     """This rank's end of the way out of a stage, or into it."""
     outward = name == SEND
     boundary, peer = (stage, ranks[stage + 1]) if outward else (stage - 1, ranks[stage - 1])
-    return transfer_unit(name, pipe.passage(boundary, peer, outward), boundary, empty)
+    return transfer_unit(name, pipe.passage(boundary, peer, outward), boundary, empty, passing)
 
 
 def _check_single(stage: Stage) -> None:

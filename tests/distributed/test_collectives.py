@@ -69,6 +69,20 @@ def test_groups_of_a_mesh_with_a_pipeline(cluster_of: Any) -> None:
     assert [result["dp"] for result in found] == [None] * 4
 
 
+def test_groups_that_share_experts(cluster_of: Any) -> None:
+    """Tensor-parallel ranks hold experts, too; the rest of data parallelism has copies."""
+    found = cluster_of(4).run(f"{JOB}group_ranks", tp_size=1, ep_size=2)
+    assert [result["experts"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [result["expert copies"] for result in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [result["dp"] for result in found] == [[0, 1, 2, 3]] * 4
+    found = cluster_of(4).run(f"{JOB}group_ranks", tp_size=2, ep_size=2)
+    assert [result["experts"] for result in found] == [[0, 1, 2, 3]] * 4
+    assert [result["expert copies"] for result in found] == [None] * 4
+    found = cluster_of(4).run(f"{JOB}group_ranks", tp_size=2)
+    assert [result["experts"] for result in found] == [result["tp"] for result in found]
+    assert [result["expert copies"] for result in found] == [result["dp"] for result in found]
+
+
 @pytest.mark.parametrize(("ranks", "pp_size"), [(2, 2), (3, 3), (4, 2)])
 def test_ways_of_a_pipeline_do_not_mix(ranks: int, pp_size: int, cluster_of: Any) -> None:
     """On each way, three values forward and three back, in order, while other ways are under way."""

@@ -4,55 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from support.pipeline_jobs import batches_of, reference
-
-KINDS = ("dense", "left", "right", "packed")
-LENGTHS = (33, 16, 21)  # two of them do not divide
-PLANS = ("sequential", "greedy", "round_robin", "dhelix")
+from support.parity import KINDS, PLANS, check, references
 
 
 @pytest.fixture(scope="module")
 def expected() -> Any:
-    """The unsplit model's windows, each run once."""
-    known: dict[Any, Any] = {}
-
-    def get(model: dict[str, Any], count: int, kind: str) -> Any:
-        key = (str(sorted(model.items())), count, kind)
-        if key not in known:
-            known[key] = reference(model, batches_of(count, lengths=LENGTHS, kind=kind))
-        return known[key]
-
-    return get
-
-
-def check(
-    cluster: Any, folder: Any, expected: Any, sizes: tuple[int, ...], kind: str, plans: tuple[str, ...], **changes: Any
-) -> None:
-    cp, tp, pp, dp = sizes
-    options = {key: changes.pop(key) for key in ("cp_method", "cross_node") if key in changes}
-    model = {"num_hidden_layers": max(2, 2 * pp), **changes}
-    count = 3
-    helix = {"cp_size": cp, "tp_size": tp, "pp_size": pp, "plan": "sequential", **options}
-    cases = [(plan, "w", count) for plan in plans]
-    job = {"folder": str(folder), "helix": helix, "model": model, "cases": cases, "lengths": LENGTHS, "kind": kind}
-    ranks = cluster.run("support.pipeline_jobs:windows", **job)
-    wanted = expected(model, count * dp, kind)
-    share = cp * tp * pp
-    for place, plan in enumerate(plans):
-        for d in range(dp):
-            mine = dp * np.array(wanted["losses"][d * count : (d + 1) * count])
-            for rank in range(d * share, (d + 1) * share):
-                np.testing.assert_allclose(ranks[rank][place]["losses"], mine, rtol=0, atol=1e-5 * dp, err_msg=plan)
-            found = ranks[d * share][place]["gradients"]
-            assert found.keys() == wanted["gradients"].keys()
-            for name, gradient in wanted["gradients"].items():
-                distance = np.linalg.norm(found[name].astype(np.float64) - gradient)
-                assert distance <= 1e-4 * np.linalg.norm(gradient) + 1e-12, f"{plan}: {name}"
-        assert ranks[0][place]["losses"] == ranks[0][0]["losses"]
-        for name, gradient in ranks[0][place]["gradients"].items():
-            np.testing.assert_array_equal(gradient, ranks[0][0]["gradients"][name], err_msg=f"{plan}: {name}")
+    return references()
 
 
 @pytest.mark.parametrize("kind", KINDS)

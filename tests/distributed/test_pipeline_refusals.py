@@ -298,8 +298,8 @@ def test_the_recipe_on_two_pipeline_ranks(tmp_path: Path) -> None:
     config["main_process_port"] = free_port()
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "text.txt").write_text("\n\n".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(400)))
-    sizes = ["--hidden_size", "32", "--intermediate_size", "56", "--vocab_size", "300", "--sequence_length", "32"]
-    sizes += ["--num_attention_heads", "4", "--num_key_value_heads", "2"]
+    overrides = "hidden_size=32,intermediate_size=56,vocab_size=300,num_attention_heads=4,num_key_value_heads=2"
+    sizes = ["--config_overrides", overrides, "--sequence_length", "32"]
     flags = ["--max_steps", "3", "--text", "text.txt", "--trace", "trace.json", "--output_dir", "out", *sizes]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "launch.yaml"]
     process = subprocess.Popen(

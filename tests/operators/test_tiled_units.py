@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from support.models import llama
 from torch import Tensor, nn
 
-from hf_helix.adapters.base import Builder
-from hf_helix.adapters.llama import Llama
+from hf_helix.adapters.builder import Builder, Sharing
+from hf_helix.adapters.dense import Llama
 from hf_helix.operators.base import Call
-from hf_helix.operators.collectives import Axis, Gather, GatherReplicated, Scatter, SilentTransport
+from hf_helix.operators.collectives import Gather, GatherReplicated, Scatter
 from hf_helix.operators.linear import Linear
 from hf_helix.operators.tiling import Cut, Join, TileTransfer, cut_rows, join_rows, tile_unit
+from hf_helix.operators.transport import Axis, Recorder, SilentTransport
 from hf_helix.planning.graph import GraphPair, Part
 from hf_helix.planning.tiling import tile_graph
 from hf_helix.runtime.stage import place_units
@@ -100,7 +101,7 @@ def test_weight_gradients_of_tiles_add_up(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("part", [Part.F, Part.B])
 @pytest.mark.parametrize("kind", [Gather, Scatter])
 def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
-    transport = SilentTransport(2, 0)
+    transport = Recorder(SilentTransport(2, 0))
     transfer = TileTransfer(kind(Axis(transport)))
     (out,), work = transfer.prepare(a_call(), part, torch.empty(0, 2, 3))
     work()
@@ -114,7 +115,7 @@ def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
 
 @pytest.mark.parametrize("tiles", [2, 3])
 def test_units_and_graphs_are_tiled_alike(tiles: int) -> None:
-    whole = place_units(Llama().units(llama(), Axis(SilentTransport(2, 0))))
+    whole = place_units(Llama().units(llama(), Sharing(Axis(SilentTransport(2, 0)))))
     stage = whole.tiled(tiles)
     assert stage.placements == whole.placements
     assert whole.units.keys() == stage.units.keys()
@@ -135,12 +136,12 @@ def test_units_and_graphs_are_tiled_alike(tiles: int) -> None:
 
 def test_without_tiles_or_collectives_units_stay() -> None:
     for axis, tiles in ((Axis.single(), 4), (Axis(SilentTransport(2, 0)), 1)):
-        for unit in Llama().units(llama(), axis):
+        for unit in Llama().units(llama(), Sharing(axis)):
             assert tile_unit(unit, tiles) is unit
 
 
 def test_a_collective_whose_rows_lie_otherwise_is_refused() -> None:
-    builder = Builder("layer", "layers.0", Axis(SilentTransport(2, 0)))
+    builder = Builder("layer", "layers.0", Sharing(Axis(SilentTransport(2, 0))))
     gathered = builder.gather("gather", builder.input("x"))
     unit = builder.build(*builder.column_parallel("up", {"up": nn.Linear(3, 4)}, gathered))
     unit.operators["gather"] = GatherReplicated(builder.tp)

@@ -32,7 +32,7 @@ def call(length: int = 4) -> Call:
 
 
 def transfer(passage: Passage, boundary: int = 0) -> Transfer:
-    return Transfer(passage, boundary, lambda side: torch.full((*side["ids"].shape, 3), -1.0))
+    return Transfer(passage, boundary, lambda side: (torch.full((*side["ids"].shape, 3), -1.0),))
 
 
 @pytest.mark.parametrize(("part", "forward"), [(Part.F, True), (Part.B, False)])
@@ -56,6 +56,19 @@ def test_what_arrives_fills_room_of_the_micro_batchs_shape(part: Part, forward: 
     hole.send(value, forward)
     work()
     assert torch.equal(out, value)
+
+
+def test_several_values_pass_in_order() -> None:
+    """What routers count travels with the activations."""
+    hole, values = Pigeonhole(), (torch.randn(4, 2, 3), torch.randn(1, 2, 5))
+    several = Transfer(hole, 0, lambda side: (torch.empty(4, 2, 3), torch.empty(1, 2, 5)))
+    several.prepare(call(), Part.F, *values)[1]()
+    outputs, work = several.prepare(call(), Part.F)
+    work()
+    assert all(map(torch.equal, outputs, values))
+    unit = transfer_unit(SEND, hole, 0, several.empty, values=2)
+    assert unit.graphs.forward.inputs == ("x0", "x1")
+    assert unit.graphs.backward.outputs == ("d.x0", "d.x1")
 
 
 def test_strided_values_are_sent_in_one_piece() -> None:
@@ -86,8 +99,8 @@ def test_gradients_go_the_other_way() -> None:
     pairs = transfer_graphs()
     (send,), (taken,) = pairs[SEND].forward.operators, pairs[SEND].backward.operators
     (receive,), (given,) = pairs[RECEIVE].forward.operators, pairs[RECEIVE].backward.operators
-    assert (send.reads, send.writes, taken.reads, taken.writes) == (("x",), (), (), ("d.x",))
-    assert (receive.reads, receive.writes, given.reads, given.writes) == ((), ("x",), ("d.x",), ())
+    assert (send.reads, send.writes, taken.reads, taken.writes) == (("x0",), (), (), ("d.x0",))
+    assert (receive.reads, receive.writes, given.reads, given.writes) == ((), ("x0",), ("d.x0",), ())
     assert [(op.sends, op.receives) for op in (send, taken, receive, given)] == [
         (True, False), (False, True), (False, True), (True, False),
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from itertools import pairwise
 
@@ -59,6 +60,15 @@ def test_a_stream_runs_in_the_order_of_issue():
     held = work((COMPUTE, 1, []), (COMPUTE, 5, []), (LOCAL, 1, [1]), (LOCAL, 1, [0]), (COMPUTE, 1, [3]))
     assert spans(simulate(held)) == [(0, 1), (1, 6), (6, 7), (7, 8), (8, 9)]
     assert simulate(held, order=[0, 3, 1, 2, 4]).seconds == 7
+
+
+def test_nothing_is_issued_before_the_host_knows_the_sizes():
+    """The second transfer is as long as the first says, so the computation behind it is issued late."""
+    rows = work((COMPUTE, 1, []), (LOCAL, 4, [0]), (LOCAL, 2, [1]), (COMPUTE, 3, []))
+    assert spans(simulate(rows)) == [(0, 1), (1, 5), (5, 7), (1, 4)]
+    known = dataclasses.replace(rows, hosts=[-1, -1, 1, -1])
+    assert spans(simulate(known)) == [(0, 1), (1, 5), (5, 7), (5, 8)]
+    assert spans(simulate(known, order=[0, 1, 3, 2])) == [(0, 1), (1, 5), (5, 7), (1, 4)]
 
 
 def test_three_streams_run_beside_each_other():

@@ -179,11 +179,12 @@ def test_the_digest_tells_graphs_apart():
 def test_the_real_llama_adapter_declares_these_layers(size: int, forward: int, backward: int):
     from support.models import llama
 
-    from hf_helix.adapters.llama import Llama
-    from hf_helix.operators.collectives import Axis, SilentTransport
+    from hf_helix.adapters.builder import Sharing
+    from hf_helix.adapters.dense import Llama
+    from hf_helix.operators.transport import Axis, SilentTransport
 
     axis = Axis(SilentTransport(2, 0)) if size == 2 else Axis.single()
-    units = Llama().units(llama(), axis)
+    units = Llama().units(llama(), Sharing(axis))
     layers = [unit for unit in units if unit.name == "layer"]
     assert [unit.name for unit in units] == ["embedding", "layer", "layer", "layer", "head"]
     by_hand = llama_layer() if size == 2 else llama_layer_on_one_rank()

@@ -10,7 +10,7 @@ import torch
 from support.more_jobs import unit_of
 from torch import nn
 
-from hf_helix.operators.collectives import Axis, GroupTransport
+from hf_helix.operators.transport import Axis, GroupTransport
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_ROWS, Placement
 from hf_helix.planning.graph import Kind
 from hf_helix.runtime import gradients
@@ -44,9 +44,9 @@ def mesh_of(tp: bool, dp: bool) -> Mesh:
     if tp:
         axis.transport = object.__new__(GroupTransport)
         axis.transport.group, axis.transport.size, axis.transport.rank = object(), 2, 0  # type: ignore[assignment]
-    sizes = {"dp": 1 + dp, "pp": 1, "cp": 1, "tp": 1 + tp}
+    sizes = {"dp": 1 + dp, "pp": 1, "cp": 1, "tp": 1 + tp, "ep": 1}
     group: Any = object() if dp else None
-    return Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), Pipe([0], ()), group, group, None)
+    return Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0], ()), group, group, group, None)
 
 
 def parameter(frozen: bool = False) -> nn.Parameter:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from support.models import llama
 
-from hf_helix.adapters.llama import Llama
+from hf_helix.adapters.builder import Sharing
+from hf_helix.adapters.dense import Llama
 from hf_helix.checkpoint import cut_parameters
-from hf_helix.operators.collectives import Axis, SilentTransport
+from hf_helix.operators.transport import Axis, SilentTransport
 from hf_helix.planning.fold import FOLD, LINEAR, stage_ranks
 from hf_helix.planning.graph import RECEIVE, SEND
 from hf_helix.runtime.mesh import Mesh, Pipe
@@ -37,7 +38,7 @@ def placed(rank: int, size: int, placement: str = FOLD, model: Any = None, **opt
     pipe = FakePipe(rank, size)
     model = model or llama(num_hidden_layers=7)
     axis = options.pop("axis", Axis.single())
-    return place_units(Llama().units(model, axis), pipe, torch.empty_like, placement, **options), pipe
+    return place_units(Llama().units(model, Sharing(axis)), pipe, torch.empty_like, placement, **options), pipe
 
 
 def labels(stage: Stage) -> list[str]:
@@ -58,7 +59,7 @@ def test_the_fold_of_two_ranks_by_hand() -> None:
 
 
 def test_one_rank_holds_everything_and_no_ends() -> None:
-    stage = place_units(Llama().units(llama(), Axis.single()))
+    stage = place_units(Llama().units(llama(), Sharing()))
     assert labels(stage) == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
     assert stage.ends == {}
     assert stage.units == stage.model
@@ -161,8 +162,8 @@ def test_tiles_leave_the_ways_between_ranks() -> None:
 
 
 def mesh_of(pipe: Pipe, axis: Axis) -> Mesh:
-    sizes = {"dp": 1, "pp": pipe.size, "cp": 1, "tp": axis.size}
-    return Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), pipe, None, None, None)
+    sizes = {"dp": 1, "pp": pipe.size, "cp": 1, "tp": axis.size, "ep": 1}
+    return Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, pipe, None, None, None, None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -183,8 +184,5 @@ def test_a_rank_keeps_its_slices_and_nothing_of_the_others(rank: int, tp_size: i
             continue
         assert parameter.requires_grad == (parameter is not frozen)
         expected, placement = whole[names[parameter]], stage.placements[parameter]
-        if placement.dim is not None:
-            first, last = placement.bounds(axis.size, axis.rank)
-            expected = expected.narrow(placement.dim, first, last - first)
-        assert torch.equal(parameter, expected)
+        assert torch.equal(parameter, placement.cut(expected, axis.size, axis.rank))
     assert any(owner != rank for owner in stage.owners.values())

@@ -20,7 +20,7 @@ def measured(folder: str, helix: dict[str, Any], model: dict[str, Any], length: 
     found = {
         "peak": peak_bytes(runner, window),
         "sent": sum(transport.bytes_sent for transport in moved),
-        "steps": sorted({name for transport in moved for name, *_ in transport.moved}),
+        "steps": sorted({move.name for transport in moved for move in transport.moved}),
     }
     trainer.runner.executor.streams.close()
     return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support.models import arguments, llama, sequences
+from support.models import arguments, llama, sequences, tiny
 from transformers import Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
@@ -28,7 +28,7 @@ def make_trainer(
     """A HelixTrainer, or a stock one where `helix` is None. `freeze` names parameters that are not trained."""
     data = {"count": 60, **(data or {})}
     common = {
-        "model": frozen(llama(**(model or {})), freeze),
+        "model": frozen(tiny(**(model or {})), freeze),
         "args": arguments(folder, **(training or {})),
         "train_dataset": sequences(**data),
         "eval_dataset": sequences(**{**data, "count": 5, "seed": 9}),

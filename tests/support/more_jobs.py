@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from support.jobs import _microbatches, make_trainer
-from support.models import arguments, llama, sequences
+from support.models import arguments, llama, sequences, tiny
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
@@ -21,12 +22,12 @@ from hf_helix.operators.base import Call
 from hf_helix.operators.collectives import (
     Gather,
     GatherReplicated,
-    GlooTransport,
     Scatter,
     prepare_all_gather,
     prepare_reduce_scatter,
 )
-from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, Unit, cut_bounds
+from hf_helix.operators.transport import GlooTransport
+from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, Unit
 from hf_helix.planning.fold import FOLD, stage_ranks
 from hf_helix.planning.graph import Graph, GraphPair, Part
 from hf_helix.runtime import gradients
@@ -95,15 +96,20 @@ def inner_products(operator: str, seed: int) -> tuple[float, float]:
     return (forward * y).sum().item(), (x * backward).sum().item()
 
 
-def group_ranks(tp_size: int, pp_size: int = 1) -> dict[str, Any]:
+def group_ranks(tp_size: int, pp_size: int = 1, ep_size: int = 1) -> dict[str, Any]:
     """Who shares what with this rank."""
-    mesh = mesh_of(tp_size, pp_size)
-    tp = gradients.group_of(mesh.tp)
+    mesh = build_mesh(tp_size, "cpu", pp_size, ep_size=ep_size)
+
+    def members(group: dist.ProcessGroup | None) -> list[int] | None:
+        return None if group is None else dist.get_process_group_ranks(group)
+
     return {
-        "tp": dist.get_process_group_ranks(tp) if tp is not None else None,
-        "dp": dist.get_process_group_ranks(mesh.dp_group) if mesh.dp_group is not None else None,
+        "tp": members(mesh.tp.group),
+        "dp": members(mesh.dp_group),
         "pp": mesh.pipe.ranks,
-        "batch": dist.get_process_group_ranks(mesh.batch_group) if mesh.batch_group is not None else None,
+        "batch": members(mesh.batch_group),
+        "experts": members(mesh.experts.group),
+        "expert copies": members(mesh.expert_copies_group),
         "places": (mesh.tp.rank, mesh.tp.size, mesh.dp_size),
     }
 
@@ -168,8 +174,7 @@ def finish_gradients(tp_size: int, bucket_bytes: int) -> dict[str, Any]:
     for name, (_, placement) in PLACED.items():
         gradient = whole_gradient(name, dp_rank)
         if placement.dim is not None:
-            first, last = cut_bounds(gradient.shape[placement.dim], tp.size, tp.rank)
-            gradient = gradient.narrow(placement.dim, first, last - first).clone()
+            gradient = replace(placement, length=gradient.shape[placement.dim]).cut(gradient, tp.size, tp.rank)
         elif placement.sums_gradient:  # parts that sum to the whole
             gradient = gradient * (tp.rank + 1) / (tp.size * (tp.size + 1) / 2)
         parameter = nn.Parameter(torch.zeros_like(gradient))
@@ -201,7 +206,7 @@ def save_untrained(
     folder: str, tp_size: int, model: dict[str, Any], own_weights: bool = False, with_tokenizer: bool = False
 ) -> None:
     """Save a model as it was before training. `own_weights`: ranks other than 0 start from other ones."""
-    made = llama(**model)
+    made = tiny(**model)
     if own_weights and dist.get_rank() > 0:
         with torch.no_grad():
             for parameter in made.parameters():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support.models import arguments, llama, sequences
+from support.models import arguments, sequences, tiny
 from torch import Tensor
 
 from hf_helix import HelixConfig, HelixTrainer
@@ -47,7 +47,7 @@ def items_in(batches: Sequence[Batch]) -> int:
 
 def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]:
     """Losses and gradients of a window through the unsplit model, in this process."""
-    made = llama(**model).train()
+    made = tiny(**model).train()
     count = items_in(batches)
     losses = []
     for batch in batches:
@@ -61,7 +61,7 @@ def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]
 
 def make(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> HelixTrainer:
     return HelixTrainer(
-        model=llama(**model),
+        model=tiny(**model),
         args=arguments(folder),
         train_dataset=sequences(4),
         helix_config=HelixConfig(cache=False, **helix),

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support import jobs, more_jobs, pipeline_jobs, script
-from support.models import arguments, llama, sequences
+from support.models import arguments, llama, sequences, tiny
 from support.tuning_jobs import hasty
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer
@@ -81,7 +81,7 @@ def train_twice(folder: str, helix: dict[str, Any] | None, **options: Any) -> li
 
 def save_untrained(folder: str, helix: dict[str, Any], model: dict[str, Any], own_weights: bool = False) -> None:
     """Save a model as it was before training. `own_weights`: ranks other than 0 start from other ones."""
-    made = llama(**model_of(**model))
+    made = tiny(**model_of(**model))
     if own_weights and own_rank() > 0:
         with torch.no_grad():
             for parameter in made.parameters():

@@ -10,6 +10,7 @@ import torch
 from support.models import arguments, llama, sequences
 
 from hf_helix.adapters import family_of
+from hf_helix.adapters.builder import Sharing
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters, whole_parameter
 from hf_helix.planning.profile import rough_profile
@@ -36,7 +37,7 @@ def windows(
     mesh = mesh_of_all()
     made = llama(**(model or {})).train()
     family = family_of(made)
-    stage = place_units(family.units(made, mesh.tp))
+    stage = place_units(family.units(made, Sharing(mesh.tp)))
     cut_parameters(stage, mesh)
     batches = [_microbatch(family, made, mesh, length, place) for place, length in enumerate(lengths)]
     streams = make_streams(mesh.device)

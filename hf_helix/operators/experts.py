@@ -1,0 +1,354 @@
+"""Mixture of experts as operators: tokens to the ranks of their experts, through the experts, and back.
+
+In:   tokens of this rank [tokens, hidden], the experts chosen for each [tokens, k] and their weights.
+Out:  the weighted sum of what the experts make of each token [tokens, hidden].
+Must hold: without a capacity, no token is dropped and shapes follow from what the router chose, so the host reads how
+many rows go where; with one, shapes follow from the number of tokens, and the host waits for nothing. Sums run in a
+fixed order: of a token over its choices, of an expert's weights over ranks and tokens.
+
+A row is a token once for each of its choices. The way of the rows, with the names that operators give them:
+
+    Permute    [tokens, hidden] -> rows sorted by expert, and how many each expert gets
+    Exchange   to the ranks that hold the experts (all-to-all), which first exchange how many rows there will be
+    Group      sorted by rank, then expert -> by expert alone
+    Experts    grouped GEMMs, with input and weight gradients apart
+    Group      back
+    Exchange   back
+    Unpermute  weighted sum over a token's choices
+
+With a capacity, every expert gets as many rows from every rank: [experts, capacity, hidden], empty ones zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_helix.operators.base import Call, Communication, Computation, SplitComputation, Tensors, Work
+from hf_helix.operators.transport import Axis
+from hf_helix.planning.graph import Part
+
+COUNTED = "counted"
+"""Side input: which tokens of the ranks that share a sequence over tp are no padding [tokens of all, batch]."""
+
+SHARD_TOKENS = "shard_tokens"
+"""Side input: the tokens of a rank, of the one that has most of those that share experts."""
+
+
+def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
+    """Rows that an expert takes of a rank's `tokens`, each of which chooses `choices` of the `experts`."""
+    return math.ceil(factor * tokens * choices / experts)
+
+
+class RouterMeter:
+    """What a layer's router does, added up on this rank's device until it is read.
+
+    Args:
+        tp: whose ranks have the parts of a sequence.
+    """
+
+    def __init__(self, num_experts: int, tp: Axis) -> None:
+        self.tp = tp
+        self.num_experts = num_experts
+        self._sums: Tensor | None = None
+
+    def mine(self, side: Mapping[str, Any]) -> Tensor:
+        """Which of this rank's tokens count [tokens], as 0 and 1."""
+        return side[COUNTED].chunk(self.tp.size)[self.tp.rank].flatten()
+
+    def note(self, logits: Tensor, chosen: Tensor, counted: Tensor) -> None:
+        """A micro-batch in training: what the router said [tokens, experts] and chose [tokens, k]."""
+        with torch.no_grad():
+            load = torch.zeros(self.num_experts, device=logits.device)
+            load.index_add_(0, chosen.flatten(), counted.float().repeat_interleave(chosen.shape[1]))
+            squares = logits.float().logsumexp(-1).square().mul(counted).sum()
+            self._add(torch.cat((load, torch.stack((squares, counted.sum().float(), squares.new_zeros(()))))))
+
+    def note_dropped(self, dropped: Tensor) -> None:
+        """Rows for which an expert had no room."""
+        sums = torch.zeros(self.num_experts + 3, device=dropped.device)
+        sums[-1] = dropped
+        self._add(sums)
+
+    def read(self, device: torch.device) -> Tensor:
+        """Since the last time: load of every expert, sum of squared log-sum-exps, tokens, rows dropped."""
+        sums, self._sums = self._sums, None
+        return torch.zeros(self.num_experts + 3, device=device) if sums is None else sums
+
+    def _add(self, sums: Tensor) -> None:
+        self._sums = sums if self._sums is None else self._sums + sums
+
+
+class Permute(Computation):
+    """Values: tokens [n, batch, hidden], chosen experts [n * batch, k].
+
+    Outputs: rows sorted by expert [n * batch * k, hidden]; without gradients, the place of each row among the tokens'
+    choices, and how many rows each expert gets.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        tokens, chosen = inputs
+        choices = chosen.shape[1]
+        places = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=self.num_experts)
+        if call.training:
+            call.saved = places, choices, tokens.shape
+        return tokens.flatten(0, 1)[places // choices], places, counts
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        (rows,) = gradients
+        places, choices, shape = call.saved
+        call.saved = None
+        by_token = torch.empty_like(rows)
+        by_token[places] = rows
+        return (by_token.unflatten(0, (-1, choices)).sum(1).view(shape),)
+
+
+class Unpermute(Computation):
+    """Values: rows as `Permute` left them, weights [tokens, k], the places. Output: [n, batch, hidden]."""
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        rows, weights, places = inputs
+        by_token = torch.empty_like(rows)
+        by_token[places] = rows
+        by_token = by_token.unflatten(0, weights.shape)
+        if call.training:
+            call.saved = by_token, weights, places
+        return ((by_token * weights.unsqueeze(-1)).sum(1).unflatten(0, (-1, call.side[COUNTED].shape[1])),)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        gradient = gradients[0].flatten(0, 1).unsqueeze(1)
+        by_token, weights, places = call.saved
+        call.saved = None
+        rows = (gradient * weights.unsqueeze(-1)).flatten(0, 1)[places]
+        return rows, (by_token * gradient).sum(-1)
+
+
+class Fill(Computation):
+    """`Permute` with a capacity. Values: tokens [n, batch, hidden], chosen experts [n * batch, k].
+
+    An expert takes first choices before second ones, and of these the tokens in order; padding comes last.
+    Outputs: rows [experts * capacity, hidden]; without gradients, the row of each choice [tokens, k], -1 where it was
+    dropped.
+
+    Args:
+        factor: see `capacity_of`.
+    """
+
+    def __init__(self, num_experts: int, factor: float, meter: RouterMeter) -> None:
+        self.num_experts = num_experts
+        self.factor = factor
+        self.meter = meter
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        tokens, chosen = inputs
+        choices = chosen.shape[1]
+        capacity = capacity_of(call.side[SHARD_TOKENS], choices, self.num_experts, self.factor)
+        counted = self.meter.mine(call.side).long().repeat(choices)
+        expert = chosen.t().flatten()
+        wanted = functional.one_hot(expert, self.num_experts)
+        first, last = wanted * counted.unsqueeze(1), wanted * (1 - counted).unsqueeze(1)
+        before = torch.where(counted.unsqueeze(1) > 0, first.cumsum(0) - first, first.sum(0) + last.cumsum(0) - last)
+        place = before.gather(1, expert.unsqueeze(1)).squeeze(1)
+        taken = place < capacity
+        row = torch.where(taken, expert * capacity + place, -1).view(choices, -1).t().contiguous()
+        flat = tokens.flatten(0, 1)
+        # One row more, which everything dropped is written to.
+        rows = flat.new_zeros(self.num_experts * capacity + 1, flat.shape[-1])
+        for choice in row.unbind(1):
+            rows[choice] = flat
+        rows[-1] = 0
+        if call.training:
+            call.saved = row, tokens.shape
+            self.meter.note_dropped((counted * ~taken).sum())
+        return rows[:-1], row
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        row, shape = call.saved
+        call.saved = None
+        padded = functional.pad(gradients[0], (0, 0, 0, 1))
+        return (padded[row].sum(1).view(shape),)
+
+
+class Collect(Computation):
+    """`Unpermute` with a capacity. Values: rows, weights, the row of each choice. Output: [n, batch, hidden]."""
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        rows, weights, row = inputs
+        by_token = functional.pad(rows, (0, 0, 0, 1))[row]
+        if call.training:
+            call.saved = by_token, weights, row, len(rows)
+        return ((by_token * weights.unsqueeze(-1)).sum(1).unflatten(0, (-1, call.side[COUNTED].shape[1])),)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        gradient = gradients[0].flatten(0, 1)
+        by_token, weights, row, length = call.saved
+        call.saved = None
+        rows = gradient.new_zeros(length + 1, gradient.shape[-1])
+        for choice, weight in zip(row.unbind(1), weights.unbind(1), strict=True):
+            rows[choice] = gradient * weight.unsqueeze(-1)
+        return rows[:-1], (by_token * gradient.unsqueeze(1)).sum(-1)
+
+
+class Announce(Communication):
+    """How many rows each expert gets of this rank, to how many each of this rank's experts gets of every rank.
+
+    Value: [experts]. Output: [ranks, experts / ranks]. Nothing of it has a gradient.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        (counts,) = inputs
+        out = torch.empty_like(counts).view(self.axis.size, -1)
+        return (out,), lambda: self.axis.transport.exchange(out, counts.view_as(out))
+
+
+class Exchange(Communication):
+    """Rows to the ranks of their experts, or (`back`) from there; gradients the other way.
+
+    Values: rows, and without a capacity how many rows each expert gets of this rank [experts], and each of this rank's
+    experts of every rank [ranks, experts / ranks].
+    """
+
+    def __init__(self, axis: Axis, back: bool = False) -> None:
+        self.axis = axis
+        self.back = back
+
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        rows, *counts = inputs
+        rows = rows.contiguous()
+        transport = self.axis.transport
+        if not counts:
+            out = torch.empty_like(rows)
+            return (out,), lambda: transport.exchange(out, rows)
+        given, gets = (count.view(self.axis.size, -1).sum(1).tolist() for count in counts)
+        sent, arriving = (given, gets) if self.back is (part is Part.B) else (gets, given)
+        out = rows.new_empty(sum(arriving), rows.shape[-1])
+        return (out,), lambda: transport.exchange_rows(out, rows, arriving, sent)
+
+
+class Group(Computation):
+    """Rows sorted by rank, then expert, to rows sorted by expert, or (`back`) the other way.
+
+    Values: rows, and without a capacity how many each of this rank's experts gets of every rank [ranks, experts].
+    Outputs: rows; on the way there without a capacity also how many each expert gets [experts], without gradient.
+    """
+
+    def __init__(self, ranks: int, experts: int, back: bool = False) -> None:
+        self.ranks = ranks
+        self.experts = experts
+        self.back = back
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        rows, *counts = inputs
+        if not counts:
+            return (self._swap(rows, self.back),)
+        order = self._order(counts[0], len(rows))
+        if call.training:
+            call.saved = order
+        if self.back:
+            return (_scatter(rows, order),)
+        return rows[order], counts[0].sum(0)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        (rows,) = gradients
+        order, call.saved = call.saved, None
+        if order is None:
+            return (self._swap(rows, not self.back),)
+        return (rows[order] if self.back else _scatter(rows, order),)
+
+    def _swap(self, rows: Tensor, back: bool) -> Tensor:
+        first = (self.experts, self.ranks) if back else (self.ranks, self.experts)
+        return rows.unflatten(0, (*first, -1)).transpose(0, 1).flatten(0, 2).contiguous()
+
+    def _order(self, counts: Tensor, length: int) -> Tensor:
+        """Of every row by expert, its place by rank."""
+        experts = torch.arange(self.experts, device=counts.device).repeat(self.ranks)
+        return experts.repeat_interleave(counts.flatten(), output_size=length).argsort(stable=True)
+
+
+class GroupedLinear(SplitComputation):
+    """A linear for each expert over its rows: grouped GEMMs.
+
+    Values: rows sorted by expert, and without a capacity how many each has. Output: as many rows.
+
+    Args:
+        weight: [experts, features out, features in], of this rank's experts.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Whose gradients W adds to."""
+        return (self.weight,)
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        rows, *counts = inputs
+        sizes = counts[0] if counts else None
+        if call.training:
+            call.saved = [rows, sizes]
+        with torch.no_grad():
+            return (_grouped(rows, self.weight.transpose(1, 2), sizes),)
+
+    def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+        _, sizes = call.saved
+        with torch.no_grad():
+            return (_grouped(gradients[0], self.weight, sizes),)
+
+    def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
+        rows, sizes = call.saved
+        call.saved = None
+        if not self.weight.requires_grad:
+            return
+        with torch.no_grad():
+            if self.weight.grad is None:
+                self.weight.grad = torch.zeros_like(self.weight)
+            _add_products(self.weight.grad, gradients[0], rows, sizes)
+
+
+def _grouped(rows: Tensor, weight: Tensor, sizes: Tensor | None) -> Tensor:
+    """The rows of every expert times its matrix [experts, in, out]; as many for each where there are no sizes."""
+    if sizes is None:
+        return torch.bmm(rows.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
+    if _in_one_kernel(rows):
+        return functional.grouped_mm(rows, weight, offs=sizes.cumsum(0).int())
+    out = rows.new_empty(len(rows), weight.shape[2])
+    for piece, made, matrix in zip(rows.split(sizes.tolist()), out.split(sizes.tolist()), weight, strict=True):
+        torch.mm(piece, matrix, out=made)
+    return out
+
+
+def _add_products(total: Tensor, gradients: Tensor, rows: Tensor, sizes: Tensor | None) -> None:
+    """Add to [experts, out, in] what each expert's rows give."""
+    if sizes is None:
+        blocks = (value.unflatten(0, (len(total), -1)) for value in (gradients, rows))
+        gradients, rows = blocks
+        total.baddbmm_(gradients.transpose(1, 2), rows)
+    elif _in_one_kernel(rows):
+        total += functional.grouped_mm(gradients.t(), rows, offs=sizes.cumsum(0).int())
+    else:
+        for sum_, left, right in zip(total, gradients.split(sizes.tolist()), rows.split(sizes.tolist()), strict=True):
+            sum_.addmm_(left.t(), right)
+
+
+def _in_one_kernel(rows: Tensor) -> bool:
+    """Whether torch has a grouped GEMM for these; otherwise each expert's runs by itself, and the host waits."""
+    return rows.device.type == "cuda" and rows.dtype is torch.bfloat16
+
+
+def _scatter(rows: Tensor, order: Tensor) -> Tensor:
+    out = torch.empty_like(rows)
+    out[order] = rows
+    return out
