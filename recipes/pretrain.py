@@ -1,28 +1,36 @@
-"""Train a small Llama from scratch, over a tensor-parallel group or a pipeline, communication behind computation.
+"""Pretrain a causal language model from random weights over several ranks, communication behind computation.
 
     accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py
     accelerate launch --config_file accelerate_configs/gpu_tp2.yaml recipes/pretrain.py --text corpus.jsonl
-    accelerate launch --config_file accelerate_configs/cpu_pp2.yaml recipes/pretrain.py
+    accelerate launch --config_file accelerate_configs/cpu_pp2.yaml recipes/pretrain.py --config_name MODEL
 
-The text is Python's own documentation unless `--text` names something else; a byte-level BPE tokenizer is trained on
-it on the spot. Every field of TrainingArguments is a flag, too.
+In:   the configuration of a model (`recipes/models` has some), a text, and the layout in the launcher's YAML.
+Out:  an ordinary Hugging Face checkpoint with its tokenizer and model card; a scorecard of the overlap.
+Must hold: nothing is downloaded unless it is named. The text is Python's own documentation and the tokenizer is trained
+on it, unless `--text` and `--tokenizer_name` say otherwise.
+
+Every field of TrainingArguments is a flag, too.
 """
 
 from __future__ import annotations
 
+import json
 import pydoc_data.topics
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset, load_from_disk
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     HfArgumentParser,
-    LlamaConfig,
-    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     TrainingArguments,
     default_data_collator,
@@ -32,11 +40,23 @@ from transformers import (
 from hf_helix import HelixTrainer
 from hf_helix.report.scorecard import format_scorecard
 
+MODELS = Path(__file__).parent / "models"
+
 
 @dataclass
 class RecipeArguments:
     """What to train, and on what."""
 
+    config_name: str = field(
+        default=str(MODELS / "llama-5m"),
+        metadata={"help": "a model's configuration: a folder, a file or a name; default: recipes/models/llama-5m"},
+    )
+    config_overrides: str = field(
+        default="", metadata={"help": "values of it to change, such as num_hidden_layers=2,hidden_size=128"}
+    )
+    tokenizer_name: str = field(
+        default="", metadata={"help": "a tokenizer's folder or name; default: one is trained on the text"}
+    )
     text: str = field(
         default="",
         metadata={
@@ -46,13 +66,7 @@ class RecipeArguments:
     text_column: str = field(default="text", metadata={"help": "where the text is in a JSONL file or dataset"})
     prompt: str = field(default="The class", metadata={"help": "what the trained model goes on from"})
     trace: str = field(default="", metadata={"help": "write a trace of a window there, for https://ui.perfetto.dev"})
-    vocab_size: int = 4096
-    sequence_length: int = 256
-    hidden_size: int = 256
-    intermediate_size: int = 704
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 4
+    sequence_length: int = field(default=256, metadata={"help": "documents are packed and cut to this"})
 
 
 DEFAULTS = {
@@ -77,13 +91,18 @@ def main() -> None:
     recipe, args = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
 
+    config = read_config(recipe.config_name, recipe.config_overrides)
     documents = read_documents(recipe.text, recipe.text_column)
-    with args.main_process_first():
-        tokenizer = make_tokenizer(documents, recipe.vocab_size, Path(args.output_dir, "tokenizer"))
+    if recipe.tokenizer_name:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.tokenizer_name)
+    else:
+        with args.main_process_first(local=False):  # one writes for all machines
+            tokenizer = make_tokenizer(documents, config.vocab_size, Path(args.output_dir, "tokenizer"))
+    check_sizes(config, len(tokenizer), recipe.sequence_length)
     training, held_out = split(pack(documents, tokenizer, recipe.sequence_length))
 
     trainer = HelixTrainer(
-        model=make_model(recipe, tokenizer),
+        model=make_model(config, tokenizer),
         args=args,
         train_dataset=training,
         eval_dataset=held_out,
@@ -96,11 +115,48 @@ def main() -> None:
     if recipe.trace:
         trainer.trace(recipe.trace)
     trainer.save_model()
+    trainer.create_model_card(**card_of(recipe.text))
     if trainer.is_world_process_zero():
         print(f"\nloss on held-out text: {metrics['eval_loss']:.3f}")
         print(format_scorecard(overlap, trainer.plan.rule))
         print(f"checkpoint: {args.output_dir}")
         print(f"loaded back, it writes: {generate(args.output_dir, recipe.prompt)!r}")
+
+
+def read_config(name: str, overrides: str) -> PreTrainedConfig:
+    """A model's configuration, with some values changed as if they stood in its file."""
+    config = AutoConfig.from_pretrained(name)
+    changes = dict(pair.partition("=")[::2] for pair in overrides.split(",") if pair)
+    unknown = [key for key in changes if not hasattr(config, key)]
+    if unknown:
+        raise ValueError(
+            f"--config_overrides {overrides}: a configuration of {config.model_type} has no {', '.join(unknown)}; give "
+            "what it has, such as --config_overrides num_hidden_layers=2"
+        )
+    values = {config.attribute_map.get(key, key): parse(value) for key, value in changes.items()}
+    in_file, _ = type(config).get_config_dict(name)
+    return type(config).from_dict({**in_file, **values})
+
+
+def parse(value: str) -> Any:
+    """A number, true, false or null; anything else is text."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def check_sizes(config: PreTrainedConfig, num_tokens: int, sequence_length: int) -> None:
+    if num_tokens > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {num_tokens} tokens, more than the model's vocabulary of {config.vocab_size}; use "
+            f"--config_overrides vocab_size={num_tokens}, or another --tokenizer_name"
+        )
+    if sequence_length > config.max_position_embeddings:
+        raise ValueError(
+            f"--sequence_length {sequence_length} is longer than the model's {config.max_position_embeddings} "
+            f"positions; use --config_overrides max_position_embeddings={sequence_length}, or shorter sequences"
+        )
 
 
 def read_documents(source: str, column: str) -> list[str]:
@@ -117,6 +173,13 @@ def read_documents(source: str, column: str) -> list[str]:
     return list(load_dataset(source, split="train")[column])
 
 
+def card_of(source: str) -> dict[str, Any]:
+    """What a model card says of the text: a name, and a tag if it is on the Hub."""
+    if source and not Path(source).exists():
+        return {"dataset": source, "dataset_tags": source}
+    return {"dataset": Path(source).name or "Python documentation", "dataset_tags": []}
+
+
 def make_tokenizer(documents: list[str], vocab_size: int, folder: Path) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer, trained by the first process and read by the others."""
     from tokenizers import ByteLevelBPETokenizer
@@ -129,7 +192,7 @@ def make_tokenizer(documents: list[str], vocab_size: int, folder: Path) -> PreTr
     return AutoTokenizer.from_pretrained(folder)
 
 
-def pack(documents: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> list[list[int]]:
+def pack(documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
     """Documents one after the other, cut into sequences of equal length."""
     ids = [token for text in documents for token in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     return [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
@@ -146,20 +209,11 @@ def to_dataset(sequences: list[list[int]]) -> Dataset:
     return Dataset.from_dict({"input_ids": sequences, "labels": sequences})
 
 
-def make_model(recipe: RecipeArguments, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """An ordinary Transformers model."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.num_hidden_layers,
-        num_attention_heads=recipe.num_attention_heads,
-        num_key_value_heads=recipe.num_key_value_heads,
-        max_position_embeddings=max(512, recipe.sequence_length),
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return LlamaForCausalLM(config)
+def make_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """An ordinary Transformers model with random weights."""
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.name_or_path = ""  # the model is no version of the one whose shape it has
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def generate(folder: str, prompt: str) -> str:
