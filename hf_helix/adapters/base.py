@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.adapters.builder import Builder, Sharing
-from hf_helix.adapters.sequence import PADDING, SequenceCut, documents_of
+from hf_helix.adapters.sequence import SequenceCut, documents_of
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.ring import DOCUMENTS
+from hf_helix.operators.ring import ABSENT, DOCUMENTS
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocabulary import IGNORED
 
@@ -159,7 +159,7 @@ class Family(ABC):
         documents = documents_of(ids, mask, positions)
         if documents is not None:
             extra = cut.padded(ids.shape[1]) - ids.shape[1]
-            documents = functional.pad(documents, (0, extra), value=PADDING)
+            documents = functional.pad(documents, (0, extra), value=ABSENT)
         return {**found, DOCUMENTS: documents, **self.context_inputs(model, ids, counted, cut)}
 
     @abstractmethod

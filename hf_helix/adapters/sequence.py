@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.ring import positions_of
+from hf_helix.operators.ring import PADDING, positions_of
 from hf_helix.operators.transport import Axis
-
-PADDING = -1
 
 
 @dataclass(frozen=True)

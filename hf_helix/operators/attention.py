@@ -3,7 +3,7 @@
 In:   q [batch, heads, queries, head_dim], k and v [batch, kv heads, keys, head_dim]; what may see what.
 Out:  o [batch, heads, queries, head_dim] and lse [batch, heads, queries] in fp32; backward the gradients of q, k, v.
 Must hold: backward takes the output and the lse of the whole row of keys, so that the parts' gradients add up to those
-of the whole. A query that may see nothing gets zeros, and an lse of minus infinity.
+of the whole. A query that may see nothing gets zeros, and an lse of minus infinity, unless the kernel averages.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ class Seen:
         causal: query i sees the keys up to i (as many queries as keys).
         window: how many tokens a query looks back on, itself included; None for all.
         apart: how many tokens query 0 stands behind key 0, where there is a window.
-        mask: [batch, queries, keys], True where a query sees a key; None for everything. With it goes nothing else.
+        mask: [batch, queries, keys], True where a query sees a key; None for everything. With it goes no window.
+        blank: [batch, queries], True where a query takes the mean of all keys, whatever they are; with a mask.
     """
 
     causal: bool = False
     window: int | None = None
     apart: int = 0
     mask: Tensor | None = None
+    blank: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -56,7 +58,13 @@ EVERYTHING, CAUSAL = Seen(), Seen(causal=True)
 
 
 class Kernel(ABC):
-    """A way to compute attention. `scale` multiplies the products of queries and keys."""
+    """A way to compute attention. `scale` multiplies the products of queries and keys.
+
+    Attributes:
+        averages: see `Exact`.
+    """
+
+    averages = False
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
@@ -70,7 +78,14 @@ class Kernel(ABC):
 
 
 class Exact(Kernel):
-    """Written out, in fp32: the reference, and what serves where nothing else does. Needs room for all products."""
+    """Written out, in fp32: the reference, and what serves where nothing else does. Needs room for all products.
+
+    Args:
+        averages: as `eager` of Transformers does, let a query that may see nothing take the mean of all keys.
+    """
+
+    def __init__(self, averages: bool = False) -> None:
+        self.averages = averages
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, seen, scale)
@@ -93,6 +108,8 @@ class Exact(Kernel):
     def _scores(self, q: Tensor, k: Tensor, seen: Seen, scale: float) -> Tensor:
         """[batch, kv heads, heads of each, queries, keys]."""
         scores = (q.float().unflatten(1, (k.shape[1], -1)) @ k.float().unsqueeze(2).mT) * scale
+        if seen.blank is not None:
+            scores = scores.masked_fill(seen.blank[:, None, None, :, None], 0.0)
         hidden = seen.hides(q.shape[2], k.shape[2], q.device)
         return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
@@ -183,7 +200,7 @@ def kernel_for(implementation: str, device: torch.device) -> Kernel:
         if find_spec("flash_attn") is None:
             raise ValueError("attn_implementation='flash_attention_2' needs the package flash-attn; use 'sdpa'")
         return FlashAttention()
-    return TorchCpu() if implementation == "sdpa" and device.type == "cpu" else Exact()
+    return TorchCpu() if implementation == "sdpa" and device.type == "cpu" else Exact(implementation == "eager")
 
 
 def merge(o: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,11 @@ from hf_helix.operators.transport import Axis
 from hf_helix.planning.graph import Part
 
 DOCUMENTS = "documents"
-"""Side input: the document of every token [batch, whole sequence], -1 for padding; None where there is but one."""
+"""Side input: the document of every token [batch, whole sequence], or one of the marks below; None where there is but
+one document."""
+
+PADDING, ABSENT = -1, -2
+"""A token that is padding, and one that was added to make the sequence divide."""
 
 Meeting = tuple[slice, slice, Seen]
 """Some of a rank's queries, some of another's keys, and what of these is hidden from those."""
@@ -96,7 +100,7 @@ class Block(Computation):
         return own if self.distance == 0 else (*own, gradient)
 
     def _visible(self, call: Call, q: Tensor) -> list[Meeting]:
-        return visible(q.shape[2], self.axis, self.source, call.side, self.window)
+        return visible(q.shape[2], self.axis, self.source, call.side, self.window, self.kernel.averages)
 
 
 class Join(Computation):
@@ -144,19 +148,27 @@ class Blocks(Computation):
         return total, whole
 
 
-def visible(n: int, axis: Axis, source: int, side: Mapping[str, Any], window: int | None = None) -> list[Meeting]:
+def visible(
+    n: int, axis: Axis, source: int, side: Mapping[str, Any], window: int | None = None, averages: bool = False
+) -> list[Meeting]:
     """Which of a rank's `n` queries see which of the `n` keys of another rank: every pair that does is in one meeting.
 
     Args:
         window: how many tokens a query looks back on, itself included; None for all.
+        averages: whether padding takes the mean of all keys.
     """
-    met = [_before(n, axis, source)] if window is None or window >= n * axis.size else _within(window, n, axis, source)
     documents = side.get(DOCUMENTS)
+    if documents is not None and averages:
+        met = [(slice(0, n), slice(0, n), EVERYTHING)]
+    elif window is None or window >= n * axis.size:
+        met = [_before(n, axis, source)]
+    else:
+        met = _within(window, n, axis, source)
     if documents is None:
         return met
     places = [positions_of(n, axis.size, rank, documents.device) for rank in (axis.rank, source)]
     return [
-        (rows, columns, Seen(mask=_seen_within(documents, places[0][rows], places[1][columns], window)))
+        (rows, columns, _seen_within(documents, places[0][rows], places[1][columns], window, averages))
         for rows, columns, _ in met
     ]
 
@@ -191,13 +203,18 @@ def _part(which: int, half: int, first: int = 0, last: int | None = None) -> sli
     return slice(which * half + first, which * half + (half if last is None else last))
 
 
-def _seen_within(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Queries see the keys of their own document, by their places in the sequence: [batch, queries, keys]."""
+def _seen_within(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, averages: bool) -> Seen:
+    """Queries see the keys of their own document, by their places in the sequence."""
     seen = documents[:, queries, None] == documents[:, None, keys]
     seen &= documents[:, None, keys] >= 0
     back = queries[:, None] - keys
     seen &= back >= 0
-    return seen if window is None else seen & (back < window)
+    if window is not None:
+        seen &= back < window
+    if not averages:
+        return Seen(mask=seen)
+    blank = documents[:, queries] == PADDING
+    return Seen(mask=seen | (blank[:, :, None] & (documents[:, None, keys] != ABSENT)), blank=blank)
 
 
 def positions_of(n: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:

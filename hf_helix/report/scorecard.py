@@ -135,7 +135,7 @@ def _alternative(tuning: Tuning, share_of_step: float) -> list[str]:
     if tuning.ranks == 1 or kept.bubble_fraction or other >= step:  # fewer micro-batches make a pipeline wait more
         return []
     return [
-        f"Data parallelism alone (tp_size=1) would take about {_ms(other)} a step instead of {_ms(step)} (an estimate "
+        f"Data parallelism alone would take about {_ms(other)} a step instead of {_ms(step)} (an estimate "
         "from these figures), if the whole model fits on every rank."
     ]
 

@@ -47,7 +47,7 @@ class Tuning:
         profile: the measurement.
         measured: the day, as text.
         gradient_bytes: of the whole model, what data parallelism would sum at the end of a step.
-        ranks: that share the layers or the sequences of a rank of the pipeline.
+        ranks: that share the layers, the experts or the sequences of a rank of the pipeline.
         schedule: the name of the schedule that is in use.
     """
 
@@ -124,7 +124,7 @@ def tune(
         limit,
         profile,
         gradient_bytes=whole,
-        ranks=runner.mesh.tp.size * runner.mesh.cp.size,
+        ranks=runner.mesh.experts.size * runner.mesh.cp.size,
         schedule=runners[kept].scheduler.name,
     )
     return runners[kept], tuning

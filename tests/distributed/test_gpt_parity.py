@@ -41,12 +41,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "neox with dropout modules": {**NEOX, "hidden_dropout": ALMOST_NONE},
     "neox in turn": {**IN_TURN, "tie_word_embeddings": True},
 }
-# Eager attention averages over all keys where padding on the left leaves none; shared attention gives zeros, as sdpa.
-SHARED = [
-    (model, kind)
-    for model, kind in itertools.product(MODELS, KINDS)
-    if kind != "left" or MODELS[model].get("attn_implementation") != "eager"
-]
 DROPOUT: dict[str, dict[str, Any]] = {
     "gpt2": {**GPT2, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1},
     "neox": {**NEOX, "hidden_dropout": 0.1, "attention_dropout": 0.1},
@@ -95,7 +89,8 @@ def test_every_layout(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "kind"), SHARED)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 1), (2, 1, 2, 1)], ids=str)
 def test_every_layout_that_shares_sequences(
     sizes: tuple[int, ...], model: str, kind: str, cluster_of: Any, expected: Any, tmp_path: Any
@@ -104,7 +99,8 @@ def test_every_layout_that_shares_sequences(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "kind"), SHARED)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_gather(model: str, kind: str, cluster_of: Any, expected: Any, tmp_path: Any) -> None:
     check(cluster_of(2), tmp_path, expected, (2, 1, 1, 1), kind, PLANS, cp_method="all_gather", **MODELS[model])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCABULARY, llama
+from support.models import VOCABULARY, llama, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_helix.report.flops import TokenFlops, peak_tflops, token_flops
@@ -42,9 +42,11 @@ def test_the_two_conventions() -> None:
 
 
 @pytest.mark.parametrize("length", [8, 33])
-def test_torch_counts_the_same(length: int) -> None:
-    """Eager attention computes every score, so all of `full`; the rest is rotary angles."""
-    model = llama(attn_implementation="eager")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "phimoe", "qwen3_moe"])
+def test_torch_counts_the_same(family: str, length: int) -> None:
+    """Eager attention computes every score, so all of `full`; the rest is rotary angles. Of the experts, only those
+    that tokens choose compute."""
+    model = tiny(family, attn_implementation="eager")
     ids = torch.ones(2, length, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()

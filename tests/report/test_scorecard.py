@@ -146,7 +146,7 @@ def test_data_parallelism_is_named_where_it_would_be_faster() -> None:
     found = tuning("search", {**BOTH, "search": kept}, gradient_bytes=1_000_000, ranks=2)
     assert found.gradient_seconds == pytest.approx(1e-3)
     text = format_tuning(found)
-    assert "Data parallelism alone (tp_size=1) would take about 7.0 ms a step instead of 8.0 ms (an estimate" in text
+    assert "Data parallelism alone would take about 7.0 ms a step instead of 8.0 ms (an estimate" in text
     assert text.endswith("if the whole model fits on every rank.")
     # Half of a step's micro-batches were timed: twice the computation, the same gradients.
     assert "would take about 13.0 ms a step instead of 16.0 ms" in format_tuning(found, 0.5)
