@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv_heads", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ends", action="store_true", help="only one strand, and everything")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -189,6 +190,8 @@ class Bench:
         runners, predicted = {}, {}
         for name, (rule, without) in STEPS.items():
             if self.options.tp == 1 and name in ("+ tp overlap", "+ both at once"):
+                continue
+            if self.options.ends and name not in ("one strand", "+ weight gradients"):
                 continue
             known = profile.without(without)
             runners[name] = planned(self.runners[without], [rule], known, len(window))[rule]
