@@ -63,6 +63,15 @@ def test_four_ranks(family: str, sizes: tuple[int, ...], cluster_of: Any, expect
     check_experts(cluster_of, sizes, tmp_path, expected, sizes[:4], "right", FEW, family=family, **BALANCED)
 
 
+@pytest.mark.parametrize(("all_to", "choices"), [((3, 2), 2), ((1,), 1)], ids=str)
+@pytest.mark.parametrize("sizes", [EP2, EP4], ids=str)
+def test_some_ranks_get_no_token(
+    sizes: tuple[int, ...], all_to: tuple[int, ...], choices: int, cluster_of: Any, expected: Any, tmp_path: Path
+) -> None:
+    changes = {"family": "mixtral", "all_to": all_to, "num_experts_per_tok": choices, **BALANCED}
+    check_experts(cluster_of, sizes, tmp_path, expected, sizes[:4], "dense", FEW, **changes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)

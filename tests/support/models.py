@@ -81,8 +81,17 @@ def gpt_neox(**changes: Any) -> GPTNeoXForCausalLM:
     return made(GPTNeoXForCausalLM, GPTNeoXConfig, {"rope_parameters": rope, **changes})
 
 
-def mixtral(**changes: Any) -> MixtralForCausalLM:
-    return made(MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, **EVEN, **changes})
+def mixtral(all_to: tuple[int, ...] = (), **changes: Any) -> MixtralForCausalLM:
+    """`all_to`: the experts that every token goes to, whatever the routers say."""
+    model = made(MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, **EVEN, **changes})
+    for layer in model.model.layers if all_to else ():
+
+        def send(_: Any, __: Any, found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            logits, weights, chosen = found
+            return logits, weights, torch.tensor(all_to).expand_as(chosen)
+
+        layer.mlp.gate.register_forward_hook(send)
+    return model
 
 
 def qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
