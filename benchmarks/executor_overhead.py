@@ -232,7 +232,7 @@ def record_calls(runner: Runner, window: list[MicroBatch]) -> list[tuple[Callabl
     def note(function: Callable[..., Any], call: Call, inputs: tuple[Tensor, ...]) -> Any:
         if id(call) not in fresh:
             kept.append(call)  # so that no other call gets its id
-            fresh[id(call)] = Call(call.side, call.seed, call.training)
+            fresh[id(call)] = Call(call.side, call.seed, call.training, call.precision)
         recorded.append((function, (fresh[id(call)], *inputs)))
         return function(call, *inputs)
 

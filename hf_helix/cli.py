@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch")
     profile.add_argument("--sequence_length", type=int, default=512)
     profile.add_argument("--microbatches", type=int, default=4, help="of the window that is timed")
+    profile.add_argument("--bf16", action="store_true", help="matrix products in bf16, as TrainingArguments(bf16=True)")
     profile.add_argument("--output", type=Path, default=Path("profile.json"))
     profile.add_argument("--trace", type=Path, help="also write a Perfetto trace of a window under `greedy` there")
     profile.add_argument(
@@ -141,6 +142,8 @@ def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
         )
         if getattr(options, name) is not None
     ]
+    if options.bf16:
+        words.append("--bf16")
     if options.cross_node:
         words += ["--cross_node", *options.cross_node]
     processes = options.tp_size * options.pp_size * options.cp_size * options.ep_size
@@ -197,6 +200,7 @@ def _measure(options: argparse.Namespace) -> None:
         ep_size=options.ep_size,
         capacity_factor=options.expert_capacity_factor,
         cross_node=options.cross_node,
+        products=torch.bfloat16 if options.bf16 else None,
     )
     window = work.window(options.microbatches, options.batch_size, options.sequence_length)
     about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}

@@ -52,6 +52,7 @@ class Run:
         tuning: what `plan="auto"` measured.
         overlap: what was measured of the plan in use.
         microbatches: in a window of one data-parallel rank, and sequences in each.
+        dtype: of the weights, as text.
         device: of a rank, as text.
     """
 
@@ -63,6 +64,7 @@ class Run:
     overlap: Overlap | None
     microbatches: tuple[int, int]
     mixed_precision: str
+    dtype: str
     device: str
     use_cpu: bool
 
@@ -99,7 +101,7 @@ def format_section(run: Run) -> str:
         "layout": " ".join(f"{name}={run.sizes[name]}" for name in AXES),
         "ranks": f"{run.num_ranks} x {run.device}",
         "batch": f"{total} sequences: {run.sizes['dp']} data-parallel x {many} micro-batches x {rows}",
-        "precision": "fp32" if run.mixed_precision == "no" else run.mixed_precision,
+        "precision": run.dtype + ("" if run.mixed_precision == "no" else f", products in {run.mixed_precision}"),
         "schedule": f"`{run.schedule}`",
         "plan": f"`{run.plan}`, {_reason(run)}",
         "communication": _communication(run.overlap),
@@ -126,6 +128,7 @@ def _run_of(trainer: Any, overlap: Overlap | None) -> Run:
         overlap=overlap or tuned,
         microbatches=(args.gradient_accumulation_steps, args.train_batch_size),
         mixed_precision=trainer.accelerator.mixed_precision,
+        dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[trainer.model.dtype],
         device=torch.cuda.get_device_name(args.device) if cuda else f"CPU ({platform.machine()})",
         use_cpu=not cuda,
     )

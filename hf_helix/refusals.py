@@ -33,8 +33,7 @@ ELEMENTWISE_CLASSES = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, tor
 
 # Field, whether its value is refused, what to do instead.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("fp16", bool, "fp16=False: losses would need a scaler over all ranks; train in fp32"),
-    ("bf16", bool, "bf16=False: mixed precision is not built yet; train in fp32"),
+    ("fp16", bool, "fp16=False: gradients would leave its range without a loss scaler over all ranks; use bf16=True"),
     ("fp16_full_eval", bool, "fp16_full_eval=False: it would cast the model that is trained"),
     ("bf16_full_eval", bool, "bf16_full_eval=False: it would cast the model that is trained"),
     ("activation_checkpointing", bool, "activation_checkpointing=False: recomputation is not built yet"),
@@ -64,6 +63,11 @@ def check_arguments(args: Any) -> None:
         for name, bad, instead in _REFUSED
         if bad(getattr(args, name, None))
     ]
+    if args.mixed_precision not in ("no", "bf16") and not args.fp16:
+        problems.append(
+            f"mixed_precision={args.mixed_precision!r} of the launcher: use `mixed_precision: bf16`, or 'no'; fp16 "
+            "would need a loss scaler over all ranks"
+        )
     optimizer = getattr(args.optim, "value", args.optim)
     if optimizer not in ELEMENTWISE_OPTIMIZERS:
         problems.append(
@@ -87,7 +91,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse models that are not whole, plain and in fp32.
+    """Refuse models that are not whole, plain and in fp32 or bf16.
 
     Raises:
         ValueError: says what the model is and how to load it.
@@ -105,10 +109,15 @@ def check_model(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"parameter {name} is on the meta device; load the weights first: from_pretrained(folder)")
-        if parameter.dtype != torch.float32:
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
-                f"parameter {name} is {parameter.dtype}, and only torch.float32 is built so far; "
-                "load the model with from_pretrained(..., dtype=torch.float32)"
+                f"parameter {name} is {parameter.dtype}, and torch.float32 and torch.bfloat16 are built; load the "
+                "model with from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
+            )
+        if parameter.dtype != model.dtype:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}, others are {model.dtype}; load the model with one type for "
+                "all: from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
             )
 
 
@@ -157,10 +166,10 @@ def check_trainer(trainer: Any, args: Any) -> None:
         )
     _check_optimizer(trainer)
     accelerator = trainer.accelerator
-    if accelerator.mixed_precision != "no":
+    if accelerator.mixed_precision != args.mixed_precision:
         raise ValueError(
-            f"mixed_precision={accelerator.mixed_precision!r} from the launcher is not built yet; "
-            "use `mixed_precision: 'no'` in the YAML"
+            f"an Accelerator was made before with mixed_precision={accelerator.mixed_precision!r}, and the training "
+            f"arguments say {args.mixed_precision!r}; make it after, or give both the same"
         )
     if accelerator.parallelism_config is not args.parallelism_config:
         raise ValueError(

@@ -101,7 +101,8 @@ class HelixTrainerMixin:
         if plugin is None or plugin.config != config:
             plugin = arguments.parallelism_config = HelixPlugin(config)
         steps = arguments.gradient_accumulation_steps
-        agree_on_text(f"{options_of(config)}\ngradient_accumulation_steps={steps}", "options")
+        mixed = arguments.mixed_precision
+        agree_on_text(f"{options_of(config)}\ngradient_accumulation_steps={steps}\nmixed_precision={mixed}", "options")
         self.helix_config = config
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
         self._cut = SequenceCut.of(self._mesh.tp, self._mesh.cp)
@@ -183,7 +184,8 @@ class HelixTrainerMixin:
         self._family = family_of(model)
         config, tp_size = self.helix_config, self._mesh.tp.size
         name = type(model).__name__
-        self._tuner = Tuner(config, name, describe(model, self._mesh))
+        products = torch.bfloat16 if args.mixed_precision == "bf16" else None
+        self._tuner = Tuner(config, name, describe(model, self._mesh, products))
         mesh = self._mesh
         sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, config.cp_method, config.expert_capacity_factor)
         units = [unit.without(config.without) for unit in self._family.units(model, sharing)]
@@ -209,7 +211,7 @@ class HelixTrainerMixin:
             cut_parameters(stage, self._mesh)
         if hasattr(self, "runner"):
             self.runner.executor.streams.close()
-        self.runner = Runner(stage, plan, self._mesh, make_streams(args.device), scheduler, args.seed)
+        self.runner = Runner(stage, plan, self._mesh, make_streams(args.device), scheduler, args.seed, products)
         model._is_accelerate_prepared = True  # nothing is left to wrap
         model._is_cut_by_helix = self._mesh.batch_group is not None
         if model._is_cut_by_helix:
@@ -357,6 +359,8 @@ class HelixTrainerMixin:
         found = None if labels is None else loss.detach()
         if logits is None:
             return found, None, None
+        if self.runner.precision.products is not None:
+            logits = logits.float()  # as Accelerate hands out what was computed under autocast
         length = batch["input_ids"].shape[1]
         return found, self._whole_logits(logits)[:, :length], labels
 

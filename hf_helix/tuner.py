@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tqdm.auto import tqdm
 
@@ -42,13 +43,17 @@ UNMEASURED = "greedy"
 TUNED_MICROBATCHES = 4  # for each rank of the pipeline: enough to see the steady state
 
 
-def describe(model: Any, mesh: Mesh) -> dict[str, str]:
-    """What measurements of a model are for; before it is cut."""
+def describe(model: Any, mesh: Mesh, products: torch.dtype | None = None) -> dict[str, str]:
+    """What measurements of a model are for; before it is cut.
+
+    Args:
+        products: see `Runner`.
+    """
     weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in model.named_parameters()]
     shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp", "ep")]
     digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
     return {
-        "model": f"{type(model).__name__} {digest}",
+        "model": f"{type(model).__name__} {digest}" + (f" {products}".replace("torch.", "") if products else ""),
         "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
         "attention": str(model.config._attn_implementation),
         "transformers": version("transformers"),

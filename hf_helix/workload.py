@@ -36,6 +36,7 @@ class Workload:
         config: of the model, or the folder of one.
         device: to run on.
         schedule, cp_method, cross_node: see `HelixConfig`.
+        products: see `Runner`; weights are fp32.
         mesh: of these sizes, if there is one already.
     """
 
@@ -52,13 +53,14 @@ class Workload:
         ep_size: int = 1,
         capacity_factor: float | None = None,
         cross_node: Collection[str] | None = None,
+        products: torch.dtype | None = None,
     ) -> None:
         if isinstance(config, str):
             config = AutoConfig.from_pretrained(config)
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
         self.mesh = mesh or build_mesh(tp_size, device, pp_size, cp_size, ep_size, cross_node)
-        self.about = describe(self.model, self.mesh)
+        self.about = describe(self.model, self.mesh, products)
         self._family = family_of(self.model)
         mesh = self.mesh
         units = self._family.units(self.model, Sharing(mesh.tp, mesh.cp, mesh.experts, cp_method, capacity_factor))
@@ -72,7 +74,7 @@ class Workload:
             mesh=self.mesh.option_sizes,
         )
         cut_parameters(stage, self.mesh)
-        self.runner = Runner(stage, plan, self.mesh, make_streams(device), scheduler, 0)
+        self.runner = Runner(stage, plan, self.mesh, make_streams(device), scheduler, 0, products)
 
     def window(self, count: int, batch: int, length: int) -> list[MicroBatch]:
         """Micro-batches of `batch` sequences of `length` random tokens."""

@@ -93,12 +93,14 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
 
     def rotate(*values: Tensor, **rope: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = attention.heads(*values, **rope)
-        return q.contiguous(), torch.stack((k, v))
+        # A rope may leave a higher precision, which attention would take back.
+        return q.to(v.dtype).contiguous(), torch.stack((k.to(v.dtype), v))
 
     made = ("attention.q", "attention.kv")
     q, kv = b.local_outputs("attention.rotate", rotate, made, *values, side=side, uses=uses, on_shard=True)
-    kernel = kernel_for(module.config._attn_implementation, next(module.parameters()).device)
-    return b.shared_attention("attention", q, kv, kernel, module.scaling, attention.window)
+    weight = next(module.parameters())
+    kernel = kernel_for(module.config._attn_implementation, weight.device)
+    return b.shared_attention("attention", q, kv, kernel, module.scaling, attention.window, weight.dtype)
 
 
 def check_shared(model: Any, option: str = "attention_dropout") -> None:

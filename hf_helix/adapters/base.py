@@ -55,7 +55,7 @@ class Family(ABC):
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
         """Declare norm, head and loss of the tokens. The value `head.logits` is kept where it is asked for."""
-        h = b.local("norm", self.final_norm(model), x, on_shard=True)
+        h = b.norm("norm", self.final_norm(model), x)
         h = b.gather("gather", h)
         head = model.get_output_embeddings()
         (logits,) = b.column_parallel("head", {"logits": head}, h)

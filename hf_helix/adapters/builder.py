@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -96,6 +97,7 @@ class Builder:
         uses: Sequence[nn.Module] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
+        lowers: bool = False,
         effort: float = LIGHT,
     ) -> str:
         """A function of one output under autograd: a submodule, or any function.
@@ -104,10 +106,10 @@ class Builder:
             uses: the submodules whose parameters a function reads.
             on_shard: its inputs are this rank's part of the sequence or of the heads, so its parameters' gradients are
                 summed.
-            draws: see `Segment`.
+            draws, lowers: see `Segment`.
         """
         parameters = self._parameters(function, uses, on_shard)
-        segment = Segment(function, parameters, side, draws)
+        segment = Segment(function, parameters, side, draws, lowers=lowers)
         return self.declare(name, segment, inputs, (name,), effort=effort)[0]
 
     def local_outputs(
@@ -129,6 +131,10 @@ class Builder:
         """
         segment = Segment(function, self._parameters(function, uses, on_shard), side, draws, len(plain))
         return self.declare(name, segment, inputs, (*outputs, *plain), plain=tuple(plain), effort=LIGHT)
+
+    def norm(self, name: str, module: nn.Module, value: str) -> str:
+        """What stands before linears, and only they read: a submodule over this rank's part of the sequence."""
+        return self.local(name, module, value, on_shard=True, lowers=True)
 
     def add(self, name: str, left: str, right: str) -> str:
         """Residual addition."""
@@ -174,7 +180,14 @@ class Builder:
         return self._collective(name, Scatter(self.tp), value)
 
     def shared_attention(
-        self, name: str, q: str, kv: str, kernel: Kernel, scale: float, window: int | None = None
+        self,
+        name: str,
+        q: str,
+        kv: str,
+        kernel: Kernel,
+        scale: float,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> str:
         """Causal attention over a sequence that context-parallel ranks share, see `hf_helix.operators.ring`.
 
@@ -182,6 +195,7 @@ class Builder:
             q: [batch, heads, tokens of this rank, head_dim].
             kv: keys and values, [2, batch, kv heads, tokens of this rank, head_dim].
             window: how many tokens a token looks back on, itself included; None for all.
+            dtype: of the model.
 
         Returns:
             [tokens of this rank, batch, heads * head_dim].
@@ -212,7 +226,7 @@ class Builder:
                 keeps=(q, kv, *kept),
                 effort=ATTENTION,
             )
-        return self.declare(f"{name}.join", Join(), so_far, kept, effort=LIGHT)[0]
+        return self.declare(f"{name}.join", Join(dtype), so_far, kept, effort=LIGHT)[0]
 
     def lookup(self, name: str, embedding: nn.Embedding) -> str:
         """Token embeddings, the table cut by rows; outputs are partial sums for `scatter`. Reads side input `ids`."""

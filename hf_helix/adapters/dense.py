@@ -40,7 +40,7 @@ class Dense(Family):
 
     def attention(self, b: Builder, layer: Any, x: str) -> str:
         """Declare the first half of a layer, residual included."""
-        h = b.local("attn.norm", layer.input_layernorm, x, on_shard=True)
+        h = b.norm("attn.norm", layer.input_layernorm, x)
         h = b.gather("attn.gather", h)
         h = self.self_attention(b, layer.self_attn, h)
         h = b.scatter("attn.scatter", h)
@@ -60,7 +60,7 @@ class Dense(Family):
     def mlp(self, b: Builder, layer: Any, x: str) -> str:
         """Declare the second half of a layer, residual included."""
         mlp = layer.mlp
-        h = b.local("mlp.norm", layer.post_attention_layernorm, x, on_shard=True)
+        h = b.norm("mlp.norm", layer.post_attention_layernorm, x)
         h = b.gather("mlp.gather", h)
         gate, up = b.column_parallel("mlp.up", {"gate": mlp.gate_proj, "up": mlp.up_proj}, h)
         h = b.local("mlp.act", lambda gate, up: mlp.act_fn(gate) * up, gate, up)

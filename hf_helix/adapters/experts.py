@@ -43,7 +43,7 @@ def declare_experts(b: Builder, h: str, weights: str, chosen: str, module: Any, 
     rows = b.local("experts.act", module._apply_gate, rows)
     rows = _grouped(b, "experts.down", module.down_proj, rows, sizes)
     rows = _combine(b, rows, counts, len(module.gate_up_proj))
-    collect = Unpermute() if b.sharing.capacity_factor is None else Collect()
+    collect = (Unpermute if b.sharing.capacity_factor is None else Collect)(module.down_proj.dtype)
     return b.declare("experts.unpermute", collect, (rows, weights, places), ("experts.out",), effort=LIGHT)[0]
 
 

@@ -44,7 +44,7 @@ class GPT2(Family):
         attn, mlp = layer.attn, layer.mlp
         x = b.input("x")
 
-        h = b.local("attn.norm", layer.ln_1, x, on_shard=True)
+        h = b.norm("attn.norm", layer.ln_1, x)
         h = b.gather("attn.gather", h)
         (h,) = b.column_parallel("attn.qkv", {"fused": attn.c_attn}, h, blocks=3)
         h = declare(b, _attention(attn), h, rope=False)
@@ -53,7 +53,7 @@ class GPT2(Family):
         h = b.dropout("attn.dropout", attn.resid_dropout, h)
         x = b.add("attn.add", x, h)
 
-        h = b.local("mlp.norm", layer.ln_2, x, on_shard=True)
+        h = b.norm("mlp.norm", layer.ln_2, x)
         h = b.gather("mlp.gather", h)
         (h,) = b.column_parallel("mlp.up", {"up": mlp.c_fc}, h)
         h = b.local("mlp.act", mlp.act, h)

@@ -70,12 +70,12 @@ class GPTNeoX(Family):
 
 def _in_turn(b: Builder, layer: Any, x: str) -> str:
     """Attention, residual, then MLP, residual."""
-    h = b.local("attn.norm", layer.input_layernorm, x, on_shard=True)
+    h = b.norm("attn.norm", layer.input_layernorm, x)
     h = _attention(b, layer.attention, b.gather("attn.gather", h))
     h = b.dropout("attn.dropout", layer.post_attention_dropout, b.scatter("attn.scatter", h))
     x = b.add("attn.add", x, h)
 
-    h = b.local("mlp.norm", layer.post_attention_layernorm, x, on_shard=True)
+    h = b.norm("mlp.norm", layer.post_attention_layernorm, x)
     h = _mlp(b, layer.mlp, b.gather("mlp.gather", h))
     h = b.dropout("mlp.dropout", layer.post_mlp_dropout, b.scatter("mlp.scatter", h))
     return b.add("mlp.add", x, h)
@@ -101,8 +101,8 @@ def _branches(b: Builder, layer: Any, x: str) -> tuple[str, str]:
     that which comes through its heads and columns.
     """
     whole = b.gather("gather", x)
-    attention = _attention(b, layer.attention, b.local("attn.norm", layer.input_layernorm, whole, on_shard=True))
-    mlp = _mlp(b, layer.mlp, b.local("mlp.norm", layer.post_attention_layernorm, whole, on_shard=True))
+    attention = _attention(b, layer.attention, b.norm("attn.norm", layer.input_layernorm, whole))
+    mlp = _mlp(b, layer.mlp, b.norm("mlp.norm", layer.post_attention_layernorm, whole))
     return attention, mlp
 
 

@@ -3,7 +3,8 @@
 In:   tensors of one micro-batch.
 Out:  tensors; parameter gradients are added to `parameter.grad`.
 Must hold: a computation never communicates; a communication never computes a gradient. What an operator keeps
-between forward and backward lies in its `Call`, so the same operator serves many micro-batches at once.
+between forward and backward lies in its `Call`, so the same operator serves many micro-batches at once. A gradient that
+goes to another rank has the type of its value.
 Activations are laid out [sequence, batch, hidden]; a rank holds its slice of the sequence where a comment says "shard".
 """
 
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_helix.planning.graph import Part
@@ -21,6 +24,27 @@ from hf_helix.planning.graph import Part
 Tensors = tuple[Tensor, ...]
 Work = Callable[[], object]
 """Moves data into what was allocated before."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which types a forward pass computes in.
+
+    Attributes:
+        device: the type of the device, such as "cuda".
+        products: of matrix products, as under `torch.autocast`; None where values keep the types they have.
+    """
+
+    device: str = "cpu"
+    products: torch.dtype | None = None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """In which torch computes so by itself."""
+        return nullcontext() if self.products is None else torch.autocast(self.device, self.products)
+
+    def lowered(self, value: Tensor) -> Tensor:
+        """A value as matrix products take it."""
+        return value if self.products is None else value.to(self.products)
 
 
 @dataclass(slots=True)
@@ -31,12 +55,14 @@ class Call:
         side: tensors of the micro-batch that carry no gradient (masks, positions, labels), by name.
         seed: for operators that draw random numbers; does not depend on the plan.
         training: False when there will be no backward, so nothing need be kept.
+        precision: of the forward pass; backward follows the types that it left.
         saved: whatever forward left for backward.
     """
 
     side: Mapping[str, Any]
     seed: int
     training: bool
+    precision: Precision = Precision()
     saved: Any = field(default=None)
 
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.operators.base import Call, Communication, Computation, SplitComputation, Tensors, Work
+from hf_helix.operators.linear import add_product
 from hf_helix.operators.transport import Axis
 from hf_helix.planning.graph import Part
 
@@ -100,20 +101,27 @@ class Permute(Computation):
         places = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.num_experts)
         if call.training:
-            call.saved = places, choices, tokens.shape
-        return tokens.flatten(0, 1)[places // choices], places, counts
+            call.saved = places, choices, tokens.shape, tokens.dtype
+        return call.precision.lowered(tokens).flatten(0, 1)[places // choices], places, counts
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         (rows,) = gradients
-        places, choices, shape = call.saved
+        places, choices, shape, dtype = call.saved
         call.saved = None
         by_token = torch.empty_like(rows)
         by_token[places] = rows
-        return (by_token.unflatten(0, (-1, choices)).sum(1).view(shape),)
+        return (by_token.unflatten(0, (-1, choices)).sum(1, dtype=dtype).view(shape),)
 
 
 class Unpermute(Computation):
-    """Values: rows as `Permute` left them, weights [tokens, k], the places. Output: [n, batch, hidden]."""
+    """Values: rows as `Permute` left them, weights [tokens, k], the places. Output: [n, batch, hidden].
+
+    Args:
+        dtype: of the output, in which sums are taken at the least.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         rows, weights, places = inputs
@@ -122,14 +130,14 @@ class Unpermute(Computation):
         by_token = by_token.unflatten(0, weights.shape)
         if call.training:
             call.saved = by_token, weights, places
-        return ((by_token * weights.unsqueeze(-1)).sum(1).unflatten(0, (-1, call.side[COUNTED].shape[1])),)
+        return (_weighted_sum(by_token, weights, self.dtype).unflatten(0, (-1, call.side[COUNTED].shape[1])),)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient = gradients[0].flatten(0, 1).unsqueeze(1)
         by_token, weights, places = call.saved
         call.saved = None
-        rows = (gradient * weights.unsqueeze(-1)).flatten(0, 1)[places]
-        return rows, (by_token * gradient).sum(-1)
+        rows = (gradient * weights.unsqueeze(-1)).to(by_token.dtype).flatten(0, 1)[places]
+        return rows, (by_token * gradient).sum(-1).to(weights.dtype)
 
 
 class Fill(Computation):
@@ -160,42 +168,45 @@ class Fill(Computation):
         place = before.gather(1, expert.unsqueeze(1)).squeeze(1)
         taken = place < capacity
         row = torch.where(taken, expert * capacity + place, -1).view(choices, -1).t().contiguous()
-        flat = tokens.flatten(0, 1)
+        flat = call.precision.lowered(tokens).flatten(0, 1)
         # One row more, which everything dropped is written to.
         rows = flat.new_zeros(self.num_experts * capacity + 1, flat.shape[-1])
         for choice in row.unbind(1):
             rows[choice] = flat
         rows[-1] = 0
         if call.training:
-            call.saved = row, tokens.shape
+            call.saved = row, tokens.shape, tokens.dtype
             self.meter.note_dropped((counted * ~taken).sum())
         return rows[:-1], row
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        row, shape = call.saved
+        row, shape, dtype = call.saved
         call.saved = None
         padded = functional.pad(gradients[0], (0, 0, 0, 1))
-        return (padded[row].sum(1).view(shape),)
+        return (padded[row].sum(1, dtype=dtype).view(shape),)
 
 
 class Collect(Computation):
     """`Unpermute` with a capacity. Values: rows, weights, the row of each choice. Output: [n, batch, hidden]."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         rows, weights, row = inputs
         by_token = functional.pad(rows, (0, 0, 0, 1))[row]
         if call.training:
             call.saved = by_token, weights, row, len(rows)
-        return ((by_token * weights.unsqueeze(-1)).sum(1).unflatten(0, (-1, call.side[COUNTED].shape[1])),)
+        return (_weighted_sum(by_token, weights, self.dtype).unflatten(0, (-1, call.side[COUNTED].shape[1])),)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient = gradients[0].flatten(0, 1)
         by_token, weights, row, length = call.saved
         call.saved = None
-        rows = gradient.new_zeros(length + 1, gradient.shape[-1])
+        rows = by_token.new_zeros(length + 1, gradient.shape[-1])
         for choice, weight in zip(row.unbind(1), weights.unbind(1), strict=True):
-            rows[choice] = gradient * weight.unsqueeze(-1)
-        return rows[:-1], (by_token * gradient.unsqueeze(1)).sum(-1)
+            rows[choice] = (gradient * weight.unsqueeze(-1)).to(rows.dtype)
+        return rows[:-1], (by_token * gradient.unsqueeze(1)).sum(-1).to(weights.dtype)
 
 
 class Announce(Communication):
@@ -296,16 +307,17 @@ class GroupedLinear(SplitComputation):
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         rows, *counts = inputs
+        rows = call.precision.lowered(rows)
         sizes = counts[0] if counts else None
         if call.training:
             call.saved = [rows, sizes]
         with torch.no_grad():
-            return (_grouped(rows, self.weight.transpose(1, 2), sizes),)
+            return (_grouped(rows, self.weight.to(rows.dtype).transpose(1, 2), sizes),)
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         _, sizes = call.saved
         with torch.no_grad():
-            return (_grouped(gradients[0], self.weight, sizes),)
+            return (_grouped(gradients[0], self.weight.to(gradients[0].dtype), sizes),)
 
     def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
         rows, sizes = call.saved
@@ -316,6 +328,12 @@ class GroupedLinear(SplitComputation):
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
             _add_products(self.weight.grad, gradients[0], rows, sizes)
+
+
+def _weighted_sum(by_token: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of rows [tokens, k, hidden], in the higher precision of the weights and of `dtype`."""
+    weights = weights.to(torch.promote_types(weights.dtype, dtype))
+    return (by_token * weights.unsqueeze(-1)).sum(1).to(dtype)
 
 
 def _grouped(rows: Tensor, weight: Tensor, sizes: Tensor | None) -> Tensor:
@@ -335,12 +353,12 @@ def _add_products(total: Tensor, gradients: Tensor, rows: Tensor, sizes: Tensor 
     if sizes is None:
         blocks = (value.unflatten(0, (len(total), -1)) for value in (gradients, rows))
         gradients, rows = blocks
-        total.baddbmm_(gradients.transpose(1, 2), rows)
+        add_product(total, gradients.transpose(1, 2), rows)
     elif _in_one_kernel(rows):
         total += functional.grouped_mm(gradients.t(), rows, offs=sizes.cumsum(0).int())
     else:
         for sum_, left, right in zip(total, gradients.split(sizes.tolist()), rows.split(sizes.tolist()), strict=True):
-            sum_.addmm_(left.t(), right)
+            add_product(sum_, left.t(), right)
 
 
 def _in_one_kernel(rows: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 In:   one value [..., features_in] and one or more linears that read it (q, k, v; gate, up), cut or whole.
 Out:  one value per linear.
-Must hold: W reads only what forward kept and the output gradient, so it can run at any time after them.
+Must hold: W reads only what forward kept and the output gradient, so it can run at any time after them. Weights are
+cast to the type of what they meet; what W finds is added up in the type of the weight.
 """
 
 from __future__ import annotations
@@ -48,21 +49,22 @@ class Linear(SplitComputation):
         return tuple(p for linear in self.linears for p in (linear.weight, linear.bias) if p is not None)
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        (value,) = inputs
+        value = call.precision.lowered(inputs[0])
         if call.training:
             call.saved = value
         with torch.no_grad():
             return tuple(
-                functional.linear(value, self._matrix(linear), linear.bias if self.adds_bias else None)
+                functional.linear(value, self._matrix(linear, value.dtype), self._bias(linear, value.dtype))
                 for linear in self.linears
             )
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         first, *others = zip(gradients, self.linears, strict=True)
+        dtype = gradients[0].dtype
         with torch.no_grad():
-            total = _rows(first[0]) @ self._matrix(first[1])
+            total = _rows(first[0]) @ self._matrix(first[1], dtype)
             for gradient, linear in others:
-                total.addmm_(_rows(gradient), self._matrix(linear))
+                total.addmm_(_rows(gradient), self._matrix(linear, dtype))
         return (total.view(*gradients[0].shape[:-1], total.shape[-1]),)
 
     def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
@@ -75,15 +77,30 @@ class Linear(SplitComputation):
                 if weight.requires_grad:
                     left, right = (value, rows) if self.transposed else (rows, value)
                     if weight.grad is None:
-                        weight.grad = left.t() @ right
+                        weight.grad = (left.t() @ right).to(weight.dtype)
                     else:
-                        weight.grad.addmm_(left.t(), right)
+                        add_product(weight.grad, left.t(), right)
                 if bias is not None and bias.requires_grad:
-                    bias.grad = rows.sum(0) if bias.grad is None else bias.grad.add_(rows.sum(0))
+                    total = rows.sum(0, dtype=bias.dtype)
+                    bias.grad = total if bias.grad is None else bias.grad.add_(total)
 
-    def _matrix(self, linear: Projection) -> Tensor:
+    def _matrix(self, linear: Projection, dtype: torch.dtype) -> Tensor:
         """[features_out, features_in]."""
-        return linear.weight.t() if self.transposed else linear.weight
+        weight = linear.weight.to(dtype)
+        return weight.t() if self.transposed else weight
+
+    def _bias(self, linear: Projection, dtype: torch.dtype) -> Tensor | None:
+        return linear.bias.to(dtype) if self.adds_bias and linear.bias is not None else None
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product of two matrices, or of two stacks of them, to a total that may be of higher precision."""
+    if total.dtype is not left.dtype:
+        total += left @ right
+    elif total.dim() == 3:
+        total.baddbmm_(left, right)
+    else:
+        total.addmm_(left, right)
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class Segment(Computation):
         side: names of the micro-batch's side inputs that it takes as keywords.
         draws: returns True while the function draws random numbers (dropout); it then runs under the call's seed.
         num_plain: how many of its outputs, the last ones, have no gradient (indices).
+        lowers: only matrix products read its outputs, so these are handed on as products take them.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class Segment(Computation):
         side: Sequence[str] = (),
         draws: Callable[[], bool] | None = None,
         num_plain: int = 0,
+        lowers: bool = False,
     ) -> None:
         self.num_plain = num_plain
+        self.lowers = lowers
         self.function = function
         self.parameters = tuple(parameters)
         self.side = tuple(side)
@@ -46,10 +49,10 @@ class Segment(Computation):
         side = {name: call.side[name] for name in self.side}
         if not call.training:
             with torch.no_grad():
-                return _as_tuple(self._run(call, inputs, side))
+                return self._run(call, inputs, side)
         leaves = tuple(value.detach().requires_grad_() for value in inputs)
         with torch.enable_grad():
-            outputs = _as_tuple(self._run(call, leaves, side))
+            outputs = self._run(call, leaves, side)
         if leaves or self._trained():
             # Only the edges are kept: an output that backward does not need is freed with its last reader.
             differentiable = outputs[: len(outputs) - self.num_plain]
@@ -69,7 +72,12 @@ class Segment(Computation):
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
-    def _run(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Any:
+    def _run(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Tensors:
+        with call.precision.autocast():
+            outputs = _as_tuple(self._call_function(call, inputs, side))
+        return tuple(call.precision.lowered(output) for output in outputs) if self.lowers else outputs
+
+    def _call_function(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Any:
         if self.draws is None or not self.draws():
             return self.function(*inputs, **side)
         device = next(value.device for value in (*inputs, *self.parameters) if isinstance(value, Tensor))
@@ -79,14 +87,17 @@ class Segment(Computation):
 
 
 class Add(Computation):
-    """Residual addition of two values. Keeps nothing."""
+    """Residual addition of two values. Keeps their types only."""
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         left, right = inputs
+        if call.training:
+            call.saved = left.dtype, right.dtype
         return (left + right,)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        return gradients[0], gradients[0]
+        types, call.saved = call.saved, None
+        return tuple(gradients[0].to(dtype) for dtype in types)
 
 
 class SumOfGradients(Computation):

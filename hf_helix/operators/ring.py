@@ -95,7 +95,8 @@ class Block(Computation):
             parts = self.kernel.backward(do, queries, k, v, o, stats, seen, self.scale)
             for total, part, where in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
                 total.add(part, where)
-        own = (dq.total, torch.stack((dk.total, dv.total)))
+        # Those of the queries are added up over the blocks, and in fp32; those of keys and values travel.
+        own = (dq.total.float(), torch.stack((dk.total, dv.total)))
         # The gradient of what was so far is that of the whole: the kernel has the statistics of the whole.
         return own if self.distance == 0 else (*own, gradient)
 
@@ -104,12 +105,20 @@ class Block(Computation):
 
 
 class Join(Computation):
-    """The end of the blocks: output [n, batch, heads * head_dim] and its log-sum-exp [batch, heads, n]."""
+    """The end of the blocks: output [n, batch, heads * head_dim] and its log-sum-exp [batch, heads, n].
+
+    Args:
+        dtype: of queries, keys and values where there is no autocast.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (so_far,) = inputs
         call.saved = so_far.shape[1]
-        return so_far[..., :-1].permute(2, 0, 1, 3).flatten(2), so_far[..., -1].contiguous()
+        out = call.precision.lowered(so_far[..., :-1].to(self.dtype))
+        return out.permute(2, 0, 1, 3).flatten(2), so_far[..., -1].contiguous()
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         heads, call.saved = call.saved, None

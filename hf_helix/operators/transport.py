@@ -53,7 +53,7 @@ class Transport(ABC):
         """One step the other way."""
 
     def prefers_exchange(self, value: Tensor) -> bool:
-        """Whether a reduce-scatter is cheaper as an exchange and a local sum."""
+        """Whether a reduce-scatter is better done as an exchange and a local sum."""
         return False
 
 
@@ -82,6 +82,10 @@ class GroupTransport(Transport):
 
     def shift_back(self, out: Tensor, value: Tensor) -> None:
         self._pass_on(out, value, -1)
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        # A group adds up from rank to rank in the type of the values; a local sum rounds once.
+        return value.element_size() < 4
 
     def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
         ranks = dist.get_process_group_ranks(self.group)
@@ -153,12 +157,15 @@ class SilentTransport(Transport):
     """Stands for a group of `size` ranks without moving anything between them: for timing computation alone.
 
     Values stay finite and shapes right; results mean nothing.
+
+    Args:
+        like: the transport of that group, so that the same is computed around it.
     """
 
-    def __init__(self, size: int, rank: int, prefers_exchange: bool = False) -> None:
+    def __init__(self, size: int, rank: int, like: Transport | None = None) -> None:
         self.size = size
         self.rank = rank
-        self._prefers_exchange = prefers_exchange
+        self._like = like
 
     def all_gather(self, out: Tensor, value: Tensor) -> None:
         out.view(self.size, *value.shape).copy_(value.expand(self.size, *value.shape))
@@ -181,7 +188,7 @@ class SilentTransport(Transport):
         out.copy_(value)
 
     def prefers_exchange(self, value: Tensor) -> bool:
-        return self._prefers_exchange
+        return self._like is not None and self._like.prefers_exchange(value)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_helix.operators.base import Precision
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph import Kind, Operator, Part
 from hf_helix.planning.window import Instruction, Key
@@ -30,12 +31,14 @@ class Executor:
     Args:
         units: what the rank holds, by index in the layout.
         seed: of the run.
+        precision: of every forward pass.
     """
 
-    def __init__(self, units: Mapping[int, Unit], streams: Streams, seed: int) -> None:
+    def __init__(self, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision) -> None:
         self.units = units
         self.streams = streams
         self._seed = seed
+        self._precision = precision
         self._sent: deque[tuple[Event, Tensor]] = deque()
 
     def run(
@@ -84,7 +87,7 @@ class Executor:
 
     def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
         """A micro-batch before its first operator."""
-        return Strand(batch.key, batch.prepare(), training, self._seed, dict(sources))
+        return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, dict(sources))
 
     def label(self, microbatch: int, unit: int, op: Operator) -> str:
         """What an operator is called in a trace, such as `B2.layers.3.mlp.down.W`."""

@@ -124,7 +124,8 @@ def _summing(gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divis
     """The work that sums gradients over a group, in one piece, and divides them."""
     if group is None:  # experts that no other rank has a copy of
         return lambda: torch._foreach_div_(list(gradients), divisor)
-    flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # ranks add up one after the other
+    flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients), dtype=dtype)
     parts = [
         part.view_as(gradient)
         for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True)

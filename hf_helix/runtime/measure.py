@@ -186,7 +186,7 @@ def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
 
 def _silenced(axes: Sequence[Axis]) -> contextlib.AbstractContextManager[None]:
     """The axes with nothing moving on them."""
-    silent = [SilentTransport(axis.size, axis.rank, axis.transport.prefers_exchange(torch.empty(0))) for axis in axes]
+    silent = [SilentTransport(axis.size, axis.rank, axis.transport) for axis in axes]
     return _transports(axes, silent)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_helix.operators.base import Precision
 from hf_helix.planning.plan import Plan
 from hf_helix.planning.program import build_programs, validate_program
 from hf_helix.planning.schedule import Slot
@@ -38,9 +39,19 @@ class Runner:
         plan: the order of every block, or a flow.
         scheduler: makes the schedule of a window from its number of micro-batches.
         seed: of the run; each operator's randomness derives from it and from its place.
+        products: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
     """
 
-    def __init__(self, stage: Stage, plan: Plan, mesh: Mesh, streams: Streams, scheduler: Scheduler, seed: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        plan: Plan,
+        mesh: Mesh,
+        streams: Streams,
+        scheduler: Scheduler,
+        seed: int,
+        products: torch.dtype | None = None,
+    ) -> None:
         self.whole = stage
         self.stage = stage.tiled(plan.tiles)
         self.plan = plan
@@ -48,8 +59,9 @@ class Runner:
         self.scheduler = scheduler
         self.layout = self.stage.layout
         self._seed = seed
+        self.precision = Precision(mesh.device.type, products)
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
-        self.executor = Executor(self.stage.units, streams, seed * world_size() + rank())
+        self.executor = Executor(self.stage.units, streams, seed * world_size() + rank(), self.precision)
         self._programs: dict[object, list[Instruction]] = {}
         head = self.stage.head
         (loss,) = self.layout.graphs[self.layout.units[head]].forward.outputs
@@ -60,7 +72,8 @@ class Runner:
 
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
         """A runner of the same parameters, on the same streams, with another plan (and other schedules)."""
-        return Runner(self.whole, plan, self.mesh, self.executor.streams, scheduler or self.scheduler, self._seed)
+        scheduler, streams = scheduler or self.scheduler, self.executor.streams
+        return Runner(self.whole, plan, self.mesh, streams, scheduler, self._seed, self.precision.products)
 
     def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
         """Forward and backward of a window; losses by micro-batch, gradients added to `parameter.grad`.

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import Call, Precision
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.window import Key
 from hf_helix.runtime.streams import Event
@@ -45,6 +45,7 @@ class Strand:
     side: Mapping[str, Any]
     training: bool
     seed: int
+    precision: Precision
     values: dict[Key, Tensor] = field(default_factory=dict)
     events: dict[Key, Event] = field(default_factory=dict)
     calls: dict[tuple[int, str], Call] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Strand:
         found = self.calls.get((index, operator))
         if found is None:
             seed = derive_seed(self.seed, *self.key, unit.label, operator)
-            found = self.calls[index, operator] = Call(self.side, seed, self.training)
+            found = self.calls[index, operator] = Call(self.side, seed, self.training, self.precision)
         return found
 
 

@@ -15,7 +15,7 @@ from transformers import GPTJConfig, GPTJForCausalLM
 from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
 
 TRAINING = [
-    ({"bf16": True}, ["bf16", "fp32"]),
+    ({"fp16": True}, ["fp16=False", "scaler", "bf16=True"]),
     ({"gradient_checkpointing": True}, ["checkpointing=False"]),
     ({"torch_compile": True}, ["torch_compile=False"]),
     ({"label_smoothing_factor": 0.1}, ["label_smoothing_factor=0.0"]),
@@ -54,9 +54,25 @@ def test_unsupported_model(tmp_path: Path) -> None:
         HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
 
 
-def test_half_precision_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"bfloat16.*dtype=torch.float32"):
-        HelixTrainer(model=llama().bfloat16(), args=arguments(str(tmp_path)), helix_config=HelixConfig())
+def test_models_of_other_types(tmp_path: Path) -> None:
+    def refused(model: Any, match: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
+
+    refused(llama().half(), r"float16.*dtype=torch.float32.*dtype=torch.bfloat16")
+    mixed = llama()
+    mixed.lm_head.bfloat16()
+    refused(mixed, r"lm_head.weight is torch.bfloat16, others are torch.float32.*one type")
+
+
+def test_mixed_precision_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accelerate launch` hands it over in the environment."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match=r"mixed_precision='fp16'.*bf16.*scaler"):
+        jobs.make_trainer(str(tmp_path), {})
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = jobs.make_trainer(str(tmp_path), {})
+    assert trainer.runner.precision.products is torch.bfloat16
 
 
 def test_adapters_are_not_cut_silently(tmp_path: Path) -> None:

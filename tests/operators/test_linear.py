@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import Call, Precision
 from hf_helix.operators.linear import Linear
 
 FEATURES = 7
@@ -185,3 +185,30 @@ def test_gradcheck(adds_bias: bool) -> None:
 
     value = values()[0][:2, :2].clone().requires_grad_()
     assert torch.autograd.gradcheck(Function.apply, (value, *parameters))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("of_weights", [torch.float32, torch.bfloat16])
+def test_in_bf16_as_under_autocast(of_weights: torch.dtype, transposed: bool) -> None:
+    """Products in bf16; gradients in the type of the weights, over two micro-batches."""
+    linears = [linear.to(of_weights) for linear in (make_transposed((4,)) if transposed else make((4,), bias=True))]
+    inputs = [value.to(of_weights) for value in values(2)]
+    gradients = [[direction.bfloat16() for direction in directions(linears, k)] for k in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        leaves = [value.clone().requires_grad_() for value in inputs]
+        expected = [linears[0](leaf) for leaf in leaves]
+    for output, gradient in zip(expected, gradients, strict=True):
+        output.backward(gradient[0])
+    expected_gradients = take_gradients(linears)
+    operator = Linear(linears, transposed=transposed)
+    for value, output, gradient, leaf in zip(inputs, expected, gradients, leaves, strict=True):
+        call = Call({}, 0, True, Precision("cpu", torch.bfloat16))
+        (found,) = operator.forward(call, value)
+        assert found.dtype is torch.bfloat16
+        torch.testing.assert_close(found, output.detach())
+        (of_input,) = operator.input_gradient(call, *gradient)
+        torch.testing.assert_close(of_input.to(of_weights), leaf.grad, rtol=0.01, atol=0.01)
+        operator.weight_gradient(call, *gradient)
+    found_gradients = take_gradients(linears)
+    assert {gradient.dtype for gradient in found_gradients if gradient is not None} == {of_weights}
+    torch.testing.assert_close(found_gradients, expected_gradients, rtol=0.02, atol=0.02)

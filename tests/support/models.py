@@ -36,9 +36,12 @@ EVEN = {"intermediate_size": 40}  # the grouped GEMMs of torch need rows of 16 b
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 
-def tiny(family: str = "llama", **changes: Any) -> PreTrainedModel:
-    """The tiny model of a family."""
-    return FAMILIES[family](**changes)
+def tiny(family: str = "llama", dtype: str = "float32", **changes: Any) -> PreTrainedModel:
+    """The tiny model of a family, as if loaded in a type: buffers stay as they are."""
+    model = FAMILIES[family](**changes)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    return model
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:

@@ -59,10 +59,12 @@ def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]
     return {"losses": losses, "gradients": gradients}
 
 
-def make(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> HelixTrainer:
+def make(
+    folder: str, helix: dict[str, Any], model: dict[str, Any], training: dict[str, Any] | None = None
+) -> HelixTrainer:
     return HelixTrainer(
         model=tiny(**model),
-        args=arguments(folder),
+        args=arguments(folder, **(training or {})),
         train_dataset=sequences(4),
         helix_config=HelixConfig(cache=False, **helix),
     )
@@ -76,9 +78,10 @@ def windows(
     rows: int = 2,
     lengths: Sequence[int] = (9,),
     kind: str = "dense",
+    training: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """A window for each (plan, schedule, number of micro-batches): losses, and whole gradients on rank 0."""
-    trainer = make(folder, helix, model)
+    trainer = make(folder, helix, model, training)
     trainer.model.train()
     found = []
     for rule, schedule, count in cases:
@@ -109,12 +112,12 @@ def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind:
 
 
 def whole_gradients(trainer: Any) -> dict[str, Any]:
-    """By name; None on ranks other than the first that shares the batch."""
+    """By name, in fp32; None on ranks other than the first that shares the batch."""
     stage = trainer.runner.stage
     owners = stage.owners
     placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
     found = {}
     for name, parameter in trainer.model.named_parameters():
         whole = whole_parameter(parameter.grad, placements[parameter], trainer.mesh, owners[parameter])
-        found[name] = None if whole is None else whole.numpy().copy()
+        found[name] = None if whole is None else whole.float().numpy().copy()
     return found
