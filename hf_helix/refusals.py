@@ -2,7 +2,8 @@
 
 In:   training arguments, a model, a trainer.
 Out:  nothing, or an error that names the option, the reason and a value that works.
-Must hold: no argument of the stock Trainer is silently ignored.
+Must hold: no argument of the stock Trainer is silently ignored; docs/training_arguments.md says of each what becomes of
+it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
+from hf_helix.config import HelixConfig
 from hf_helix.operators.unit import Placement
 from hf_helix.plugin import HelixPlugin
 from hf_helix.runtime.mesh import check_joined
@@ -27,9 +29,35 @@ ELEMENTWISE_OPTIMIZERS = (
     "rmsprop",
     "schedule_free_adamw",
     "schedule_free_sgd",
+    "schedule_free_radam",
 )
 
-ELEMENTWISE_CLASSES = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
+ELEMENTWISE_CLASSES = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+)
+
+# Optimizers that look at one whole matrix at a time, so that it matters only whether matrices are cut.
+TENSORWISE_OPTIMIZERS = ("adafactor",)
+
+# Optimizers that update parameters inside autograd's backward, which runs operator by operator here.
+FUSED_OPTIMIZERS = (
+    "lomo",
+    "adalomo",
+    "galore_adamw_layerwise",
+    "galore_adamw_8bit_layerwise",
+    "galore_adafactor_layerwise",
+    "apollo_adamw_layerwise",
+)
 
 # Field, whether its value is refused, what to do instead.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -39,19 +67,25 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("activation_checkpointing", bool, "activation_checkpointing=False: recomputation is not built yet"),
     ("gradient_checkpointing", bool, "gradient_checkpointing=False: recomputation is not built yet"),
     ("deepspeed", bool, "deepspeed=None: hf_helix cuts the model itself"),
-    ("fsdp", bool, "no fsdp: hf_helix cuts the model itself"),
+    ("fsdp", bool, "fsdp=None: hf_helix cuts the model itself"),
     ("torch_compile", bool, "torch_compile=False: operators are issued one by one"),
-    ("label_smoothing_factor", bool, "label_smoothing_factor=0.0: the loss over a cut vocabulary has no smoothing yet"),
-    ("neftune_noise_alpha", lambda alpha: alpha is not None, "neftune_noise_alpha=None: not built yet"),
     ("auto_find_batch_size", bool, "auto_find_batch_size=False: ranks would find different sizes"),
     ("use_liger_kernel", bool, "use_liger_kernel=False: it replaces the layers that hf_helix cuts"),
     ("torch_empty_cache_steps", bool, "torch_empty_cache_steps=None: memory is planned"),
     ("save_on_each_node", bool, "save_on_each_node=False: one rank writes the model"),
     ("load_best_model_at_end", bool, "load_best_model_at_end=False: loading into a cut model is not built yet"),
+    ("enable_jit_checkpoint", bool, "enable_jit_checkpoint=False: ranks would save at different steps"),
+    ("debug", bool, "debug=[]: modules are not called, so their hooks would never run"),
+    ("eval_use_gather_object", bool, "eval_use_gather_object=False: metrics are gathered as tensors"),
+    ("label_names", lambda names: names not in (None, ["labels"]), "label_names=None: labels are named labels"),
+    ("ddp_find_unused_parameters", bool, "ddp_find_unused_parameters=None: no DistributedDataParallel is made"),
+    ("ddp_broadcast_buffers", bool, "ddp_broadcast_buffers=None: no DistributedDataParallel is made"),
+    ("ddp_static_graph", bool, "ddp_static_graph=None: no DistributedDataParallel is made"),
+    ("ddp_bucket_cap_mb", bool, "ddp_bucket_cap_mb=None: no DistributedDataParallel is made"),
 )
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: Any, config: HelixConfig) -> None:
     """Refuse training arguments that cannot be honoured.
 
     Raises:
@@ -68,11 +102,8 @@ def check_arguments(args: Any) -> None:
             f"mixed_precision={args.mixed_precision!r} of the launcher: use `mixed_precision: bf16`, or 'no'; fp16 "
             "would need a loss scaler over all ranks"
         )
-    optimizer = getattr(args.optim, "value", args.optim)
-    if optimizer not in ELEMENTWISE_OPTIMIZERS:
-        problems.append(
-            f"optim={optimizer!r}: not built yet for cut parameters; use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}"
-        )
+    problems += _problems_of_optim(str(getattr(args.optim, "value", args.optim)), config)
+    problems += _problems_of_batches(args, config)
     if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
         problems.append(
             f"save_strategy={getattr(args.save_strategy, 'value', args.save_strategy)!r}: resuming is not built yet, "
@@ -90,8 +121,72 @@ def check_arguments(args: Any) -> None:
         raise ValueError("HelixTrainer cannot honour these training arguments:\n  " + "\n  ".join(problems))
 
 
-def check_model(model: Any) -> None:
-    """Refuse models that are not whole, plain and in fp32 or bf16.
+def _problems_of_optim(name: str, config: HelixConfig) -> list[str]:
+    if name in ELEMENTWISE_OPTIMIZERS:
+        return []
+    use = f"use optim='adamw_torch', or another of {', '.join(ELEMENTWISE_OPTIMIZERS[1:])}"
+    if name in FUSED_OPTIMIZERS:
+        return [f"optim={name!r}: {use}: it updates parameters in a backward pass of the whole model, which never runs"]
+    cuts = _cuts(config, tensorwise=name in TENSORWISE_OPTIMIZERS)
+    return [f"optim={name!r}: {use}: {cuts}"] if cuts else []
+
+
+def _problems_of_batches(args: Any, config: HelixConfig) -> list[str]:
+    """Of how samples are shared out. Only data-parallel ranks get different ones."""
+    problems = []
+    options, dp_size = args.accelerator_config, args.world_size // config.ranks_per_batch
+    if (options.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
+        problems.append(
+            "accelerator_config={'gradient_accumulation_kwargs': {'sync_each_batch': True}}: use 'sync_each_batch': "
+            "False: gradients are summed over the ranks once, beside the backward of the last micro-batches"
+        )
+    if dp_size > 1 and not options.even_batches:
+        problems.append(
+            f"accelerator_config={{'even_batches': False}} with {dp_size} data-parallel ranks: use 'even_batches': "
+            "True: ranks must run as many batches"
+        )
+    if dp_size > 1 and options.dispatch_batches:
+        problems.append(
+            f"accelerator_config={{'dispatch_batches': True}} with {dp_size} data-parallel ranks: use "
+            "'dispatch_batches': False: every rank would get the same batches"
+        )
+    if config.ranks_per_batch > 1 and args.train_sampling_strategy == "batch_rebalance":
+        problems.append(
+            f"train_sampling_strategy='batch_rebalance' with {config.ranks_per_batch} ranks for a batch: use "
+            "train_sampling_strategy='group_by_length': it would give each of them a batch of its own"
+        )
+    return problems
+
+
+def _cuts(config: HelixConfig, tensorwise: bool = False) -> str:
+    """Why an optimizer that looks beyond single elements cannot be used; empty if it can.
+
+    Args:
+        tensorwise: it looks at one whole tensor at a time.
+    """
+    sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size} | ({} if tensorwise else {"pp_size": config.pp_size})
+    given = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    given += ["shard_optimizer=True"] if config.shard_optimizer else []
+    if not given:
+        return ""
+    return f"it may look at more than single elements, and with {' and '.join(given)} a rank holds only a part"
+
+
+def check_evaluation(dataset: Any, dp_size: int) -> None:
+    """Refuse data whose samples could not be counted once.
+
+    Raises:
+        ValueError: says which data sets can.
+    """
+    if dp_size > 1 and isinstance(dataset, torch.utils.data.IterableDataset):
+        raise ValueError(
+            f"evaluation on an iterable dataset with {dp_size} data-parallel ranks: its last batch is filled up, and "
+            "without a length nobody knows with how many samples; use a dataset with a length, such as list(dataset)"
+        )
+
+
+def check_model(model: Any, args: Any) -> None:
+    """Refuse models that are not whole, plain and in fp32 or bf16, or that training arguments do not suit.
 
     Raises:
         ValueError: says what the model is and how to load it.
@@ -105,6 +200,12 @@ def check_model(model: Any) -> None:
         raise ValueError(
             "the model was loaded with a distributed_config, so Transformers has cut it already; "
             "load it without one, HelixTrainer cuts it"
+        )
+    if args.label_smoothing_factor and getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ValueError(
+            f"label_smoothing_factor={args.label_smoothing_factor} with a model whose loss has a part for the balance "
+            "of its experts, which the stock Trainer then leaves out; use label_smoothing_factor=0.0, or "
+            "model.config.output_router_logits = False"
         )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -176,31 +277,49 @@ def check_trainer(trainer: Any, args: Any) -> None:
             "an Accelerator was made before the Trainer, with another parallelism_config; make it after, or give it "
             "the same HelixPlugin"
         )
-    datasets = (trainer.train_dataset, trainer.eval_dataset)
     repeats = args.accelerator_config.dispatch_batches is not False and trainer.mesh.dp_size > 1
-    if repeats and any(isinstance(dataset, torch.utils.data.IterableDataset) for dataset in datasets):
+    if repeats and isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):
         raise ValueError(
             "an iterable dataset with several data-parallel ranks needs "
             "accelerator_config={'dispatch_batches': False}; otherwise every rank would get the same batches"
         )
+    evaluated = trainer.eval_dataset
+    for dataset in evaluated.values() if isinstance(evaluated, dict) else [evaluated]:
+        check_evaluation(dataset, trainer.mesh.dp_size)
 
 
 def _check_optimizer(trainer: Any) -> None:
-    works = ", ".join(kind.__name__ for kind in ELEMENTWISE_CLASSES)
+    cuts = _cuts(trainer.helix_config)
+    works = f"use one of {', '.join(kind.__name__ for kind in ELEMENTWISE_CLASSES)}"
     makers = [kind for kind in type(trainer).__mro__ if "create_optimizer" in vars(kind)]
-    overridden = any(kind.__module__ not in ("hf_helix.trainer", Trainer.__module__) for kind in makers)
-    if trainer.optimizer_cls_and_kwargs is not None or overridden:
+    if cuts and any(kind.__module__ not in ("hf_helix.trainer", Trainer.__module__) for kind in makers):
         raise ValueError(
-            "optimizer_cls_and_kwargs and overrides of create_optimizer are not built yet for cut parameters; use "
-            f"TrainingArguments(optim=...) or optimizers=(...), one of {works}"
+            f"{type(trainer).__name__} overrides create_optimizer: {cuts}; remove the override, and use "
+            f"optimizers=(...) or optimizer_cls_and_kwargs=(...) with one of {works.removeprefix('use one of ')}"
         )
-    if trainer.optimizer is not None and not isinstance(trainer.optimizer, ELEMENTWISE_CLASSES):
+    given = trainer.optimizer_cls_and_kwargs
+    for option, kind in (
+        ("optimizer_cls_and_kwargs", given and given[0]),
+        ("optimizers", None if trainer.optimizer is None else type(trainer.optimizer)),
+    ):
+        if cuts and kind is not None and not _is_elementwise(kind):
+            name = getattr(kind, "__name__", kind)
+            raise ValueError(
+                f"{option}=({name}, ...): {cuts}; {works}, or say `elementwise = True` in the class if it treats every "
+                "element by itself"
+            )
+    if trainer.optimizer is not None and trainer.optimizer.state and cuts:
         raise ValueError(
-            f"optimizers=({type(trainer.optimizer).__name__}, ...): it may not update a slice as it would the whole; "
-            f"use one of {works}"
+            f"optimizers=({type(trainer.optimizer).__name__}, ...) has taken steps on the whole model, and its states "
+            "cannot be cut; give a new one"
         )
     if trainer.optimizer is not None and trainer.helix_config.shard_optimizer:
         raise ValueError(
             f"optimizers=({type(trainer.optimizer).__name__}, ...) was given, and shard_optimizer=True makes its own; "
             "use TrainingArguments(optim=...), or shard_optimizer=False"
         )
+
+
+def _is_elementwise(kind: Any) -> bool:
+    listed = isinstance(kind, type) and issubclass(kind, ELEMENTWISE_CLASSES)
+    return listed or bool(getattr(kind, "elementwise", False))

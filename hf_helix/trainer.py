@@ -28,7 +28,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils.logging import get_logger
 
 from hf_helix.adapters import family_of
-from hf_helix.adapters.builder import Sharing
+from hf_helix.adapters.builder import Additions, Sharing
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters, save_pretrained
 from hf_helix.config import HelixConfig, resolve_config
@@ -40,7 +40,14 @@ from hf_helix.planning.pipeline import AUTO
 from hf_helix.planning.plan import Plan
 from hf_helix.planning.schedule import format_schedule
 from hf_helix.plugin import HelixPlugin
-from hf_helix.refusals import check_arguments, check_batch, check_model, check_placements, check_trainer
+from hf_helix.refusals import (
+    check_arguments,
+    check_batch,
+    check_evaluation,
+    check_model,
+    check_placements,
+    check_trainer,
+)
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore
 from hf_helix.report.perfetto import write_perfetto
@@ -79,6 +86,7 @@ class HelixTrainerMixin:
     accelerator: Any
     state: Any
     optimizer: Any
+    optimizer_cls_and_kwargs: Any
     processing_class: Any
     data_collator: Any
 
@@ -97,7 +105,7 @@ class HelixTrainerMixin:
         plugin = arguments.parallelism_config
         plugin = plugin if isinstance(plugin, HelixPlugin) else None
         config = resolve_config(helix_config, plugin.config if plugin else None)
-        check_arguments(arguments)
+        check_arguments(arguments, config)
         if plugin is None or plugin.config != config:
             plugin = arguments.parallelism_config = HelixPlugin(config)
         steps = arguments.gradient_accumulation_steps
@@ -180,7 +188,7 @@ class HelixTrainerMixin:
 
     def _take(self, model: Any, args: TrainingArguments) -> None:
         """Keep this rank's part of the model, in place, before anything moves to the device; make it runnable."""
-        check_model(model)
+        check_model(model, args)
         self._family = family_of(model)
         config, tp_size = self.helix_config, self._mesh.tp.size
         name = type(model).__name__
@@ -188,7 +196,9 @@ class HelixTrainerMixin:
         self._tuner = Tuner(config, name, describe(model, self._mesh, products))
         mesh = self._mesh
         sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, config.cp_method, config.expert_capacity_factor)
-        units = [unit.without(config.without) for unit in self._family.units(model, sharing)]
+        self._num_weights = model.num_parameters(exclude_embeddings=True)
+        additions = Additions(args.label_smoothing_factor, args.neftune_noise_alpha)
+        units = [unit.without(config.without) for unit in self._family.units(model, sharing, additions)]
         check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
         stage = place_units(
             units,
@@ -310,7 +320,8 @@ class HelixTrainerMixin:
         is_new, group = self.optimizer is None, self._mesh.dp_group
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if is_new and self.helix_config.shard_optimizer and group is not None:
-            made, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
+            given = self.optimizer_cls_and_kwargs
+            made, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
             rows = [{key: row[key] for key in ("params", "weight_decay")} for row in optimizer.param_groups]
             self.optimizer = ShardedOptimizer(rows, made, process_group=group, **options)
         return self.optimizer
@@ -331,12 +342,17 @@ class HelixTrainerMixin:
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self.helix_config.ranks_per_batch
 
+    def floating_point_ops(self, inputs: Any) -> int:
+        """This rank's share of what the stock method counts for the uncut model."""
+        return 6 * inputs["input_ids"].numel() * self._num_weights // self.helix_config.ranks_per_batch
+
     # -- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As the stock method; a rank that fails is named."""
+        check_evaluation(dataloader.dataset, self._mesh.dp_size)
         with watched():
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
         self,
@@ -414,6 +430,8 @@ class HelixTrainerMixin:
     def _gather_for_metrics(self, data: Any) -> Any:
         if isinstance(data, (tuple, list)):
             return type(data)(self._gather_for_metrics(item) for item in data)
+        if isinstance(data, Mapping):
+            return type(data)({name: self._gather_for_metrics(item) for name, item in data.items()})  # type: ignore[call-arg]
         if self._mesh.dp_group is not None:
             data = data.contiguous()
             blocks = [torch.empty_like(data) for _ in range(self._mesh.dp_size)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_helix.adapters.builder import Builder, Sharing
+from hf_helix.adapters.builder import Additions, Builder, Sharing
 from hf_helix.adapters.sequence import SequenceCut, documents_of
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.ring import ABSENT, DOCUMENTS
@@ -83,17 +83,17 @@ class Family(ABC):
                     "experts, such as PhimoeForCausalLM"
                 )
 
-    def units(self, model: Any, sharing: Sharing) -> list[Unit]:
+    def units(self, model: Any, sharing: Sharing, additions: Additions | None = None) -> list[Unit]:
         """Every unit of the model in forward order: the embedding, the layers, the head."""
         self.check(model.config, sharing.tp.size)
         self.check_experts(model, sharing)
         if sharing.cp.size > 1:
             self.check_context(model)
-        found = [self.embedding(Builder("embedding", "embedding", sharing), model)]
+        found = [self.embedding(Builder("embedding", "embedding", sharing, additions=additions), model)]
         for index, layer in enumerate(self.layers(model)):
             b = Builder(self.kind_of(layer), f"layers.{index}", sharing, repeats=True)
             found.append(self.layer(b, layer))
-        found.append(self.head(Builder("head", "head", sharing), model))
+        found.append(self.head(Builder("head", "head", sharing, additions=additions), model))
         return found
 
     def kind_of(self, layer: Any) -> str:
@@ -152,6 +152,7 @@ class Family(ABC):
             "ids": cut.take(ids, 1).t().contiguous(),
             "places": cut.take(counted, 1).t(),
             "targets": cut.take(targets, 1, IGNORED).t().contiguous(),
+            "length": ids.shape[1],
             "loss_scale": loss_scale,
         }
         if cut.cp_size == 1:

@@ -33,7 +33,7 @@ from hf_helix.operators.unit import (
     Unit,
     cut_bounds,
 )
-from hf_helix.operators.vocabulary import cross_entropy, lookup, token_statistics
+from hf_helix.operators.vocabulary import cross_entropy, lookup, noisy, token_statistics
 from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator
 
 GEMM = 4.0
@@ -67,13 +67,29 @@ class Sharing:
         return self.experts.size // self.tp.size
 
 
+@dataclass(frozen=True)
+class Additions:
+    """What training arguments add to the mathematics of any model, as the stock Trainer does from outside.
+
+    Attributes:
+        label_smoothing: `TrainingArguments.label_smoothing_factor`; in evaluation, too.
+        neftune_alpha: `TrainingArguments.neftune_noise_alpha`; in training only.
+    """
+
+    label_smoothing: float = 0.0
+    neftune_alpha: float | None = None
+
+
 class Builder:
     """Collects the operators of one unit. Values are names; every method returns the names it writes."""
 
-    def __init__(self, name: str, label: str, sharing: Sharing, *, repeats: bool = False) -> None:
+    def __init__(
+        self, name: str, label: str, sharing: Sharing, *, repeats: bool = False, additions: Additions | None = None
+    ) -> None:
         self.name = name
         self.label = label
         self.sharing = sharing
+        self.additions = additions or Additions()
         self.tp = sharing.tp
         self.cp = sharing.cp
         self.repeats = repeats
@@ -229,7 +245,10 @@ class Builder:
         return self.declare(f"{name}.join", Join(dtype), so_far, kept, effort=LIGHT)[0]
 
     def lookup(self, name: str, embedding: nn.Embedding) -> str:
-        """Token embeddings, the table cut by rows; outputs are partial sums for `scatter`. Reads side input `ids`."""
+        """Token embeddings, the table cut by rows; outputs are partial sums for `scatter`.
+
+        Reads side inputs `ids` and, where there is noise to add, `length`.
+        """
         num_rows = embedding.weight.shape[0]
         first, _ = cut_bounds(num_rows, self.tp.size, self.tp.rank)
         weight: Any = embedding.weight
@@ -238,15 +257,25 @@ class Builder:
         def find(ids: Tensor) -> Tensor:
             return lookup(ids, weight, first, num_rows, padding)
 
+        alpha = self.additions.neftune_alpha
+
+        def find_noisy(ids: Tensor, length: int) -> Tensor:
+            assert alpha is not None
+            return noisy(find(ids), alpha, length) if embedding.training else find(ids)
+
         self.place([weight], CUT_ROWS)
-        return self.declare(name, Segment(find, [weight], ("ids",)), (), (name,), effort=LIGHT)[0]
+        segment = Segment(find, [weight], ("ids",))
+        if alpha is not None and self.tp.rank == 0:  # one of the partial sums brings the noise
+            segment = Segment(find_noisy, [weight], ("ids", "length"), draws=lambda: embedding.training)
+        return self.declare(name, segment, (), (name,), effort=LIGHT)[0]
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
         """Cross-entropy over logits cut by vocabulary. Reads side inputs `targets` and `loss_scale`."""
         first, _ = cut_bounds(vocab_size, self.tp.size, self.tp.rank)
+        smoothing = self.additions.label_smoothing
 
         def statistics(value: Tensor, targets: Tensor) -> Tensor:
-            return token_statistics(value, targets, first)
+            return token_statistics(value, targets, first, smoothing, vocab_size)
 
         value = self.local(f"{name}.statistics", statistics, logits, side=("targets",), effort=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)

@@ -18,12 +18,10 @@ TRAINING = [
     ({"fp16": True}, ["fp16=False", "scaler", "bf16=True"]),
     ({"gradient_checkpointing": True}, ["checkpointing=False"]),
     ({"torch_compile": True}, ["torch_compile=False"]),
-    ({"label_smoothing_factor": 0.1}, ["label_smoothing_factor=0.0"]),
-    ({"neftune_noise_alpha": 5.0}, ["neftune_noise_alpha=None"]),
     ({"auto_find_batch_size": True}, ["auto_find_batch_size=False"]),
     ({"use_liger_kernel": True}, ["use_liger_kernel=False"]),
     ({"bf16_full_eval": True}, ["bf16_full_eval=False"]),
-    ({"optim": "adafactor"}, ["adafactor", "adamw_torch"]),
+    ({"optim": "lomo"}, ["lomo", "adamw_torch"]),
     ({"save_strategy": "steps"}, ["save_strategy", "save_only_model=True"]),
 ]
 
@@ -37,8 +35,8 @@ def test_training_arguments(changes: dict[str, Any], words: list[str], tmp_path:
 
 
 def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"(?s)label_smoothing_factor.*optim"):
-        jobs.make_trainer(str(tmp_path), {}, training={"optim": "lomo", "label_smoothing_factor": 0.1})
+    with pytest.raises(ValueError, match=r"(?s)auto_find_batch_size.*optim"):
+        jobs.make_trainer(str(tmp_path), {}, training={"optim": "lomo", "auto_find_batch_size": True})
 
 
 def test_fields_set_by_hand_are_seen_too(tmp_path: Path) -> None:
@@ -217,14 +215,27 @@ def test_a_model_that_was_cut_before(cluster_of: Any, tmp_path: Path) -> None:
 
 
 def test_optimizers_that_look_at_whole_tensors(tmp_path: Path) -> None:
-    model = llama()
+    model, config = llama(), HelixConfig(shard_optimizer=True)
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(ValueError, match=r"optimizers=\(LBFGS, .*use one of AdamW"):
-        HelixTrainer(
-            model=model, args=arguments(str(tmp_path)), optimizers=(optimizer, None), helix_config=HelixConfig()
+        HelixTrainer(model=model, args=arguments(str(tmp_path)), optimizers=(optimizer, None), helix_config=config)
+    with pytest.raises(ValueError, match=r"optimizer_cls_and_kwargs=\(Adafactor, .*use one of AdamW"):
+        jobs.make_trainer(
+            str(tmp_path), {"shard_optimizer": True}, optimizer_cls_and_kwargs=(torch.optim.Adafactor, {"lr": 1e-3})
         )
-    with pytest.raises(ValueError, match="optimizer_cls_and_kwargs"):
-        jobs.make_trainer(str(tmp_path), {}, optimizer_cls_and_kwargs=(torch.optim.AdamW, {"lr": 1e-3}))
+
+
+def test_label_smoothing_and_balanced_experts(tmp_path: Path) -> None:
+    """The stock Trainer takes the smoothed loss instead of the model's, balance and all."""
+    with pytest.raises(
+        ValueError, match=r"label_smoothing_factor=0.1.*label_smoothing_factor=0.0.*output_router_logits"
+    ):
+        jobs.make_trainer(
+            str(tmp_path),
+            {},
+            model={"family": "mixtral", "output_router_logits": True},
+            training={"label_smoothing_factor": 0.1},
+        )
 
 
 def test_an_optimizer_passed_in_is_used(tmp_path: Path) -> None:

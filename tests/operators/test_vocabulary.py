@@ -1,4 +1,5 @@
-"""The cut vocabulary is Transformers' own: slices of logits give ForCausalLMLoss, slices of the table nn.Embedding.
+"""The cut vocabulary is Transformers' own: slices of logits give ForCausalLMLoss or LabelSmoother, slices of the table
+nn.Embedding.
 
 The ranks are simulated in one process: every slice is computed by itself, and what ranks would exchange is joined by
 hand.
@@ -6,14 +7,17 @@ hand.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_helix.operators.unit import cut_bounds
-from hf_helix.operators.vocabulary import IGNORED, cross_entropy, lookup, token_statistics
+from hf_helix.operators.vocabulary import IGNORED, cross_entropy, lookup, noisy, token_statistics
 
 SIZES = [1, 2, 3, 5]
 VOCABULARY, SEQUENCE, BATCH = 23, 11, 3  # 23 divides by no size but 1
@@ -29,20 +33,27 @@ def logits_and_labels(dtype: torch.dtype = torch.float32, scale: float = 1.0) ->
     return logits.to(dtype), labels
 
 
-def whole(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of the stock function."""
-    logits = logits.clone().requires_grad_()
-    loss = ForCausalLMLoss(logits, labels, VOCABULARY, num_items_in_batch=torch.tensor(NUM_ITEMS))
+def whole(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of the stock functions."""
+    logits, num_items = logits.clone().requires_grad_(), torch.tensor(NUM_ITEMS)
+    if smoothing:
+        smoother = LabelSmoother(smoothing)
+        loss = smoother({"logits": logits}, labels, shift_labels=True, num_items_in_batch=num_items)
+    else:
+        loss = ForCausalLMLoss(logits, labels, VOCABULARY, num_items_in_batch=num_items)
     loss.backward()
     return loss.detach(), logits.grad
 
 
-def in_slices(logits: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def in_slices(logits: Tensor, labels: Tensor, size: int, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """Loss and gradient by way of `size` slices, put together again."""
     targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).t().contiguous()
     bounds = [cut_bounds(VOCABULARY, size, rank) for rank in range(size)]
     slices = [logits.transpose(0, 1)[..., first:last].clone().requires_grad_() for first, last in bounds]
-    pieces = [token_statistics(piece, targets, first) for piece, (first, _) in zip(slices, bounds, strict=True)]
+    pieces = [
+        token_statistics(piece, targets, first, smoothing, VOCABULARY)
+        for piece, (first, _) in zip(slices, bounds, strict=True)
+    ]
     loss = cross_entropy(torch.cat(pieces), targets, torch.tensor(1 / NUM_ITEMS))
     loss.backward()
     assert all(piece.grad.dtype == logits.dtype for piece in slices)
@@ -63,6 +74,28 @@ def test_loss_and_gradient(size: int, dtype: torch.dtype) -> None:
     assert distance(found, expected) <= 1e-6
     assert distance(gradient, expected_gradient) <= 1e-6
     assert not gradient[:, -1].any()  # the last token predicts nothing
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_label_smoothing(size: int, smoothing: float) -> None:
+    logits, labels = logits_and_labels(scale=3.0)
+    expected, expected_gradient = whole(logits, labels, smoothing)
+    found, gradient = in_slices(logits, labels, size, smoothing)
+    assert distance(found, expected) <= 1e-6
+    assert distance(gradient, expected_gradient) <= 1e-6
+
+
+def test_noise_of_embeddings() -> None:
+    """Uniform within alpha / sqrt(length * hidden), whatever part of the sequence a rank holds."""
+    torch.manual_seed(0)
+    embeddings, length, hidden = torch.randn(40, 3, 64, requires_grad=True), 80, 64
+    noise = noisy(embeddings, 5.0, length) - embeddings
+    bound = 5.0 / math.sqrt(length * hidden)
+    assert 0.99 * bound < noise.abs().max() <= bound * 1.001
+    assert noise.var().item() == pytest.approx(bound**2 / 3, rel=0.05)
+    noisy(embeddings, 5.0, length).sum().backward()
+    assert (embeddings.grad == 1).all()
 
 
 @pytest.mark.parametrize("size", SIZES)

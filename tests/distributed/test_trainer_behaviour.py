@@ -1,0 +1,242 @@
+"""Around the training step, HelixTrainer does what the stock Trainer does: logs, evaluation, checkpoints, callbacks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.trainer_jobs import follow, noise, noisy_losses
+
+JOB = "support.trainer_jobs:"
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+SMOOTHED = {"label_smoothing_factor": 0.2, "gradient_accumulation_steps": 2, **EVALUATED}
+ON_ITS_WAY: dict[str, dict[str, Any]] = {
+    "label smoothing": {"training": SMOOTHED},
+    "best checkpoints and early stopping": {
+        "training": {
+            **EVALUATED,
+            "max_steps": 40,
+            "learning_rate": 0.01,
+            "metric_for_best_model": "loss",
+            "save_strategy": "best",
+            "save_only_model": True,
+            "save_total_limit": 2,
+        },
+        "patience": 1,
+    },
+    "a rate that follows the evaluation": {
+        "training": {
+            **EVALUATED,
+            "eval_steps": 1,
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "lr_scheduler_kwargs": {"patience": 0, "threshold": 0.5},
+        },
+    },
+    "an optimizer and a schedule passed in": {"training": {"max_steps": 4}, "optimizer": "passed in"},
+    "a class of optimizers and its options": {"training": {"max_steps": 4}, "optimizer": "class"},
+    "grouped by length": {
+        "training": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2, "max_steps": -1},
+        "lengths": (17, 5, 11, 8, 14),
+    },
+    "metrics of everything": {
+        "training": {
+            **EVALUATED,
+            "eval_on_start": True,
+            "eval_accumulation_steps": 1,
+            "include_for_metrics": ["inputs", "loss"],
+            "include_num_input_tokens_seen": "non_padding",
+        },
+        "metrics": True,
+        "lengths": (9, 17),
+    },
+    "metrics batch by batch": {"training": {**EVALUATED, "batch_eval_metrics": True}, "metrics": True},
+}
+SHARED_OUT: dict[str, dict[str, Any]] = {
+    "label smoothing": ON_ITS_WAY["label smoothing"],
+    "grouped by length": ON_ITS_WAY["grouped by length"],
+    "metrics of everything": ON_ITS_WAY["metrics of everything"],
+    "batches split": {"training": {**EVALUATED, "accelerator_config": {"split_batches": True}}},
+    "a stream": {
+        "training": {"max_steps": 4, "accelerator_config": {"dispatch_batches": False}},
+        "streamed": True,
+    },
+    "rebalanced by length": {
+        "training": {"train_sampling_strategy": "batch_rebalance", "num_train_epochs": 1, "max_steps": -1},
+        "lengths": (17, 5, 11, 8, 14),
+    },
+}
+
+
+LONG = ("a rate that follows", "a class of optimizers", "metrics batch by batch", "rebalanced by length")
+
+
+def names(cases: dict[str, Any]) -> list[Any]:
+    """All of them, some in slow runs only."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name.startswith(LONG) else []) for name in cases]
+
+
+@pytest.mark.parametrize("case", names(ON_ITS_WAY))
+def test_two_ranks_with_one_batch_behave_as_one_process(case: str, cluster_of: Any, tmp_path: Path) -> None:
+    expected = follow(str(tmp_path / "stock"), None, **ON_ITS_WAY[case])
+    helix = {"tp_size": 2, "plan": "sequential"}
+    for found in cluster_of(2).run(f"{JOB}follow", folder=str(tmp_path / "helix"), helix=helix, **ON_ITS_WAY[case]):
+        compare(found, expected)
+    if case.startswith("best"):
+        assert expected["checkpoints"]
+        assert max(entry["step"] for entry in expected["log"]) < 40
+    if case.startswith("a rate"):
+        assert len({entry["learning_rate"] for entry in expected["log"] if "loss" in entry}) > 1
+
+
+@pytest.mark.parametrize("case", names(SHARED_OUT))
+def test_data_parallel_ranks_behave_as_in_the_stock_trainer(case: str, cluster_of: Any, tmp_path: Path) -> None:
+    job, cluster = f"{JOB}follow", cluster_of(2)
+    expected = cluster.run(job, folder=str(tmp_path / "stock"), helix=None, **SHARED_OUT[case])[0]
+    for found in cluster.run(job, folder=str(tmp_path / "helix"), helix={"plan": "sequential"}, **SHARED_OUT[case]):
+        compare(found, expected)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "label smoothing, pipeline": {"helix": {"pp_size": 2}, "training": SMOOTHED},
+    "label smoothing, shared sequences": {"helix": {"cp_size": 2}, "training": SMOOTHED},
+    "label smoothing of gpt2": {"helix": {"tp_size": 2}, "training": SMOOTHED, "model": {"family": "gpt2"}},
+    "adafactor, pipeline": {"helix": {"pp_size": 2}, "training": {"optim": "adafactor", "max_steps": 4}},
+    "an optimizer passed in, pipeline": {
+        "helix": {"pp_size": 2},
+        "training": {"max_steps": 4},
+        "optimizer": "passed in",
+    },
+    "sharded states of a class": {
+        "helix": {"shard_optimizer": True},
+        "training": {"max_steps": 4, "per_device_train_batch_size": 1},
+        "optimizer": "class",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_other_layouts(case: str, cluster_of: Any, tmp_path: Path) -> None:
+    given = {**LAYOUTS[case], "model": {"num_hidden_layers": 4, **LAYOUTS[case].get("model", {})}}
+    helix = {**given.pop("helix"), "plan": "sequential"}
+    whole = dict(given)
+    if "shard_optimizer" in helix:
+        whole["training"] = {"max_steps": 4}
+    expected = follow(str(tmp_path / "stock"), None, **whole)
+    for found in cluster_of(2).run(f"{JOB}follow", folder=str(tmp_path / "helix"), helix=helix, **given):
+        compare(found, expected)
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "adafactor": (
+        {"helix": {"tp_size": 2}, "training": {"optim": "adafactor"}},
+        ["optim='adafactor'", "tp_size=2", "optim='adamw_torch'"],
+    ),
+    "stable_adamw, pipeline": (
+        {"helix": {"pp_size": 2}, "training": {"optim": "stable_adamw"}},
+        ["optim='stable_adamw'", "pp_size=2", "optim='adamw_torch'"],
+    ),
+    "adafactor, sharded states": (
+        {"helix": {"shard_optimizer": True}, "training": {"optim": "adafactor"}},
+        ["optim='adafactor'", "shard_optimizer=True"],
+    ),
+    "an optimizer of whole tensors": (
+        {"helix": {"tp_size": 2}, "training": {}, "optimizer": True},
+        ["optimizers=(LBFGS, ...)", "tp_size=2", "AdamW", "elementwise = True"],
+    ),
+    "uneven batches": (
+        {"helix": {}, "training": {"accelerator_config": {"even_batches": False}}},
+        ["'even_batches': False", "2 data-parallel ranks", "'even_batches': True"],
+    ),
+    "dispatched batches": (
+        {"helix": {}, "training": {"accelerator_config": {"dispatch_batches": True}}},
+        ["'dispatch_batches': True", "2 data-parallel ranks", "'dispatch_batches': False"],
+    ),
+    "rebalanced batches": (
+        {"helix": {"tp_size": 2}, "training": {"train_sampling_strategy": "batch_rebalance"}},
+        ["train_sampling_strategy='batch_rebalance'", "'group_by_length'"],
+    ),
+    "a stream to evaluate on": (
+        {"helix": {}, "training": {"accelerator_config": {"dispatch_batches": False}}, "streamed": True},
+        ["iterable dataset", "2 data-parallel ranks", "list(dataset)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_some_layouts_refuse(case: str, cluster_of: Any, tmp_path: Path) -> None:
+    options, words = REFUSALS[case]
+    for failure in cluster_of(2).errors(f"{JOB}refused", folder=str(tmp_path), **options):
+        assert failure.kind == "ValueError"
+        for word in words:
+            assert word in failure.message
+
+
+def test_tensorboard(cluster_of: Any, tmp_path: Path) -> None:
+    """Rank 0 writes what it logs, and nobody else writes anything."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = cluster_of(2).run(f"{JOB}board", folder=str(tmp_path), helix={"tp_size": 2, "plan": "sequential"})[0]
+    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    assert file.is_relative_to(tmp_path / "0")
+    read = events.EventAccumulator(str(file))
+    read.Reload()
+    for tag, name in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("eval/loss", "eval_loss")):
+        logged = [(entry["step"], entry[name]) for entry in log if name in entry]
+        found = [(event.step, event.value) for event in read.Scalars(tag)]
+        assert [step for step, _ in found] == [step for step, _ in logged]
+        np.testing.assert_allclose([value for _, value in found], [value for _, value in logged], rtol=1e-6)
+
+
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}], ids=str)
+def test_neftune_adds_the_noise_of_the_stock_hook(helix: dict[str, int], cluster_of: Any, tmp_path: Path) -> None:
+    """Its distribution: uniform within alpha / sqrt(length * hidden), once for every embedding, in training only."""
+    alpha, drawn = 5.0, []
+    for found in cluster_of(2).run(f"{JOB}noise", folder=str(tmp_path), helix=helix, alpha=alpha):
+        if not found:  # a rank without the embedding
+            continue
+        np.testing.assert_array_equal(*found[False])
+        without, with_noise = found[True]
+        if (with_noise != without).any():
+            drawn.append(with_noise - without)
+        bound = alpha / math.sqrt(found["length"] * found["hidden"])
+    assert len(drawn) == (2 if "cp_size" in helix else 1)
+    for noise_of_rank in drawn:
+        assert np.abs(noise_of_rank).max() <= bound * 1.001
+        assert np.abs(noise_of_rank).max() > 0.95 * bound
+        assert noise_of_rank.var() == pytest.approx(bound**2 / 3, rel=0.1)
+    assert len(drawn) == 1 or not np.array_equal(*drawn)
+
+
+def test_neftune_in_a_run(cluster_of: Any, tmp_path: Path) -> None:
+    """Every micro-batch draws its own, every plan the same, and evaluation none."""
+    plain = noisy_losses(str(tmp_path), {"plan": "sequential"}, None)
+    alone = noisy_losses(str(tmp_path), {"plan": "sequential"}, 5.0)
+    assert alone["eval"] == plain["eval"]
+    assert not set(alone["losses"]) & set(plain["losses"])
+    np.testing.assert_allclose(alone["losses"], plain["losses"], rtol=0.05)
+    runs = [
+        cluster_of(2).run(f"{JOB}noisy_losses", folder=str(tmp_path), helix={"tp_size": 2, "plan": plan}, alpha=5.0)
+        for plan in ("sequential", "greedy")
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0][0] == runs[0][1]
+
+
+def test_neftune_of_one_process(tmp_path: Path) -> None:
+    found = noise(str(tmp_path), {}, 5.0)
+    assert (found[True][0] != found[True][1]).any()
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["events"] == expected["events"]
+    assert found["checkpoints"] == expected["checkpoints"]
+    assert found["best"] == expected["best"]
+    assert len(found["log"]) == len(expected["log"])
+    for mine, stock in zip(found["log"], expected["log"], strict=True):
+        for name, value in stock.items():
+            if name.endswith(("runtime", "per_second", "preparation_time")):
+                continue
+            assert mine[name] == pytest.approx(value, rel=1e-4, abs=1e-5), f"{name} at step {stock['step']}"

@@ -1,0 +1,140 @@
+"""What the processes of a `Cluster` run to see whether HelixTrainer behaves as the stock Trainer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.models import arguments, llama, sequences, tiny
+from support.more_jobs import Recorder, Stream, build
+from transformers import EarlyStoppingCallback
+
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.operators.base import Call
+
+
+class Accuracy:
+    """Metrics of all predictions at once, or batch by batch."""
+
+    def __init__(self) -> None:
+        self.right = self.all = self.rows = 0
+
+    def __call__(self, found: Any, compute_result: bool = True) -> dict[str, float]:
+        predictions, labels = (torch.as_tensor(value) for value in (found.predictions, found.label_ids))
+        counted = labels != -100
+        self.right += int((predictions == labels)[counted].sum())
+        self.all += int(counted.sum())
+        self.rows += len(labels)
+        if not compute_result:
+            return {}
+        metrics = {"accuracy": self.right / self.all, "rows": self.rows}
+        self.__init__()  # type: ignore[misc]
+        for name in ("inputs", "losses"):
+            value = getattr(found, name, None)
+            if value is not None and not isinstance(value, dict):
+                metrics[name] = float(torch.as_tensor(value).double().sum())
+        return metrics
+
+
+def follow(
+    folder: str,
+    helix: dict[str, Any] | None,
+    training: dict[str, Any],
+    *,
+    model: dict[str, Any] | None = None,
+    patience: int = 0,
+    optimizer: str = "",
+    streamed: bool = False,
+    metrics: bool = False,
+    lengths: tuple[int, ...] = (17,),
+) -> dict[str, Any]:
+    """Train, and evaluate where the arguments say so: the log, the events, and the checkpoints that are left."""
+    made, recorder = tiny(**(model or {})), Recorder()
+    rows = sequences(24, lengths=lengths)
+    options: dict[str, Any] = {
+        "model": made,
+        "train_dataset": Stream(rows) if streamed else rows,
+        "eval_dataset": sequences(5, lengths=lengths, seed=9),
+        "data_collator": padded,
+        "callbacks": [recorder, *([EarlyStoppingCallback(patience)] if patience else [])],
+    }
+    if optimizer == "passed in":
+        given = torch.optim.NAdam(made.parameters(), lr=0.01)
+        options["optimizers"] = given, torch.optim.lr_scheduler.ExponentialLR(given, 0.9)
+    if optimizer == "class":
+        options["optimizer_cls_and_kwargs"] = torch.optim.RAdam, {"lr": 0.01, "eps": 1e-6}
+    if metrics:
+        options["compute_metrics"] = Accuracy()
+        options["preprocess_logits_for_metrics"] = lambda logits, labels: logits.argmax(-1).roll(1, 1)
+    trainer = build(folder, helix, training, **options)
+    trainer.train()
+    return {
+        "log": trainer.state.log_history,
+        "events": recorder.events,
+        "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
+        "best": trainer.state.best_global_step,
+    }
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of rows of several lengths."""
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+    return {
+        name: torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
+        for name, value in fill.items()
+    }
+
+
+def refused(folder: str, helix: dict[str, Any], training: dict[str, Any], **options: Any) -> None:
+    """Only construct."""
+    made = llama()
+    if options.pop("optimizer", None):
+        options["optimizers"] = torch.optim.LBFGS(made.parameters()), None
+    if options.pop("streamed", None):
+        options["eval_dataset"] = Stream(sequences(4))
+    build(folder, helix, training, model=made, **options)
+
+
+def board(folder: str, helix: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train with a folder of its own for every rank, to see who writes."""
+    training = {"report_to": ["tensorboard"], "max_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows = sequences(8)
+    trainer = build(f"{folder}/{rank}", helix, training, model=llama(), train_dataset=rows, eval_dataset=rows[:3])
+    trainer.train()
+    return trainer.state.log_history
+
+
+def noise(folder: str, helix: dict[str, Any], alpha: float) -> dict[str, Any]:
+    """What NEFTune adds to this rank's embeddings in training and in evaluation."""
+    found: dict[str, Any] = {}
+    for given in (None, alpha):
+        made = llama(num_hidden_layers=4)
+        args = arguments(folder, neftune_noise_alpha=given)
+        trainer = HelixTrainer(model=made, args=args, train_dataset=sequences(2), helix_config=HelixConfig(**helix))
+        stage = trainer.runner.stage
+        if stage.layout.rank_of(0) != stage.rank:
+            continue
+        batch = next(iter(trainer.get_train_dataloader()))
+        side = trainer._microbatch(batch, 1, (0, 0)).prepare()
+        for mode in (True, False):
+            made.train(mode)
+            (value,) = stage.model[0].operators["lookup"].forward(Call(side, 5, mode))
+            found.setdefault(mode, []).append(value.numpy().copy())
+        found["length"], found["hidden"] = batch["input_ids"].shape[1], made.config.hidden_size
+    return found
+
+
+def noisy_losses(folder: str, helix: dict[str, Any], alpha: float | None) -> dict[str, Any]:
+    """The losses of a run that learns nothing, and those of its evaluation."""
+    training = {"neftune_noise_alpha": alpha, "learning_rate": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2}
+    model, rows = llama(num_hidden_layers=4), sequences(12)
+    trainer = build(folder, helix, training, model=model, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "eval": trainer.evaluate()["eval_loss"],
+    }
