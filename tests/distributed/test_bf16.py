@@ -30,6 +30,7 @@ LAYOUTS = [
     pytest.param("gpt_neox", {"tp_size": 2}, marks=pytest.mark.slow),
     pytest.param("qwen3_moe", {"ep_size": 2}, marks=pytest.mark.slow),
     pytest.param("llama", {"tp_size": 2, "pp_size": 2}, marks=pytest.mark.slow),
+    pytest.param("phimoe", {"ep_size": 2, "expert_capacity_factor": 4.0}, marks=pytest.mark.slow),
 ]
 
 
@@ -67,14 +68,14 @@ def references() -> Any:
 @pytest.mark.parametrize("autocast", [True, False], ids=["bf16=True", "model in bf16"])
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_error_is_at_most_twice_that_of_the_stock_model(
-    family: str, layout: dict[str, int], autocast: bool, cluster_of: Any, references: Any, tmp_path: Any
+    family: str, layout: dict[str, Any], autocast: bool, cluster_of: Any, references: Any, tmp_path: Any
 ) -> None:
     model = {"family": family, "num_hidden_layers": 4, "dtype": "float32" if autocast else "bfloat16"}
     if family == "gpt2":
         model = {"family": family, "n_layer": 4, "dtype": model["dtype"]}
     dp = 2 if "ep_size" in layout else 1
     exact, stock = references(model, COUNT * dp, autocast)
-    ranks = cluster_of(math.prod(layout.values())).run(
+    ranks = cluster_of(math.prod(size for name, size in layout.items() if name.endswith("_size"))).run(
         "support.pipeline_jobs:windows",
         folder=str(tmp_path),
         helix={"plan": "sequential", **layout},
@@ -110,6 +111,15 @@ def test_activations_travel_in_bf16_and_gradients_stay_in_fp32(cluster_of: Any, 
     assert mixed["gradients"] == {"torch.float32"}
     assert half["gradients"] == {"torch.bfloat16"}
     assert len({found["about"]["model"] for found in (mixed, whole, half)}) == 3
+
+
+def test_logits_are_handed_out_in_fp32(tmp_path: Path) -> None:
+    """As Accelerate does with what was computed under autocast; those of a model in bf16 stay as they are."""
+    for dtype, training, expected in (("float32", AUTOCAST, torch.float32), ("bfloat16", {}, torch.bfloat16)):
+        trainer = jobs.make_trainer(str(tmp_path), {}, model={"dtype": dtype}, training=training)
+        batch = next(iter(trainer.get_eval_dataloader()))
+        loss, logits, _ = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)
+        assert (loss.dtype, logits.dtype) == (torch.float32, expected)
 
 
 @pytest.mark.parametrize("autocast", [True, False], ids=["bf16=True", "model in bf16"])
