@@ -33,7 +33,7 @@ def stock(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     ("ranks", "helix"),
     [
         (2, {"ep_size": 2, "cache": False}),  # chooses its plan by measuring
-        (4, {"ep_size": 2, "tp_size": 2, "plan": "greedy"}),
+        pytest.param(4, {"ep_size": 2, "tp_size": 2, "plan": "greedy"}, marks=pytest.mark.slow),
         pytest.param(4, {"ep_size": 2, "pp_size": 2, "plan": "dhelix"}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -35,6 +35,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+RARE = ("tokens counted per device", "biases, eager attention, no clipping")  # among the slow tests
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The stock Trainer's result for a case, run once."""
@@ -51,7 +54,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(
     ("case", "ranks", "tp_size"),
-    [(case, 2, 2) for case in CASES]
+    [pytest.param(case, 2, 2, marks=[pytest.mark.slow] if case in RARE else []) for case in CASES]
     + [
         ("gqa, untied, accumulation 1, clipping", 1, 1),
         ("gqa, tied, accumulation 5, padded left, last window shorter", 1, 1),
