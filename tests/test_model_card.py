@@ -145,6 +145,7 @@ def test_pushing_takes_the_card_along(tmp_path: Path):
 # Two processes
 
 
+@pytest.mark.slow
 def test_rank_0_writes_what_auto_measured(tmp_path: Path, cluster_of: Any):
     assert cluster_of(2).run(JOB, folder=str(tmp_path), helix={"tp_size": 2, "cache": False}) == [True, False]
     card = card_in(tmp_path / "0")

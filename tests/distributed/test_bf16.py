@@ -65,7 +65,9 @@ def references() -> Any:
     return get
 
 
-@pytest.mark.parametrize("autocast", [True, False], ids=["bf16=True", "model in bf16"])
+@pytest.mark.parametrize(
+    "autocast", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["bf16=True", "model in bf16"]
+)
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_error_is_at_most_twice_that_of_the_stock_model(
     family: str, layout: dict[str, Any], autocast: bool, cluster_of: Any, references: Any, tmp_path: Any

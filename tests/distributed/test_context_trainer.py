@@ -42,6 +42,7 @@ def test_training_equals_the_stock_trainer(ranks: int, helix: dict[str, Any], cl
     compare_weights(folder, str(tmp_path / "stock"))
 
 
+@SLOW
 def test_data_parallel_ranks_beside_it(cluster_of: Any, tmp_path: Any) -> None:
     """Against the stock Trainer on two processes (DDP)."""
     case = {"training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "per_device_eval_batch_size": 1}}
@@ -54,7 +55,9 @@ def test_data_parallel_ranks_beside_it(cluster_of: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("data", [{"count": 5}, {"count": 7, "lengths": (17, 17, 8, 8, 13, 13)}], ids=str)
-@pytest.mark.parametrize(("ranks", "helix"), [(2, {"cp_size": 2}), (4, {"cp_size": 2, "tp_size": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "helix"), [(2, {"cp_size": 2}), pytest.param(4, {"cp_size": 2, "tp_size": 2}, marks=SLOW)], ids=str
+)
 def test_predictions(ranks: int, helix: dict[str, Any], data: dict[str, Any], cluster_of: Any, tmp_path: Any) -> None:
     expected = predict(str(tmp_path), None, **data)
     for result in cluster_of(ranks).run("support.more_jobs:predict", folder=str(tmp_path), helix=helix, **data):

@@ -53,7 +53,10 @@ def expected() -> Any:
     return references()
 
 
-@pytest.mark.parametrize("model", MODELS)
+USUAL = ("gpt2", "gpt2 eager", "neox", "neox in turn")
+
+
+@pytest.mark.parametrize("model", [pytest.param(m, marks=[pytest.mark.slow] * (m not in USUAL)) for m in MODELS])
 def test_tensor_parallel(model: str, cluster_of: Any, expected: Any, tmp_path: Any) -> None:
     check(cluster_of(2), tmp_path, expected, (1, 2, 1, 1), "left", PLANS, **MODELS[model])
 

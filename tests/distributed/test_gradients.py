@@ -19,7 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize(("ranks", "tp_size"), [(2, 2), (1, 1), (4, 4)])
 def test_gradients_equal_the_unsplit_models(
     model: str, num_microbatches: int, ranks: int, tp_size: int, cluster_of: Any, tmp_path: Any

@@ -121,8 +121,8 @@ def test_a_killed_rank_ends_all(victim: int, tmp_path: Path) -> None:
     assert_soon(output)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
 def test_without_a_launcher_the_survivor_names_the_rank(victim: int, how: str, tmp_path: Path) -> None:
     """As on several hosts, where nobody kills the survivors: they find out by themselves."""
     port = str(free_port())

@@ -57,7 +57,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [pytest.param(case, 2, 2, marks=[pytest.mark.slow] if case in RARE else []) for case in CASES]
     + [
         ("gqa, untied, accumulation 1, clipping", 1, 1),
-        ("gqa, tied, accumulation 5, padded left, last window shorter", 1, 1),
+        pytest.param("gqa, tied, accumulation 5, padded left, last window shorter", 1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_the_stock_trainer(
@@ -70,7 +70,7 @@ def test_training_equals_the_stock_trainer(
     compare_weights(str(tmp_path), expected_folder)
 
 
-@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "tp_size"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_data_parallel_ranks_share_the_batch(ranks: int, tp_size: int, cluster_of: Any, tmp_path: Any) -> None:
     """Against the stock Trainer on two processes (DDP), which evaluates an odd number of samples, too."""
     case = {

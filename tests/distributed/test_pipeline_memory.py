@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from support.models import VOCABULARY
 
+pytestmark = pytest.mark.slow
+
 LAYERS, LENGTH = 8, 128
 HEAD = 2 * LENGTH * VOCABULARY * 4
 FEW, MANY = 6, 12  # micro-batches

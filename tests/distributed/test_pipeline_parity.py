@@ -66,7 +66,7 @@ def assert_same_bits(found: dict[str, Any], other: dict[str, Any]) -> None:
         np.testing.assert_array_equal(gradient, other["gradients"][name], err_msg=name)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2)])
 def test_a_pipeline_equals_the_unsplit_model(
     tp: int, pp: int, dp: int, tied: bool, cluster_of: Any, expected: Any, tmp_path: Any

@@ -292,6 +292,7 @@ def start(rank: int, world: int, port: int, folder: Path, *flags: str) -> subpro
 # Launches
 
 
+@pytest.mark.slow
 def test_the_recipe_on_two_pipeline_ranks(tmp_path: Path) -> None:
     """`accelerate launch` with cpu_pp2.yaml trains, evaluates, measures, saves, loads and generates."""
     config = yaml.safe_load((ROOT / "accelerate_configs" / "cpu_pp2.yaml").read_text())

@@ -107,7 +107,7 @@ def test_two_pipeline_ranks_equal_the_stock_trainer(case: str, cluster_of: Any, 
 
 
 @pytest.mark.parametrize("case", SOME)
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_beside_tensor_or_data_parallelism(
     case: str, tp: int, dp: int, cluster_of: Any, reference: Any, tmp_path: Path
 ) -> None:
@@ -144,8 +144,8 @@ PREDICTIONS: dict[str, dict[str, Any]] = {
     ("tp", "dp", "schedule"),
     [
         (1, 1, "w"),
-        (1, 1, "1f1b"),
-        (2, 1, "w"),
+        pytest.param(1, 1, "1f1b", marks=pytest.mark.slow),
+        pytest.param(2, 1, "w", marks=pytest.mark.slow),
         (1, 2, "w"),
         pytest.param(2, 2, "dualpipe_v", marks=pytest.mark.slow),
     ],

@@ -202,7 +202,7 @@ def test_operators_in_a_trace_are_those_of_the_schedule(tuned: Any, folder: Path
 @pytest.mark.parametrize(
     ("processes", "tp", "schedule", "streams"),
     [
-        (4, 2, "w", {"local"}),
+        pytest.param(4, 2, "w", {"local"}, marks=pytest.mark.slow),
         pytest.param(4, 1, "auto", {"gradients"}, marks=pytest.mark.slow),
         pytest.param(4, 2, "auto", {"local"}, marks=pytest.mark.slow),
         pytest.param(8, 2, "auto", {"local", "gradients"}, marks=pytest.mark.slow),

@@ -32,7 +32,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+USUAL = ("one micro-batch, odd lengths", "three, tied, mha, eager")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in USUAL)) for c in CASES])
 def test_every_plan_gives_the_bits_of_sequential_and_the_unsplit_models_values(
     case: str, cluster_of: Any, tmp_path: Any
 ) -> None:

@@ -96,7 +96,7 @@ def kept(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return folder / "cache", {plan: tune(cluster_of(2), folder, plan) for plan in ("auto", "search", "dhelix")}
 
 
-@pytest.mark.parametrize("plan", ["auto", "search", "dhelix"])
+@pytest.mark.parametrize("plan", ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("search", "dhelix"))])
 def test_the_second_run_of_a_case_measures_nothing(plan: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
     cache, first = kept
     assert first[plan]["measured"] == 1
@@ -269,7 +269,10 @@ def profile(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("plan", ["search", "dhelix", "greedy", "round_robin", "intra_batch"])
+@pytest.mark.parametrize(
+    "plan",
+    ["search", *(pytest.param(p, marks=pytest.mark.slow) for p in ("dhelix", "greedy", "round_robin", "intra_batch"))],
+)
 def test_a_given_profile_is_planned_with(
     plan: str, profile: Path, cluster_of: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -373,6 +376,7 @@ def test_no_window_of_one_micro_batch_needs_anything_where_the_plan_is_known(clu
         assert found["said"] == []
 
 
+@pytest.mark.slow
 def test_tuning_under_every_ablation(cluster_of: Any, tmp_path: Path) -> None:
     """All communication on the compute stream, too: no plan overlaps, and measuring copes."""
     for without in (("local",), ("comm_beside_comm", "wgrad")):
