@@ -62,6 +62,7 @@ def test_options_from_the_launchers_yaml(tmp_path: Path) -> None:
     assert output.count("'train_runtime'") == 1
 
 
+@pytest.mark.slow
 def test_the_environment_comes_before_the_yaml(tmp_path: Path) -> None:
     (tmp_path / "options.yaml").write_text("tp_size: 2\nplan: sequential\n")
     config = launch_config(tmp_path, {"tp_size": 2, "plan": "round_robin"})
@@ -69,6 +70,7 @@ def test_the_environment_comes_before_the_yaml(tmp_path: Path) -> None:
     assert "done: tp_size=2 plan=sequential" in output
 
 
+@pytest.mark.slow
 def test_the_plugin_comes_before_the_environment(tmp_path: Path) -> None:
     config = launch_config(tmp_path, {"tp_size": 1})
     output = output_of(accelerate(config, "--plugin", "greedy"))
@@ -88,6 +90,7 @@ def test_unknown_option_in_the_yaml(tmp_path: Path) -> None:
     assert "launch.yaml: unknown option 'tp_sise' (did you mean 'tp_size'?)" in output
 
 
+@pytest.mark.slow
 def test_multi_cpu_is_explained(tmp_path: Path) -> None:
     """Accelerate's MULTI_CPU starts one process."""
     output = output_of(accelerate(launch_config(tmp_path, {"tp_size": 2}, distributed_type="MULTI_CPU")))
@@ -95,6 +98,7 @@ def test_multi_cpu_is_explained(tmp_path: Path) -> None:
     assert "MULTI_GPU" in output
 
 
+@pytest.mark.slow
 def test_ranks_without_use_cpu_are_explained(tmp_path: Path) -> None:
     output = output_of(accelerate(launch_config(tmp_path, {"tp_size": 2}), "--no-use-cpu"))
     assert "started 2 processes, but this one runs alone" in output
