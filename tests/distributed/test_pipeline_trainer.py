@@ -101,7 +101,7 @@ def compare_weights(folder: Path | str, expected_folder: Path | str) -> None:
         assert distance <= 1e-4 * torch.linalg.vector_norm(weight.double()), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in SOME)) for c in CASES])
 def test_two_pipeline_ranks_equal_the_stock_trainer(case: str, cluster_of: Any, reference: Any, tmp_path: Path) -> None:
     check(case, 1, 2, 1, cluster_of, reference, tmp_path)
 
