@@ -21,7 +21,7 @@ PREDICTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", PREDICTIONS)
-@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 2), pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_predict_and_evaluate(case: str, ranks: int, tp_size: int, cluster_of: Any, tmp_path: Any) -> None:
     """Also on data-parallel ranks, where the last batch is filled up and every sample still counts once."""
     expected = predict(str(tmp_path), None, **PREDICTIONS[case])
@@ -53,7 +53,7 @@ def test_callbacks_hear_what_they_hear_from_the_stock_trainer(cluster_of: Any, t
 
 
 @pytest.mark.parametrize("count", ["all", "non_padding"])
-@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "tp_size"), [(2, 2), pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
 def test_input_tokens_are_counted_once(count: str, ranks: int, tp_size: int, cluster_of: Any, tmp_path: Any) -> None:
     """Against the stock Trainer with as many samples a step in one process."""
     case = {"training": {**ACCUMULATING, "include_num_input_tokens_seen": count}}

@@ -35,7 +35,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-RARE = ("tokens counted per device", "biases, eager attention, no clipping")  # among the slow tests
+RARE = (
+    "mha, tied, accumulation 2, padded right",
+    "tokens counted per device",
+    "biases, eager attention, no clipping",
+)  # among the slow tests
 
 
 @pytest.fixture(scope="module")
