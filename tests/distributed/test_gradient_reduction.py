@@ -112,7 +112,11 @@ def test_sums_run_while_backward_still_does(reduced: Any) -> None:
 
 @pytest.mark.parametrize(
     ("tp", "pp", "dp"),
-    [(1, 1, 3), (1, 1, 4), (1, 2, 2), (2, 1, 2), pytest.param(2, 2, 2, marks=pytest.mark.slow)],
+    [
+        (1, 1, 3),
+        (2, 1, 2),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 1, 4), (1, 2, 2), (2, 2, 2))),
+    ],
 )
 @pytest.mark.parametrize("bucket_bytes", [SMALL, pytest.param(0, marks=pytest.mark.slow)])
 def test_plans_and_schedules_give_the_same_bits(
