@@ -124,9 +124,8 @@ def test_logits_are_handed_out_in_fp32(tmp_path: Path) -> None:
         assert (loss.dtype, logits.dtype) == (torch.float32, expected)
 
 
-@pytest.mark.parametrize(
-    "autocast", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["bf16=True", "model in bf16"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [True, False], ids=["bf16=True", "model in bf16"])
 def test_training_follows_the_stock_trainer(autocast: bool, cluster_of: Any, tmp_path: Any) -> None:
     """As near to it as fp32 is, or nearer; what is saved has the same types."""
     case: dict[str, Any] = {

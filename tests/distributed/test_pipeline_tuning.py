@@ -15,6 +15,8 @@ from hf_helix.planning.scheduler import FOLDED
 from hf_helix.report.scorecard import format_scorecard
 from hf_helix.runtime.tuning import CANDIDATES, TIMED
 
+pytestmark = pytest.mark.slow
+
 TUNE = "support.pipeline_trainer_jobs:tune"
 SMALL: dict[str, Any] = {
     "data": {"count": 40, "lengths": (9,)},

@@ -62,6 +62,7 @@ def test_nothing_beats_the_bound(name):
         assert min(result.rules.values()) >= result.slowed * 0.998  # the two ends of a chain are not quite alike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "contention"), [*((name, 1.0) for name in FEW), (FEW[1], 1.2)])
 def test_search_is_near_the_bound(name, contention):
     result = paper.judge(ROWS[name], contention, rules=("dhelix", "search"))
