@@ -14,14 +14,10 @@ medians, the slowest rank counts. A step is forward, backward and gradient sums 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
-import datetime
 import functools
 import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,40 +61,20 @@ def main() -> None:
 
 def launch(options: argparse.Namespace) -> None:
     """Make the hosts and run their ranks; leave nothing behind."""
-    start = functools.partial(start_rank, options=options)
-    shaped_link.run_ranks("network namespaces", CP * options.tp, start, 3600, shaped_link.hosts())
+    count = CP * options.tp
 
+    def start(rank: int, folder: str) -> subprocess.Popen[bytes]:
+        return shaped_link.start_rank(rank, folder, count, rank // options.tp)  # tensor-parallel ranks are neighbours
 
-def start_rank(rank: int, folder: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    host = rank // options.tp  # tensor-parallel ranks are neighbours
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HELIX_CACHE": folder,
-        "GLOO_SOCKET_IFNAME": shaped_link.DEVICES[host],
-        "MASTER_ADDR": shaped_link.ADDRESSES[0],
-        "MASTER_PORT": "29557",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(CP * options.tp),
-    }
-    command = ["ip", "netns", "exec", shaped_link.NAMESPACES[host], sys.executable, *sys.argv, "--rank", str(rank)]
-    die = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    return subprocess.Popen(command, env=environment, preexec_fn=die)
+    shaped_link.run_ranks("network namespaces", count, start, 3600, shaped_link.hosts())
 
 
 def work(options: argparse.Namespace) -> None:
     """One rank: every length, every row."""
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     host = options.rank // options.tp
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        os.sched_setaffinity(0, {cores[host]})  # a core for each host
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
+    shaped_link.join(host)
     bench = Bench(options)
     if options.rank % options.tp == 0:  # the first of its host
         shaped_link.shape(host, options.rate)

@@ -13,15 +13,9 @@ the slower rank counts. A step is forward, backward and gradient sums of a windo
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
-import datetime
-import functools
 import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,33 +40,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is None:
-        launch(options)
+        shaped_link.run_ranks("network namespaces", 2, shaped_link.start_rank, 3600, shaped_link.hosts())
     else:
         work(options)
-
-
-def launch(options: argparse.Namespace) -> None:
-    """Make the hosts and run a rank in each; leave nothing behind."""
-    start = functools.partial(start_rank, options=options)
-    shaped_link.run_ranks("network namespaces", 2, start, 3600, shaped_link.hosts())
-
-
-def start_rank(rank: int, folder: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HELIX_CACHE": folder,
-        "GLOO_SOCKET_IFNAME": shaped_link.DEVICES[rank],
-        "MASTER_ADDR": shaped_link.ADDRESSES[0],
-        "MASTER_PORT": "29558",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-    }
-    command = ["ip", "netns", "exec", shaped_link.NAMESPACES[rank], sys.executable, *sys.argv, "--rank", str(rank)]
-    die = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    return subprocess.Popen(command, env=environment, preexec_fn=die)
 
 
 def work(options: argparse.Namespace) -> None:
@@ -83,11 +53,7 @@ def work(options: argparse.Namespace) -> None:
 
     from hf_helix.workload import Workload
 
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        os.sched_setaffinity(0, {cores[options.rank]})  # a core for each host
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
+    shaped_link.join(options.rank)
     config = PhimoeConfig(
         vocab_size=2048,
         hidden_size=options.hidden,

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import datetime
 import functools
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
 import sys
@@ -103,29 +101,11 @@ def host_of(rank: int, options: argparse.Namespace) -> int:
 
 
 def start_rank(rank: int, folder: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
-    host = host_of(rank, options)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HELIX_CACHE": folder,
-        "MASTER_ADDR": shaped_link.ADDRESSES[0] if options.rate else "127.0.0.1",
-        "MASTER_PORT": "29556",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(options.processes),
-    }
-    command = [sys.executable, *sys.argv, "--rank", str(rank)]
-    if options.rate:
-        environment["GLOO_SOCKET_IFNAME"] = shaped_link.DEVICES[host]
-        command = ["ip", "netns", "exec", shaped_link.NAMESPACES[host], *command]
-    die = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
     def prepare() -> None:
-        die()
         (group_of(rank) / "cgroup.procs").write_text(str(os.getpid()))
 
-    return subprocess.Popen(command, env=environment, preexec_fn=prepare)
+    host = host_of(rank, options) if options.rate else -1
+    return shaped_link.start_rank(rank, folder, options.processes, host, prepare)
 
 
 def work(options: argparse.Namespace) -> None:

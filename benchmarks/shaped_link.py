@@ -112,21 +112,54 @@ def stop(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def start_rank(rank: int, folder: str) -> subprocess.Popen[bytes]:
+def start_rank(
+    rank: int, folder: str, count: int = 2, host: int | None = None, prepare: Callable[[], object] | None = None
+) -> subprocess.Popen[bytes]:
+    """This script once more, as a rank. It dies with this process.
+
+    Args:
+        folder: that all ranks have in common, for caches and what is temporary.
+        count: of all ranks.
+        host: that it is on; by default its own number, -1 for outside of both.
+        prepare: what else the new process does first.
+    """
+    host = rank if host is None else host
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
-        "GLOO_SOCKET_IFNAME": DEVICES[rank],
-        "MASTER_ADDR": ADDRESSES[0],
+        "HELIX_CACHE": folder,
+        "TMPDIR": folder,
+        "MASTER_ADDR": "127.0.0.1" if host < 0 else ADDRESSES[0],
         "MASTER_PORT": "29555",
         "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "TMPDIR": folder,  # of both ranks
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
     }
-    command = ["ip", "netns", "exec", NAMESPACES[rank], sys.executable, *sys.argv, "--rank", str(rank)]
+    command = [sys.executable, *sys.argv, "--rank", str(rank)]
+    if host >= 0:
+        environment["GLOO_SOCKET_IFNAME"] = DEVICES[host]
+        command = ["ip", "netns", "exec", NAMESPACES[host], *command]
     die_with_parent = functools.partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    return subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
+
+    def begin() -> None:
+        die_with_parent()
+        if prepare is not None:
+            prepare()
+
+    return subprocess.Popen(command, env=environment, preexec_fn=begin)
+
+
+def join(host: int) -> None:
+    """What a rank does first: one thread, the core of its host, the group of all."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[host]})
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
 
 
 def wait_for(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> int:
@@ -191,14 +224,9 @@ def shape(rank: int, rate: int) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """One rank: every rate and window, every plan."""
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        os.sched_setaffinity(0, {cores[options.rank]})  # a core for each host
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
+    join(options.rank)
     bench = Bench(options)
     tried = {count: bench.compare(count) for count in options.microbatches}  # while the link is fast
     results = []

@@ -113,9 +113,10 @@ class Executor:
             values[key] = outputs[place] if partial is None else values[partial] + outputs[place]
 
     def _communicate(self, instruction: Instruction, op: Operator, strand: Strand) -> None:
-        for name, key in zip(op.reads, instruction.reads, strict=True):
-            if name in op.sizes and key in strand.events:
-                self._wait(strand.events.pop(key))
+        if op.sizes:
+            for name, key in zip(op.reads, instruction.reads, strict=True):
+                if name in op.sizes and key in strand.events:
+                    self._wait(strand.events.pop(key))
         inputs = [strand.values[key] for key in instruction.reads]
         # What fills the input stays listed: a computation that reads it, too, waits for itself.
         after = [strand.events[key] for key in instruction.reads if key in strand.events]

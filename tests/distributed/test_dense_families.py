@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.models import tiny
-from support.parity import KINDS, PLANS, check, references
-from support.pipeline_trainer_jobs import model_of
-from transformers import AutoModelForCausalLM
+from support.parity import KINDS, PLANS, check, check_saved, references
 
 FAMILIES = ("mistral", "qwen2", "qwen3")
 CONTEXT, TENSOR, PIPE = (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1)
@@ -52,15 +48,7 @@ def test_eager_attention(sizes: tuple[int, ...], kind: str, cluster_of: Any, exp
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saves_what_transformers_loads(family: str, cluster_of: Any, tmp_path: Path) -> None:
-    job = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "greedy"}, "model": {"family": family}}
-    cluster_of(2).run("support.pipeline_trainer_jobs:save_untrained", own_weights=True, **job)
-    original = tiny(family, **model_of()).eval()
-    loaded, how = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(loaded) is type(original)
-    assert not any(how[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ids = torch.arange(1, 18).unsqueeze(0)
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(ids).logits, original(ids).logits)
+    check_saved(cluster_of(2), tmp_path, family, {"tp_size": 2})
 
 
 @pytest.mark.slow

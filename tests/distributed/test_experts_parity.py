@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.models import tiny
-from support.parity import KINDS, PLANS, check, references
-from support.pipeline_trainer_jobs import model_of
-from transformers import AutoModelForCausalLM
+from support.parity import KINDS, PLANS, check, check_saved, references
 
 FAMILIES = ("mixtral", "phimoe", "qwen3_moe")
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
@@ -95,12 +91,4 @@ def test_every_layout(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saves_what_transformers_loads(family: str, cluster_of: Any, tmp_path: Path) -> None:
-    job = {"folder": str(tmp_path), "helix": {"ep_size": 2, "plan": "greedy"}, "model": {"family": family}}
-    cluster_of(2).run("support.pipeline_trainer_jobs:save_untrained", own_weights=True, **job)
-    original = tiny(family, **model_of()).eval()
-    loaded, how = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(loaded) is type(original)
-    assert not any(how[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ids = torch.arange(1, 18).unsqueeze(0)
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(ids).logits, original(ids).logits)
+    check_saved(cluster_of(2), tmp_path, family, {"ep_size": 2})

@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from support.models import tiny
 from support.pipeline_jobs import batches_of, reference
+from support.pipeline_trainer_jobs import model_of
+from transformers import AutoModelForCausalLM
 
 KINDS = ("dense", "left", "right", "packed")
 LENGTHS = (33, 16, 21)  # two of them do not divide
@@ -74,3 +78,16 @@ def check(
         for name, gradient in ranks[0][place]["gradients"].items():
             assert gradient is not None
             np.testing.assert_array_equal(gradient, ranks[0][0]["gradients"][name], err_msg=f"{plan}: {name}")
+
+
+def check_saved(cluster: Any, folder: Any, family: str, helix: dict[str, Any]) -> None:
+    """What a layout saves loads in Transformers: every name, no other, the same logits."""
+    job = {"folder": str(folder), "helix": {**helix, "plan": "greedy"}, "model": {"family": family}}
+    cluster.run("support.pipeline_trainer_jobs:save_untrained", own_weights=True, **job)
+    original = tiny(family, **model_of()).eval()
+    loaded, how = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert type(loaded) is type(original)
+    assert not any(how[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = torch.arange(1, 18).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, original(ids).logits)
