@@ -39,7 +39,7 @@ def cut_parameters(stage: Stage, mesh: Mesh) -> None:
     without a common seed), it gets rank 0's. Parameters of other pipeline ranks stay in the model under their names,
     empty and not trained.
     """
-    placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
+    placements = stage.all_placements
     if world_size() > 1:
         _align_with_rank_0(list(placements), mesh.device)
     owners = stage.owners
@@ -198,7 +198,7 @@ def _file_groups(
 
 def _whole_bytes(stage: Stage, mesh: Mesh) -> dict[nn.Parameter, int]:
     """Bytes of every parameter when it is not cut, also of those that other pipeline ranks hold. Collective."""
-    placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
+    placements = stage.all_placements
     found = []
     for parameter, placement in placements.items():
         size = parameter.nbytes

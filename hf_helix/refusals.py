@@ -1,6 +1,6 @@
 """What cannot be honoured, refused by name before any training.
 
-In:   training arguments, a model, a trainer.
+In:   training arguments, a trainer.
 Out:  nothing, or an error that names the option, the reason and a value that works.
 Must hold: no argument of the stock Trainer is silently ignored; docs/training_arguments.md says of each what becomes of
 it.
@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from hf_helix.config import HelixConfig
-from hf_helix.operators.unit import Placement
 from hf_helix.plugin import HelixPlugin
 from hf_helix.runtime.mesh import check_joined
 
@@ -182,73 +181,6 @@ def check_evaluation(dataset: Any, dp_size: int) -> None:
         raise ValueError(
             f"evaluation on an iterable dataset with {dp_size} data-parallel ranks: its last batch is filled up, and "
             "without a length nobody knows with how many samples; use a dataset with a length, such as list(dataset)"
-        )
-
-
-def check_model(model: Any, args: Any) -> None:
-    """Refuse models that are not whole, plain and in fp32 or bf16, or that training arguments do not suit.
-
-    Raises:
-        ValueError: says what the model is and how to load it.
-    """
-    if getattr(model, "_is_cut_by_helix", False):
-        raise ValueError(
-            "the model was cut by an earlier HelixTrainer; save it with trainer.save_model(folder), and load it with "
-            "from_pretrained(folder) for the next one"
-        )
-    if getattr(model, "is_distributed_loading_by_transformers", False):
-        raise ValueError(
-            "the model was loaded with a distributed_config, so Transformers has cut it already; "
-            "load it without one, HelixTrainer cuts it"
-        )
-    if args.label_smoothing_factor and getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise ValueError(
-            f"label_smoothing_factor={args.label_smoothing_factor} with a model whose loss has a part for the balance "
-            "of its experts, which the stock Trainer then leaves out; use label_smoothing_factor=0.0, or "
-            "model.config.output_router_logits = False"
-        )
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device; load the weights first: from_pretrained(folder)")
-        if parameter.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}, and torch.float32 and torch.bfloat16 are built; load the "
-                "model with from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
-            )
-        if parameter.dtype != model.dtype:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}, others are {model.dtype}; load the model with one type for "
-                "all: from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
-            )
-
-
-def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placement]) -> None:
-    """Refuse a family's declaration that leaves parameters out: they would be neither trained nor saved.
-
-    Raises:
-        ValueError: names them.
-    """
-    stray = [name for name, parameter in model.named_parameters() if parameter not in placements]
-    if stray:
-        raise ValueError(
-            f"the declaration of {type(model).__name__} has no operator for {', '.join(stray)}; declare the module "
-            "that holds them with Builder.local, column_parallel or row_parallel"
-        )
-
-
-def check_batch(batch: Mapping[str, Any]) -> None:
-    """Refuse batches that cannot be trained on.
-
-    Raises:
-        ValueError: says what the batch holds and what makes the missing part.
-    """
-    missing = [name for name in ("input_ids", "labels") if name not in batch]
-    if "labels" in missing and "shift_labels" in batch:
-        missing.remove("labels")
-    if missing:
-        raise ValueError(
-            f"the batch has no {' and no '.join(missing)}, only {', '.join(batch)}; use a collator that makes them, "
-            "such as DataCollatorForLanguageModeling(tokenizer, mlm=False)"
         )
 
 

@@ -5,17 +5,15 @@ Out:  the same training, evaluation and checkpoints, with the model cut and two 
 Must hold: counters, callbacks, progress bar, schedules and logging stay the stock Trainer's; what cannot be honoured
 is refused at construction, by name.
 
-The take-over: `get_batch_samples` keeps the window, the first `training_step` of it runs all of it and returns the
-sum of its losses, the others return zero.
+The take-over: `get_batch_samples` keeps the window, the first `training_step` of it hands all of it to the engine and
+returns the sum of its losses, the others return zero.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,47 +25,28 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils.logging import get_logger
 
-from hf_helix.adapters import family_of
-from hf_helix.adapters.builder import Additions, Sharing
-from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.checkpoint import cut_parameters, save_pretrained
+from hf_helix.adapters.builder import Additions
 from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.engine import Engine, Scale
 from hf_helix.model_card import write_card
-from hf_helix.operators.collectives import prepare_all_gather
-from hf_helix.operators.experts import SHARD_TOKENS
-from hf_helix.operators.unit import cut_bounds
-from hf_helix.planning.pipeline import AUTO
 from hf_helix.planning.plan import Plan
-from hf_helix.planning.schedule import format_schedule
 from hf_helix.plugin import HelixPlugin
-from hf_helix.refusals import (
-    check_arguments,
-    check_batch,
-    check_evaluation,
-    check_model,
-    check_placements,
-    check_trainer,
-)
-from hf_helix.report.flops import peak_tflops, token_flops
-from hf_helix.report.live import LiveScore
-from hf_helix.report.perfetto import write_perfetto
-from hf_helix.runtime.agreement import agree_on_number, agree_on_text, agree_on_window
-from hf_helix.runtime.gradients import gradient_norm
+from hf_helix.refusals import check_arguments, check_evaluation, check_trainer
+from hf_helix.runtime.agreement import agree_on_number, agree_on_text
 from hf_helix.runtime.liveness import start_watch, watched
-from hf_helix.runtime.measure import Overlap, measure_overlap, over_ranks, trace_window
-from hf_helix.runtime.memory import peak_bytes
-from hf_helix.runtime.mesh import Mesh, world_size
-from hf_helix.runtime.routers import router_entries
+from hf_helix.runtime.measure import Overlap
+from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.sharding import ShardedOptimizer
-from hf_helix.runtime.stage import place_units
-from hf_helix.runtime.strand import MicroBatch
-from hf_helix.runtime.streams import make_streams, prepare_cuda
-from hf_helix.runtime.trace import Trace
+from hf_helix.runtime.streams import prepare_cuda
 from hf_helix.runtime.tuning import Tuning
-from hf_helix.tuner import Tuner, describe, options_of
+from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
+
+INSTEAD = (
+    "trainer.train(), trainer.evaluate() or trainer.predict(), or save it with trainer.save_model(folder) and load it "
+    "with from_pretrained(folder)"
+)
 
 
 class HelixTrainerMixin:
@@ -90,8 +69,8 @@ class HelixTrainerMixin:
     processing_class: Any
     data_collator: Any
 
-    # Runs windows of micro-batches on this rank.
-    runner: Runner
+    # The cut model.
+    _engine: Engine
 
     def __init__(self, *args: Any, helix_config: HelixConfig | None = None, **kwargs: Any) -> None:
         notice = prepare_cuda()
@@ -113,17 +92,14 @@ class HelixTrainerMixin:
         agree_on_text(f"{options_of(config)}\ngradient_accumulation_steps={steps}\nmixed_precision={mixed}", "options")
         self.helix_config = config
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
-        self._cut = SequenceCut.of(self._mesh.tp, self._mesh.cp)
-        self._last_alone: Overlap | None = None
         self._window: list[Any] | None = None
-        self._last_window: list[MicroBatch] = []
         start_watch()
         if model is not None:
             self._take(model, arguments)
         super().__init__(*args, **kwargs)
         check_trainer(self, arguments)
 
-    # -- what the runner is made of ------------------------------------------------------------------------------
+    # -- the engine ----------------------------------------------------------------------------------------------
 
     @property
     def mesh(self) -> Mesh:
@@ -131,14 +107,19 @@ class HelixTrainerMixin:
         return self._mesh
 
     @property
+    def runner(self) -> Runner:
+        """Runs windows of micro-batches on this rank."""
+        return self._engine.runner
+
+    @property
     def plan(self) -> Plan:
         """The plan in use; `trainer.plan.save(path)` writes a file that `HelixConfig(plan=path)` takes."""
-        return self.runner.plan
+        return self._engine.plan
 
     @property
     def tuning(self) -> Tuning | None:
         """What `plan="auto"` measured, or an earlier run of the same case; None before the first window."""
-        return self._tuner.tuning
+        return self._engine.tuning
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
         """How much communication the plan hides, measured on the last window that was trained. Collective.
@@ -146,12 +127,7 @@ class HelixTrainerMixin:
         Raises:
             ValueError: nothing has been trained yet.
         """
-        if not self._last_window:
-            raise ValueError("measure_overlap() needs a window to repeat; call it after train()")
-        self.model.train()
-        with watched():
-            self._last_alone = measure_overlap({"": self.runner}, self._last_window, repeats)[""]
-        return self._last_alone
+        return self._engine.measure_overlap(repeats)
 
     def measure_memory(self) -> list[int]:
         """The most bytes of activations and buffers alive in the last window, rank by rank. Collective.
@@ -159,11 +135,7 @@ class HelixTrainerMixin:
         Raises:
             ValueError: nothing has been trained yet.
         """
-        if not self._last_window:
-            raise ValueError("measure_memory() needs a window to repeat; call it after train()")
-        self.model.train()
-        with watched():
-            return over_ranks(peak_bytes(self.runner, self._last_window))
+        return self._engine.measure_memory()
 
     def trace(self, path: str | Path) -> None:
         """Write a trace of the last window for https://ui.perfetto.dev, a track per stream. Collective.
@@ -171,14 +143,7 @@ class HelixTrainerMixin:
         Raises:
             ValueError: nothing has been trained yet.
         """
-        if not self._last_window:
-            raise ValueError("trace() needs a window to repeat; call it after train()")
-        self.model.train()
-        with watched():
-            trace = trace_window(self.runner, self._last_window, complete=self._mesh.dp_size > 1)
-            spans = over_ranks(trace.spans)
-        if self.is_world_process_zero():  # type: ignore[attr-defined]
-            write_perfetto(path, spans)
+        self._engine.trace(path)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A model made by `model_init` is cut like one that was passed in."""
@@ -188,44 +153,20 @@ class HelixTrainerMixin:
 
     def _take(self, model: Any, args: TrainingArguments) -> None:
         """Keep this rank's part of the model, in place, before anything moves to the device; make it runnable."""
-        check_model(model, args)
-        self._family = family_of(model)
-        config, tp_size = self.helix_config, self._mesh.tp.size
-        name = type(model).__name__
-        products = torch.bfloat16 if args.mixed_precision == "bf16" else None
-        self._tuner = Tuner(config, name, describe(model, self._mesh, products))
-        mesh = self._mesh
-        sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, config.cp_method, config.expert_capacity_factor)
-        self._num_weights = model.num_parameters(exclude_embeddings=True)
-        additions = Additions(args.label_smoothing_factor, args.neftune_noise_alpha)
-        units = [unit.without(config.without) for unit in self._family.units(model, sharing, additions)]
-        check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
-        stage = place_units(
-            units,
-            self._mesh.pipe,
-            self._family.empty(model, tp_size),
-            self._tuner.scheduler.placement,
-            self._family.head_cost(model),
-            config.layers_per_stage,
+        before = getattr(self, "_engine", None)
+        self._engine = Engine(
+            model,
+            self.helix_config,
+            self._mesh,
+            seed=args.seed,
+            microbatches=args.gradient_accumulation_steps,
+            instead=INSTEAD,
+            products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
+            additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
         )
-        with watched():
-            plan = self._tuner.first_plan(stage.layout)
-        peak = peak_tflops(torch.cuda.get_device_name(args.device)) if args.device.type == "cuda" else None
-        self._live = LiveScore(token_flops(model), world_size(), self._mesh.dp_size, peak)
-        scheduler = self._tuner.scheduler
-        with watched():
-            # All ranks agree before anything is cut or communicated by the plan.
-            whole = 1 if scheduler.name == AUTO else args.gradient_accumulation_steps
-            text = f"{stage.layout.describe()}\n{format_schedule(scheduler(whole))}\n{plan.to_json()}"
-            agree_on_text(text, "plans")
-            cut_parameters(stage, self._mesh)
-        if hasattr(self, "runner"):
-            self.runner.executor.streams.close()
-        self.runner = Runner(stage, plan, self._mesh, make_streams(args.device), scheduler, args.seed, products)
+        if before is not None:
+            before.close()
         model._is_accelerate_prepared = True  # nothing is left to wrap
-        model._is_cut_by_helix = self._mesh.batch_group is not None
-        if model._is_cut_by_helix:
-            model.forward = _refuse_forward(model.forward)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -253,87 +194,43 @@ class HelixTrainerMixin:
         if self._window is None:
             return torch.zeros((), device=self.args.device)
         window, self._window = self._window, None
-        model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode, too
-        batches = self._share_lengths([self._prepare_inputs(batch) for batch in window])  # type: ignore[attr-defined]
-        check_batch(batches[0])
-        agree_on_window([batch["input_ids"] for batch in batches], self._mesh.batch_group)
-        microbatches = [
-            self._microbatch(batch, num_items_in_batch, (self.state.global_step, place))
-            for place, batch in enumerate(batches)
-        ]
-        self._last_window = microbatches
-        self.runner = self._tuner.decide(self.runner, microbatches)
-        losses = self._train_window(microbatches, length=max(batch["input_ids"].shape[-1] for batch in batches))
+        batches = [self._prepare_inputs(batch) for batch in window]  # type: ignore[attr-defined]
+        losses = self._engine.train_window(batches, self._scale(num_items_in_batch), self.state.global_step)
         return torch.stack(losses).sum()
 
-    def _share_lengths(self, batches: list[Any]) -> list[Any]:
-        """With a capacity, experts take as many rows of every rank, so the longest batch of all counts. Collective."""
-        group = self._mesh.experts.group
-        if self.helix_config.expert_capacity_factor is None or group is None:
-            return batches
-        sizes = [(len(batch["input_ids"]), self._cut.padded(batch["input_ids"].shape[1])) for batch in batches]
-        ranks = self._cut.tp_size * self._cut.cp_size
-        tokens = torch.tensor([rows * length // ranks for rows, length in sizes], device=self._mesh.device)
-        dist.all_reduce(tokens, dist.ReduceOp.MAX, group=group)
-        return [{**batch, SHARD_TOKENS: most} for batch, most in zip(batches, tokens.tolist(), strict=True)]
-
-    def _train_window(self, window: list[MicroBatch], length: int) -> list[Tensor]:
-        """Train, counted for the logs; the first window after each log is traced."""
-        tokens = sum(batch.num_tokens for batch in window)
-        if not self._live.wants_trace:
-            return self._live.add(tokens, length, lambda: self.runner.train_window(window))
-        streams = self.runner.executor.streams
-        streams.trace = trace = Trace()
-        start = time.perf_counter()
-        try:
-            losses = self._live.add(tokens, length, lambda: self.runner.train_window(window))
-            streams.synchronize()
-        finally:
-            streams.trace = None
-        self._live.add_trace(trace, tokens, time.perf_counter() - start)
-        return losses
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the stock method, with the scorecard beside the training loss."""
-        if "loss" in logs:
-            tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
-            capped = self.helix_config.expert_capacity_factor is not None
-            routers = router_entries(self.runner.whole, self._mesh, capped)
-            logs = {**logs, **self._live.entries(self._last_alone or tuned), **routers}
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
-
-    def _microbatch(self, batch: Mapping[str, Any], num_items: Any, key: tuple[int, int]) -> MicroBatch:
+    def _scale(self, num_items: Any) -> Scale:
         # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
         # the count by the ranks that share a batch, also where it has not summed over them.
         averages = self.args.average_tokens_across_devices
         factor = self._mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
-        scale = torch.as_tensor(factor / num_items, dtype=torch.float32, device=self.args.device)
-        whole = self._mesh.dp_size if averages else 1.0
-        prepare = functools.partial(self._family.side_inputs, self.model, batch, self._cut, scale, whole)
-        ids = batch["input_ids"]
-        return MicroBatch(prepare, key, num_tokens=ids.numel(), shape=" x ".join(map(str, ids.shape)))
+        tokens = torch.as_tensor(
+            factor if num_items is None else factor / num_items, dtype=torch.float32, device=self.args.device
+        )
+        return Scale(tokens, self._mesh.dp_size if averages else 1.0)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the stock method, with the scorecard beside the training loss."""
+        if "loss" in logs:
+            logs = {**logs, **self._engine.log_entries()}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock method; with `shard_optimizer`, every data-parallel rank keeps the states of its share."""
-        is_new, group = self.optimizer is None, self._mesh.dp_group
+        is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if is_new and self.helix_config.shard_optimizer and group is not None:
+        if is_new and self.helix_config.shard_optimizer:
             given = self.optimizer_cls_and_kwargs
             made, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
-            rows = [{key: row[key] for key in ("params", "weight_decay")} for row in optimizer.param_groups]
-            self.optimizer = ShardedOptimizer(rows, made, process_group=group, **options)
+            self.optimizer = self._engine.shard_optimizer(optimizer, made, options)
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        norm = gradient_norm(self.runner.stage.placements, self._mesh)
-        parameters = [parameter for parameter in self.runner.stage.placements if parameter.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm)
-        return norm
+        return self._engine.clip_gradients(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return gradient_norm(self.runner.stage.placements, self._mesh) if grad_norm is None else grad_norm
+        return self._engine.gradient_norm() if grad_norm is None else grad_norm
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """The stock method counts every rank of a group that shares a batch."""
@@ -344,7 +241,7 @@ class HelixTrainerMixin:
 
     def floating_point_ops(self, inputs: Any) -> int:
         """This rank's share of what the stock method counts for the uncut model."""
-        return 6 * inputs["input_ids"].numel() * self._num_weights // self.helix_config.ranks_per_batch
+        return 6 * inputs["input_ids"].numel() * self._engine.num_weights // self.helix_config.ranks_per_batch
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -364,59 +261,9 @@ class HelixTrainerMixin:
         """Forward only. Logits are gathered over the vocabulary where somebody reads them."""
         batch = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         labels = batch.get("labels")
-        num_items = self._get_num_items_in_batch([batch], self.args.device)  # type: ignore[attr-defined]
-        items = 1 if num_items is None else num_items
-        pieces = [
-            self._microbatch(piece, items, (self.state.global_step, place))
-            for place, piece in enumerate(self._share_lengths(self._pieces(batch)))
-        ]
-        with torch.no_grad():
-            loss, logits = self.runner.evaluate(pieces, keep_logits=not prediction_loss_only)
-        found = None if labels is None else loss.detach()
-        if logits is None:
-            return found, None, None
-        if self.runner.precision.products is not None:
-            logits = logits.float()  # as Accelerate hands out what was computed under autocast
-        length = batch["input_ids"].shape[1]
-        return found, self._whole_logits(logits)[:, :length], labels
-
-    def _pieces(self, batch: Mapping[str, Any]) -> list[Any]:
-        """The rows of a batch in as many micro-batches as keep every rank of the pipeline and two strands busy."""
-        if not self._family.loss_adds_up(self.model):
-            return [batch]
-        rows = len(batch["input_ids"])
-        most = min(rows, self.runner.scheduler.most or rows)
-        count = min(most, 2 * self._mesh.pipe.size) if self._mesh.batch_group is not None else 1
-        if count < 2:
-            return [batch]
-        cut = {
-            name: value.tensor_split(count)
-            if isinstance(value, Tensor) and value.dim() and len(value) == rows
-            else None
-            for name, value in batch.items()
-        }
-        return [
-            {name: batch[name] if parts is None else parts[place] for name, parts in cut.items()}
-            for place in range(count)
-        ]
-
-    def _whole_logits(self, logits: Tensor) -> Tensor:
-        """[tokens, batch, slice] of every rank to [batch, sequence, vocabulary]."""
-        tp = self._mesh.tp
-        if tp.size > 1:
-            stage = self.runner.stage
-            head = stage.model[stage.head].placements[self.model.get_output_embeddings().weight]
-            lengths = [last - first for first, last in (cut_bounds(head.length, tp.size, r) for r in range(tp.size))]
-            padded = nn.functional.pad(logits, (0, max(lengths) - logits.shape[-1]))
-            gathered, work = prepare_all_gather(tp, padded)
-            work()
-            blocks = gathered.chunk(tp.size)
-            logits = torch.cat([block[..., :length] for block, length in zip(blocks, lengths, strict=True)], -1)
-        if self._mesh.cp.size > 1:
-            gathered, work = prepare_all_gather(self._mesh.cp, logits)
-            work()
-            logits = self._cut.join(gathered)
-        return logits.transpose(0, 1).contiguous()
+        scale = self._scale(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[attr-defined]
+        loss, logits = self._engine.evaluate(batch, scale, self.state.global_step, keep_logits=not prediction_loss_only)
+        return (None if labels is None else loss), logits, (None if logits is None else labels)
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:
@@ -447,8 +294,7 @@ class HelixTrainerMixin:
         """An ordinary Hugging Face checkpoint, gathered unit by unit. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
-        with watched():
-            save_pretrained(self.model, self.runner.whole, self._mesh, folder)
+        self._engine.save_pretrained(folder)
         if self.args.should_save:
             processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processing is not None:
@@ -460,7 +306,7 @@ class HelixTrainerMixin:
         if self.is_world_process_zero():  # type: ignore[attr-defined]
             stock = super().create_model_card  # type: ignore[misc]
             given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
-            write_card(self, stock, given, self._last_alone)
+            write_card(self, stock, given, self._engine.overlap)
 
 
 class HelixTrainer(HelixTrainerMixin, Trainer):
@@ -468,17 +314,3 @@ class HelixTrainer(HelixTrainerMixin, Trainer):
 
     Takes what `Trainer` takes, and `helix_config`. See `HelixTrainerMixin`.
     """
-
-
-def _refuse_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps the signature, by which the Trainer chooses columns."""
-
-    @functools.wraps(forward)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            "this model's weights are cut over several ranks, so it cannot be called directly; use trainer.train(), "
-            "trainer.evaluate() or trainer.predict(), or save it with trainer.save_model(folder) and load it with "
-            "from_pretrained(folder)"
-        )
-
-    return refuse

@@ -63,7 +63,8 @@ class Workload:
         self.about = describe(self.model, self.mesh, products)
         self._family = family_of(self.model)
         mesh = self.mesh
-        units = self._family.units(self.model, Sharing(mesh.tp, mesh.cp, mesh.experts, cp_method, capacity_factor))
+        sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, cp_method, capacity_factor, device)
+        units = self._family.units(self.model, sharing)
         scheduler = Scheduler(schedule, pp_size)
         empty, head_cost = self._family.empty(self.model, tp_size), self._family.head_cost(self.model)
         stage = place_units(units, self.mesh.pipe, empty, scheduler.placement, head_cost)

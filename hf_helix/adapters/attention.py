@@ -98,23 +98,24 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
 
     made = ("attention.q", "attention.kv")
     q, kv = b.local_outputs("attention.rotate", rotate, made, *values, side=side, uses=uses, on_shard=True)
-    weight = next(module.parameters())
-    kernel = kernel_for(module.config._attn_implementation, weight.device)
-    return b.shared_attention("attention", q, kv, kernel, module.scaling, attention.window, weight.dtype)
+    implementation, device = module.config._attn_implementation, b.sharing.device
+    kernel = kernel_for(implementation, device)
+    if isinstance(kernel, Exact) and implementation != "eager":
+        logger.warning_once(
+            f"attention over a cut sequence is written out on {device.type}, with room for all products of queries and "
+            "keys; attn_implementation='flash_attention_2' needs less"
+        )
+    dtype = next(module.parameters()).dtype
+    return b.shared_attention("attention", q, kv, kernel, module.scaling, attention.window, dtype)
 
 
 def check_shared(model: Any, option: str = "attention_dropout") -> None:
-    """Raise ValueError if attention cannot run over a sequence that ranks share; warn where it will need much room.
+    """Raise ValueError if attention cannot run over a sequence that ranks share.
 
     Args:
         option: the model's name for dropout of attention.
     """
-    implementation, dropout = model.config._attn_implementation, getattr(model.config, option)
-    if isinstance(kernel_for(implementation, model.device), Exact) and implementation != "eager":
-        logger.warning(
-            f"attention over a cut sequence is written out on {model.device.type}, with room for all products of "
-            "queries and keys; attn_implementation='flash_attention_2' needs less"
-        )
+    dropout = getattr(model.config, option)
     if dropout > 0:
         raise ValueError(
             f"{option}={dropout} is not built for a sequence that ranks share; "

@@ -54,6 +54,7 @@ class Sharing:
         experts: that tokens go to their experts over: the ranks of expert parallelism and of tp together.
         cp_method: see `HelixConfig`.
         capacity_factor: `HelixConfig.expert_capacity_factor`.
+        device: that operators run on; the model may lie elsewhere still.
     """
 
     tp: Axis = field(default_factory=Axis.single)
@@ -61,6 +62,7 @@ class Sharing:
     experts: Axis = field(default_factory=Axis.single)
     cp_method: str = RING
     capacity_factor: float | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def ep_size(self) -> int:

@@ -41,11 +41,30 @@ class Placement:
     blocks: int = 1
     over: str = TP
 
+    def bounds(self, size: int, rank: int) -> list[tuple[int, int]]:
+        """Where in that dimension the slices lie that a rank holds, one for each block."""
+        length = self.length // self.blocks
+        first, last = cut_bounds(length, size, rank)
+        return [(block * length + first, block * length + last) for block in range(self.blocks)]
+
+    def shape(self, whole: Sequence[int], size: int, rank: int) -> tuple[int, ...]:
+        """Of what a rank holds of a parameter of this shape."""
+        held = list(whole)
+        if self.dim is not None:
+            held[self.dim] = sum(last - first for first, last in self.bounds(size, rank))
+        return tuple(held)
+
+    def whole_shape(self, held: Sequence[int]) -> tuple[int, ...]:
+        """Of the whole parameter, from that of any part."""
+        whole = list(held)
+        if self.dim is not None:
+            whole[self.dim] = self.length
+        return tuple(whole)
+
     def slices(self, whole: Tensor, size: int, rank: int) -> list[Tensor]:
         """What a rank holds of a parameter that is cut: a view for each block."""
         assert self.dim is not None
-        first, last = cut_bounds(self.length // self.blocks, size, rank)
-        return [block.narrow(self.dim, first, last - first) for block in whole.chunk(self.blocks, self.dim)]
+        return [whole.narrow(self.dim, first, last - first) for first, last in self.bounds(size, rank)]
 
     def cut(self, whole: Tensor, size: int, rank: int) -> Tensor:
         """The same in one piece, with memory of its own; of a copy, the whole."""

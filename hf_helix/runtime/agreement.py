@@ -38,6 +38,23 @@ def agree_on_text(text: str, what: str) -> None:
     )
 
 
+def agree_on_success(error: Exception | None) -> None:
+    """Raise on every rank if any has an error. Collective.
+
+    Raises:
+        Exception: this rank's own error.
+        ValueError: that of another rank, which it names.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        errors: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(errors, f"{type(error).__name__}: {error}" if error else "")
+        failed = next((rank for rank, text in enumerate(errors) if text), None)
+        if failed is not None and error is None:
+            raise ValueError(f"on rank {failed}: {errors[failed]}")
+    if error is not None:
+        raise error
+
+
 def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Compare the token ids of a window over the ranks that share it. Collective.
 

@@ -53,6 +53,11 @@ class Stage:
         }
 
     @property
+    def all_placements(self) -> dict[nn.Parameter, Placement]:
+        """Every parameter of the model, once."""
+        return {p: placement for unit in self.model.values() for p, placement in unit.placements.items()}
+
+    @property
     def owners(self) -> dict[nn.Parameter, int]:
         """The rank of every parameter of the model."""
         return {

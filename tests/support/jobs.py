@@ -89,7 +89,7 @@ def _microbatches(trainer: Any, count: int) -> list[Any]:
     batches = iter(trainer.get_train_dataloader())
     samples, num_items = trainer.get_batch_samples(batches, count, trainer.args.device)
     return [
-        trainer._microbatch(trainer._prepare_inputs(batch), num_items, (0, place))
+        trainer._engine.microbatch(trainer._prepare_inputs(batch), trainer._scale(num_items), (0, place))
         for place, batch in enumerate(samples)
     ]
 
@@ -115,7 +115,7 @@ def save_plan(folder: str, helix: dict[str, Any], path: str) -> str:
     if helix.get("plan") in ("search", "dhelix"):
         made, profile = trainer.plan, rough_profile(trainer.runner.whole.layout)
         plan = make_plan(helix["plan"], profile, model=made.model, mesh=made.mesh)
-        trainer.runner = trainer.runner.with_plan(plan)
+        trainer._engine.runner = trainer.runner.with_plan(plan)
     if trainer.is_world_process_zero():
         trainer.plan.save(path)
     torch.distributed.barrier()

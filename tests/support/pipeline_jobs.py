@@ -107,8 +107,8 @@ def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind:
     every = batches_of(count * dp, rows, lengths=lengths, kind=kind)
     place = 0 if trainer.mesh.dp_group is None else torch.distributed.get_rank(trainer.mesh.dp_group)
     mine = every[place * count : (place + 1) * count]
-    items = torch.tensor(items_in(every))
-    return [trainer._microbatch(batch, items, (0, number)) for number, batch in enumerate(mine)]
+    scale = trainer._scale(torch.tensor(items_in(every)))
+    return [trainer._engine.microbatch(batch, scale, (0, number)) for number, batch in enumerate(mine)]
 
 
 def whole_gradients(trainer: Any) -> dict[str, Any]:

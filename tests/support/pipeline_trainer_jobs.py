@@ -279,7 +279,7 @@ def _extras(trainer: Any, folder: str) -> dict[str, Any]:
 
 def _one_more_window(trainer: Any) -> list[float]:
     """What is trained after measuring: nothing was left behind."""
-    losses = [loss.item() for loss in trainer.runner.train_window(trainer._last_window)]
+    losses = [loss.item() for loss in trainer.runner.train_window(trainer._engine.last_window)]
     trainer.model.zero_grad()
     return losses
 

@@ -119,7 +119,7 @@ def noise(folder: str, helix: dict[str, Any], alpha: float) -> dict[str, Any]:
         if stage.layout.rank_of(0) != stage.rank:
             continue
         batch = next(iter(trainer.get_train_dataloader()))
-        side = trainer._microbatch(batch, 1, (0, 0)).prepare()
+        side = trainer._engine.microbatch(batch, trainer._scale(1), (0, 0)).prepare()
         for mode in (True, False):
             made.train(mode)
             (value,) = stage.model[0].operators["lookup"].forward(Call(side, 5, mode))

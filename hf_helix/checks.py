@@ -1,0 +1,83 @@
+"""What cannot be run: models, declarations and batches, refused by name.
+
+In:   a model, the placements of a family's declaration, a batch.
+Out:  nothing, or an error that says what was given and what works.
+Must hold: nothing is changed before it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hf_helix.adapters.builder import Additions
+from hf_helix.operators.unit import Placement
+
+
+def check_model(model: Any, additions: Additions) -> None:
+    """Refuse models that are not whole, plain and in fp32 or bf16, or that additions do not suit.
+
+    Raises:
+        ValueError: says what the model is and how to load it.
+    """
+    if getattr(model, "_is_cut_by_helix", False):
+        raise ValueError(
+            "the model was cut by an earlier HelixTrainer; save it with trainer.save_model(folder), and load it with "
+            "from_pretrained(folder) for the next one"
+        )
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            "the model was loaded with a distributed_config, so Transformers has cut it already; "
+            "load it without one, HelixTrainer cuts it"
+        )
+    if additions.label_smoothing and getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ValueError(
+            f"label_smoothing_factor={additions.label_smoothing} with a model whose loss has a part for the balance "
+            "of its experts, which the stock Trainer then leaves out; use label_smoothing_factor=0.0, or "
+            "model.config.output_router_logits = False"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device; load the weights first: from_pretrained(folder)")
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}, and torch.float32 and torch.bfloat16 are built; load the "
+                "model with from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
+            )
+        if parameter.dtype != model.dtype:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}, others are {model.dtype}; load the model with one type for "
+                "all: from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
+            )
+
+
+def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placement]) -> None:
+    """Refuse a family's declaration that leaves parameters out: they would be neither trained nor saved.
+
+    Raises:
+        ValueError: names them.
+    """
+    stray = [name for name, parameter in model.named_parameters() if parameter not in placements]
+    if stray:
+        raise ValueError(
+            f"the declaration of {type(model).__name__} has no operator for {', '.join(stray)}; declare the module "
+            "that holds them with Builder.local, column_parallel or row_parallel"
+        )
+
+
+def check_batch(batch: Mapping[str, Any]) -> None:
+    """Refuse batches that cannot be trained on.
+
+    Raises:
+        ValueError: says what the batch holds and what makes the missing part.
+    """
+    missing = [name for name in ("input_ids", "labels") if name not in batch]
+    if "labels" in missing and "shift_labels" in batch:
+        missing.remove("labels")
+    if missing:
+        raise ValueError(
+            f"the batch has no {' and no '.join(missing)}, only {', '.join(batch)}; use a collator that makes them, "
+            "such as DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        )

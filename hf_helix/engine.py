@@ -1,0 +1,328 @@
+"""The cut model on this rank: what every door is built on.
+
+In:   an ordinary whole model, a configuration, a mesh, and what a run adds to them; later, batches of a data collator.
+Out:  the model cut in place; windows that leave losses and complete gradients; evaluation, clipping, checkpoints, and
+      what can be measured.
+Must hold: all ranks agree before anything is cut or communicated by a plan; nothing here knows its door.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_helix.adapters import family_of
+from hf_helix.adapters.builder import Additions, Sharing
+from hf_helix.adapters.sequence import SequenceCut
+from hf_helix.checkpoint import cut_parameters, save_pretrained
+from hf_helix.checks import check_batch, check_model, check_placements
+from hf_helix.config import HelixConfig
+from hf_helix.evaluation import pieces_of, whole_logits
+from hf_helix.operators.experts import SHARD_TOKENS
+from hf_helix.planning.pipeline import AUTO
+from hf_helix.planning.plan import Plan
+from hf_helix.planning.schedule import format_schedule
+from hf_helix.report.flops import peak_tflops, token_flops
+from hf_helix.report.live import LiveScore
+from hf_helix.report.perfetto import write_perfetto
+from hf_helix.runtime.agreement import agree_on_text, agree_on_window
+from hf_helix.runtime.gradients import gradient_norm
+from hf_helix.runtime.liveness import watched
+from hf_helix.runtime.measure import Overlap, measure_overlap, over_ranks, trace_window
+from hf_helix.runtime.memory import peak_bytes
+from hf_helix.runtime.mesh import Mesh, rank, world_size
+from hf_helix.runtime.routers import router_entries
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.sharding import ShardedOptimizer
+from hf_helix.runtime.stage import Stage, place_units
+from hf_helix.runtime.strand import MicroBatch
+from hf_helix.runtime.streams import make_streams
+from hf_helix.runtime.trace import Trace
+from hf_helix.runtime.tuning import Tuning
+from hf_helix.tuner import Tuner, describe
+
+
+class Scale(NamedTuple):
+    """What losses are multiplied with, before gradients are averaged over the data-parallel ranks.
+
+    Attributes:
+        tokens: the summed loss of the tokens of a micro-batch; a scalar.
+        batch: a loss of a micro-batch as a whole, such as that of routers.
+    """
+
+    tokens: Tensor
+    batch: float = 1.0
+
+
+class Engine:
+    """Keeps this rank's part of a model, in place, before anything moves to the device, and runs windows through it.
+
+    Args:
+        seed: of the run; randomness derives from it.
+        microbatches: of a usual window, whose schedule the ranks compare.
+        products: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
+        additions: what the run adds to the mathematics of the model.
+        instead: for the error of who calls the cut model: what to call.
+
+    Attributes:
+        num_weights: of the whole model, without embeddings.
+        overlap: what `measure_overlap` found last.
+        last_window: the micro-batches of the last window that was trained.
+
+    Raises:
+        ValueError: the model, or what other ranks bring, does not fit.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: HelixConfig,
+        mesh: Mesh,
+        *,
+        seed: int,
+        microbatches: int,
+        instead: str,
+        products: torch.dtype | None = None,
+        additions: Additions | None = None,
+    ) -> None:
+        additions = additions or Additions()
+        check_model(model, additions)
+        self.model = model
+        self.config = config
+        self.mesh = mesh
+        self.family = family_of(model)
+        self.cut = SequenceCut.of(mesh.tp, mesh.cp)
+        self.tuner = Tuner(config, type(model).__name__, describe(model, mesh, products))
+        self.num_weights = model.num_parameters(exclude_embeddings=True)
+        self.overlap: Overlap | None = None
+        self.last_window: list[MicroBatch] = []
+        peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
+        self._live = LiveScore(token_flops(model), world_size(), mesh.dp_size, peak)
+        stage = self._place(additions)
+        with watched():
+            plan = self._agreed_plan(stage, microbatches)
+            cut_parameters(stage, mesh)
+        self.runner = Runner(stage, plan, mesh, make_streams(mesh.device), self.tuner.scheduler, seed, products)
+        model._is_cut_by_helix = mesh.batch_group is not None
+        if model._is_cut_by_helix:
+            model.forward = _refuse_forward(model.forward, instead)
+
+    def _place(self, additions: Additions) -> Stage:
+        """Which units are on this rank."""
+        model, config, mesh = self.model, self.config, self.mesh
+        sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, config.cp_method, config.expert_capacity_factor)
+        units = [unit.without(config.without) for unit in self.family.units(model, sharing, additions)]
+        check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
+        return place_units(
+            units,
+            mesh.pipe,
+            self.family.empty(model, mesh.tp.size),
+            self.tuner.scheduler.placement,
+            self.family.head_cost(model),
+            config.layers_per_stage,
+        )
+
+    def _agreed_plan(self, stage: Stage, microbatches: int) -> Plan:
+        """The plan to start with. Collective: layout, schedule and plan are those of every rank."""
+        plan = self.tuner.first_plan(stage.layout)
+        scheduler = self.tuner.scheduler
+        schedule = scheduler(1 if scheduler.name == AUTO else microbatches)
+        agree_on_text(f"{stage.layout.describe()}\n{format_schedule(schedule)}\n{plan.to_json()}", "plans")
+        return plan
+
+    def close(self) -> None:
+        """End the threads of this engine; another takes its place."""
+        self.runner.executor.streams.close()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self.runner.plan
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """What was measured to choose the plan; None before the first window."""
+        return self.tuner.tuning
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def train_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[Tensor]:
+        """Forward and backward of a window; gradients are added to `parameter.grad`. Collective.
+
+        Args:
+            batches: what the data collator made, on the device; the same on all ranks that share a batch.
+            step: of the optimizer; randomness derives from it.
+
+        Returns:
+            The loss of every micro-batch, on every rank.
+        """
+        check_batch(batches[0])
+        agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
+        self.model.train()
+        window = self.last_window = self._microbatches(batches, scale, step)
+        self.runner = self.tuner.decide(self.runner, window)
+        return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
+
+    def _train_counted(self, window: list[MicroBatch], length: int) -> list[Tensor]:
+        """Train, counted for the logs; the first window after each log is traced."""
+        tokens = sum(batch.num_tokens for batch in window)
+        if not self._live.wants_trace:
+            return self._live.add(tokens, length, lambda: self.runner.train_window(window))
+        streams = self.runner.executor.streams
+        streams.trace = trace = Trace()
+        start = time.perf_counter()
+        try:
+            losses = self._live.add(tokens, length, lambda: self.runner.train_window(window))
+            streams.synchronize()
+        finally:
+            streams.trace = None
+        self._live.add_trace(trace, tokens, time.perf_counter() - start)
+        return losses
+
+    def log_entries(self) -> dict[str, float]:
+        """The figures of the windows since the last call. Collective."""
+        tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
+        capped = self.config.expert_capacity_factor is not None
+        return {
+            **self._live.entries(self.overlap or tuned),
+            **router_entries(self.runner.whole, self.mesh, capped),
+        }
+
+    def _microbatches(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
+        shared = self._share_lengths(batches)
+        return [self.microbatch(batch, scale, (step, place)) for place, batch in enumerate(shared)]
+
+    def microbatch(self, batch: Mapping[str, Any], scale: Scale, key: tuple[int, int]) -> MicroBatch:
+        """A batch as the runner takes it.
+
+        Args:
+            key: see `MicroBatch`.
+        """
+        prepare = functools.partial(self.family.side_inputs, self.model, batch, self.cut, *scale)
+        ids = batch["input_ids"]
+        return MicroBatch(prepare, key, num_tokens=ids.numel(), shape=" x ".join(map(str, ids.shape)))
+
+    def _share_lengths(self, batches: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """With a capacity, experts take as many rows of every rank, so the longest batch of all counts. Collective."""
+        group = self.mesh.experts.group
+        if self.config.expert_capacity_factor is None or group is None:
+            return batches
+        sizes = [(len(batch["input_ids"]), self.cut.padded(batch["input_ids"].shape[1])) for batch in batches]
+        ranks = self.cut.tp_size * self.cut.cp_size
+        tokens = torch.tensor([rows * length // ranks for rows, length in sizes], device=self.mesh.device)
+        dist.all_reduce(tokens, dist.ReduceOp.MAX, group=group)
+        return [{**batch, SHARD_TOKENS: most} for batch, most in zip(batches, tokens.tolist(), strict=True)]
+
+    # -- gradients and the optimizer -----------------------------------------------------------------------------
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of the gradient of the whole model, on every rank. Collective."""
+        return gradient_norm(self.runner.stage.placements, self.mesh)
+
+    def clip_gradients(self, most: float) -> Tensor:
+        """Scale the gradient down to a norm of `most`; the norm before. Collective."""
+        norm = self.gradient_norm()
+        parameters = [parameter for parameter in self.runner.stage.placements if parameter.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return norm
+
+    def shard_optimizer(self, optimizer: Any, made: Any, options: Mapping[str, Any]) -> Any:
+        """The optimizer with its states spread over the data-parallel ranks; itself where there is one.
+
+        Args:
+            optimizer: which parameters it holds, with which weight decay.
+            made, options: the class that updates them, and what it takes.
+        """
+        if self.mesh.dp_group is None:
+            return optimizer
+        rows = [{key: row[key] for key in ("params", "weight_decay")} for row in optimizer.param_groups]
+        return ShardedOptimizer(rows, made, process_group=self.mesh.dp_group, **options)
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, batch: Mapping[str, Any], scale: Scale, step: int, keep_logits: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Forward only. Collective over the ranks that share the batch (with experts, over those that share them).
+
+        Args:
+            step: see `train_window`.
+
+        Returns:
+            The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
+        """
+        self.model.eval()
+        pieces = pieces_of(batch, self.runner) if self.family.loss_adds_up(self.model) else [batch]
+        with torch.no_grad():
+            loss, logits = self.runner.evaluate(self._microbatches(pieces, scale, step), keep_logits)
+        if logits is None:
+            return loss.detach(), None
+        if self.runner.precision.products is not None:
+            logits = logits.float()  # as Accelerate hands out what was computed under autocast
+        head = self.model.get_output_embeddings().weight
+        return loss.detach(), whole_logits(logits, self.runner, head, self.cut)[:, : batch["input_ids"].shape[1]]
+
+    # -- saving and measuring ------------------------------------------------------------------------------------
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """An ordinary Hugging Face checkpoint, gathered unit by unit. Collective."""
+        with watched():
+            save_pretrained(self.model, self.runner.whole, self.mesh, folder)
+
+    def measure_overlap(self, repeats: int = 5) -> Overlap:
+        """How much communication the plan hides, measured on the last window that was trained. Collective.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        window = self._window_to_repeat("measure_overlap")
+        with watched():
+            self.overlap = measure_overlap({"": self.runner}, window, repeats)[""]
+        return self.overlap
+
+    def measure_memory(self) -> list[int]:
+        """The most bytes of activations and buffers alive in the last window, rank by rank. Collective.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        window = self._window_to_repeat("measure_memory")
+        with watched():
+            return over_ranks(peak_bytes(self.runner, window))
+
+    def trace(self, path: str | Path) -> None:
+        """Write a trace of the last window for https://ui.perfetto.dev, a track per stream. Collective.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        window = self._window_to_repeat("trace")
+        with watched():
+            spans = over_ranks(trace_window(self.runner, window, complete=self.mesh.dp_size > 1).spans)
+        if rank() == 0:
+            write_perfetto(path, spans)
+
+    def _window_to_repeat(self, asked: str) -> list[MicroBatch]:
+        if not self.last_window:
+            raise ValueError(f"{asked}() needs a window to repeat; call it after train()")
+        self.model.train()
+        return self.last_window
+
+
+def _refuse_forward(forward: Callable[..., Any], instead: str) -> Callable[..., Any]:
+    """Keeps the signature, by which the Trainer chooses columns."""
+
+    @functools.wraps(forward)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"this model's weights are cut over several ranks, so it cannot be called directly; use {instead}"
+        )
+
+    return refuse

@@ -1,0 +1,215 @@
+"""A Hugging Face checkpoint on disk: which tensors lie in which file, and which parameters they become.
+
+In:   a folder with `model.safetensors`, or with several files and their index; a Transformers model, whatever its
+      device.
+Out:  the tensors' names, shapes and types, read from the files' headers; for every parameter the tensors it is made
+      of; slices of them.
+Must hold: names and conversions are those of `from_pretrained`; of a tensor only what is asked for is read, and no file
+stays mapped into memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from hf_helix.checkpoint import INDEX_NAME, SINGLE_NAME
+
+
+class Stored(NamedTuple):
+    """A tensor in a file; the type as safetensors writes it, such as "BF16"."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """The safetensors of a folder.
+
+    Raises:
+        ValueError: there are none; or a file is missing, cut off, or has not what the index says. Names the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tensors: dict[str, Stored] = {}
+        for path, promised in _files(folder):
+            with _opened(path) as file:
+                found = set(file.keys())
+                absent = sorted(promised - found)
+                if absent:
+                    raise ValueError(f"{path} has no {some(absent)}, which {folder / INDEX_NAME} says it has")
+                for key in sorted(found):
+                    about = file.get_slice(key)
+                    self.tensors[key] = Stored(path, tuple(about.get_shape()), about.get_dtype())
+
+    def outline(self, key: str) -> Tensor:
+        """A stand-in on the meta device, to see what a conversion makes of it."""
+        return torch.empty(self.tensors[key].shape, device="meta")
+
+    @contextlib.contextmanager
+    def reader(self) -> Iterator[Reader]:
+        """For a few tensors. At the end its files are closed, and their pages leave this process."""
+        with contextlib.ExitStack() as stack:
+            yield Reader(self.tensors, stack)
+
+
+class Reader:
+    """Reads tensors of a checkpoint, see `Checkpoint.reader`."""
+
+    def __init__(self, tensors: dict[str, Stored], stack: contextlib.ExitStack) -> None:
+        self._tensors = tensors
+        self._stack = stack
+        self._open: dict[Path, Any] = {}
+
+    def slice(self, key: str) -> Any:
+        """What reads the elements that it is indexed with."""
+        return self._file(key).get_slice(key)
+
+    def tensor(self, key: str) -> Tensor:
+        """All of it."""
+        return self._file(key).get_tensor(key)
+
+    def _file(self, key: str) -> Any:
+        path = self._tensors[key].file
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(_opened(path))
+        return self._open[path]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a parameter is made of; with some conversions, what several are.
+
+    Attributes:
+        target: the (first) parameter.
+        keys: names on disk: of a single tensor under its own name, else by the patterns that the converter goes by.
+        converter: Transformers' way from these to the parameter; None for a tensor that is the parameter.
+    """
+
+    target: str
+    keys: dict[str, list[str]] = field(default_factory=dict)
+    converter: WeightConverter | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors on disk."""
+        return [key for keys in self.keys.values() for key in keys]
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether tensors are stacked along dimension 0, such as those of experts, so that a part needs only a part."""
+        if self.converter is None:
+            return False
+        first, *others = self.converter.operations
+        joined = all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
+        return isinstance(first, MergeModulelist) and first.dim == 0 and joined
+
+    def part(self, first: int, last: int) -> Source:
+        """Of a stack, what makes these entries."""
+        return replace(self, keys={pattern: keys[first:last] for pattern, keys in self.keys.items()})
+
+    def convert(self, model: Any, tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The parameters by name, from the tensors on disk."""
+        if self.converter is None:
+            return {self.target: tensor_of(self.names[0])}
+        converter = copy.deepcopy(self.converter)  # it collects what it is given
+        for pattern, keys in self.keys.items():
+            for key in keys:
+                converter.add_tensor(self.target, key, pattern, tensor_of(key))  # type: ignore[arg-type]  # as when saving
+        made = converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def match(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
+    """Which tensors on disk make which parameters, as `from_pretrained` would have it; and those that make none.
+
+    Raises:
+        ValueError: two tensors for one parameter.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    names = dict.fromkeys(model.state_dict(), True)
+    prefix = model.base_model_prefix
+    sources: dict[str, Source] = {}
+    unknown = []
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, names)
+        if name not in names and key in names:
+            name, pattern = rename_source_key(key, [], [], prefix, names)
+        if name not in names:
+            unknown.append(key)
+            continue
+        source = sources.setdefault(name, Source(name, {}, by_pattern[pattern] if pattern else None))
+        if source.keys and (pattern is None or source.converter is None):
+            raise ValueError(f"{source.names[0]} and {key} would both be {name}; leave one of them out of the folder")
+        source.keys.setdefault(pattern or key, []).append(key)
+    # Transformers knows of tensors that older versions have saved and nobody needs.
+    info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unknown))
+    model._adjust_missing_and_unexpected_keys(info)
+    return list(sources.values()), sorted(info.unexpected_keys)
+
+
+def some(names: list[str], most: int = 6) -> str:
+    """The first few of them."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _files(folder: Path) -> list[tuple[Path, set[str]]]:
+    """The files of a checkpoint, each with the tensors that the index says it has."""
+    single, index = folder / SINGLE_NAME, folder / INDEX_NAME
+    if single.is_file():
+        return [(single, set())]
+    if index.is_file():
+        try:
+            places = json.loads(index.read_text())["weight_map"]
+            files = sorted(set(places.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is no index of safetensors: {error!r}; save the model again") from error
+        missing = [str(folder / file) for file in files if not (folder / file).is_file()]
+        if missing:
+            raise ValueError(f"{some(missing)} is missing, which {index} names; copy the whole folder")
+        return [(folder / file, {key for key, place in places.items() if place == file}) for file in files]
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is no folder on this host; download a model first, `hf download NAME --local-dir {folder}`"
+        )
+    others = sorted(path.name for pattern in ("pytorch_model*.bin", "*.pth") for path in folder.glob(pattern))
+    also = f", only {some(others)}, which cannot be read in slices" if others else ""
+    raise ValueError(
+        f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}{also}; make them with "
+        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
+    )
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        file = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read, it may be cut off: {error}; copy or save it again") from error
+    with file:
+        yield file
