@@ -105,7 +105,7 @@ def _problems_of_options(given: Mapping[str, Any]) -> list[str]:
     for key, value in given.items():
         if key != EVERY and value not in _WITHOUT_EFFECT.get(key, ()):
             problems.append(
-                f"{key}={value!r} is not built, since operators run again by themselves, under the same random numbers; "
-                f"{EVERY} and use_reentrant may be given"
+                f"{key}={value!r} is not built: operators run again by themselves, with the same random numbers; give "
+                f"{EVERY} and use_reentrant only"
             )
     return problems

@@ -57,8 +57,8 @@ class Operator:
     forward pass that its backward reads; `saves` says whether it also leaves something unnamed for that. `again`: in
     backward it runs once more, so that what it writes and leaves is not kept, and `waits` names values that must be
     there although nothing of them is read, so that it does so no earlier than needed. `cheap`: running it again costs
-    little for what need not be kept. `plain` names values among `writes` that have no gradient (indices, counts); `sizes`
-    those among `reads` that say how much there is to move: the host reads them when it issues the operator.
+    little for what need not be kept. `plain` names values among `writes` that have no gradient (indices, counts);
+    `sizes` those among `reads` that say how much there is to move: the host reads them when it issues the operator.
     `effort` is a rough relative time.
     """
 

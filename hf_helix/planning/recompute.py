@@ -3,8 +3,8 @@
 In:   the forward graph of a layer, and how much to run again.
 Out:  the graph with `again` on those operators, from which `derive_backward` makes one that runs them.
 Must hold: nothing runs again that backward does not need: what ends in the unit's output (the last linear, its
-scatter, the residual) has no reader there. Indices and counts are kept: they are small, and what follows from them, such
-as how many rows go where, is then the same the second time.
+scatter, the residual) has no reader there. Indices and counts are kept: they are small, and what follows from them,
+such as how many rows go where, is then the same the second time.
 """
 
 from __future__ import annotations
