@@ -270,8 +270,7 @@ def _profile(options: argparse.Namespace) -> Profile:
     if options.recompute is not None:
         if "recompute" in profile.about:
             raise ValueError(
-                f"{options.profile} was measured with recompute {profile.about['recompute']}; leave --recompute out, or "
-                "measure without it"
+                f"{options.profile} was measured with recompute {profile.about['recompute']}; leave --recompute out"
             )
         profile = recompute_profile(profile, options.recompute)
     return profile.without(options.without)
