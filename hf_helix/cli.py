@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.config import ABLATIONS, AXES
+from hf_helix.config import ABLATIONS, AXES, RECOMPUTE
 
 if TYPE_CHECKING:
     from hf_helix.planning.plan import Plan
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--sequence_length", type=int, default=512)
     profile.add_argument("--microbatches", type=int, default=4, help="of the window that is timed")
     profile.add_argument("--bf16", action="store_true", help="matrix products in bf16, as TrainingArguments(bf16=True)")
+    profile.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what backward computes again")
     profile.add_argument("--output", type=Path, default=Path("profile.json"))
     profile.add_argument("--trace", type=Path, help="also write a Perfetto trace of a window under `greedy` there")
     profile.add_argument(
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--microbatches", type=int, default=8, help="of the window that is predicted")
     plan.add_argument("--schedule", default="w", help="of a pipeline: w, dualpipe_v, 1f1b, auto, or an action file")
     plan.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="what plans must not use")
+    plan.add_argument("--recompute", choices=RECOMPUTE[1:], help="as if the profile had been measured so")
     plan.add_argument("--output", type=Path, default=Path("plan.json"))
     plan.set_defaults(run=run_plan)
 
@@ -87,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("file", type=Path, nargs="?", help="a plan or a profile")
     show.add_argument("--profile", type=Path, help="the profile that a plan is drawn with")
     show.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="as the plan was made")
+    show.add_argument("--recompute", choices=RECOMPUTE[1:], help="as the plan was made")
     show.add_argument("--microbatches", type=int, help="of the window that is drawn")
     show.add_argument("--width", type=int, default=100, help="columns of text")
     show.add_argument("--output", type=Path, help="a picture, .svg or .png, instead of text")
@@ -133,6 +136,7 @@ def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
                 "ep_size",
                 "expert_capacity_factor",
                 "schedule",
+                "recompute",
                 "batch_size",
                 "sequence_length",
                 "microbatches",
@@ -201,6 +205,7 @@ def _measure(options: argparse.Namespace) -> None:
         capacity_factor=options.expert_capacity_factor,
         cross_node=options.cross_node,
         products=torch.bfloat16 if options.bf16 else None,
+        recompute=options.recompute,
     )
     window = work.window(options.microbatches, options.batch_size, options.sequence_length)
     about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
@@ -237,11 +242,10 @@ def _write_trace(path: Path, work: Any, window: Any, profile: Profile) -> None:
 
 def run_plan(options: argparse.Namespace) -> None:
     """Predict every rule, print the table, save the plan of one."""
-    from hf_helix.planning.profile import load_profile
     from hf_helix.planning.rules import predict_plan
     from hf_helix.planning.search import lower_bound
 
-    profile = load_profile(options.profile, without=options.without)
+    profile = _profile(options)
     schedule = _schedule(profile, options.microbatches, options.schedule)
     limit = lower_bound(profile, schedule)
     plans = {rule: _plan(rule, profile, schedule) for rule in EVERY}
@@ -255,6 +259,21 @@ def run_plan(options: argparse.Namespace) -> None:
         )
     plans[options.rule].save(options.output)
     print(f"{options.rule}: {options.output}")
+
+
+def _profile(options: argparse.Namespace) -> Profile:
+    """The profile that is planned or drawn with."""
+    from hf_helix.planning.profile import load_profile
+    from hf_helix.planning.recompute import recompute_profile
+
+    profile = load_profile(options.profile)
+    if options.recompute is not None:
+        if "recompute" in profile.about:
+            raise ValueError(
+                f"{options.profile} was measured with recompute {profile.about['recompute']}; leave --recompute out"
+            )
+        profile = recompute_profile(profile, options.recompute)
+    return profile.without(options.without)
 
 
 def _plan(rule: str, profile: Profile, schedule: Schedule) -> Plan:
@@ -336,7 +355,6 @@ def _show_profile(options: argparse.Namespace) -> None:
 
 def _show_plan(options: argparse.Namespace) -> None:
     from hf_helix.planning.plan import load_plan
-    from hf_helix.planning.profile import load_profile
     from hf_helix.planning.rules import predict_plan
     from hf_helix.report.bars import bars_of_timeline
     from hf_helix.report.timeline import draw_timeline, text_timeline
@@ -344,7 +362,7 @@ def _show_plan(options: argparse.Namespace) -> None:
     microbatches = 3 if options.microbatches is None else options.microbatches
     if options.profile is None:
         raise ValueError("a plan is drawn with times: add --profile profile.json")
-    profile = load_profile(options.profile, without=options.without)
+    profile = _profile(options)
     model, mesh = _made_for(profile)
     plan = load_plan(options.file, profile.layout.graphs, model=model, mesh=mesh)
     program, timeline = predict_plan(plan, profile, _schedule(profile, microbatches))

@@ -22,6 +22,7 @@ PLANS = ("auto", "search", "greedy", "dhelix", "round_robin", "intra_batch", "se
 ABLATIONS = ("local", "cross", "comm_beside_comm", "wgrad")
 CP_METHODS = ("ring", "all_gather")
 AXES = ("tp", "cp", "ep")
+RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("w", "dualpipe_v", "1f1b", "auto")
 
 WHERE = f"""Give the options in one of these ways (the first that is found counts):
@@ -69,6 +70,11 @@ class HelixConfig:
         layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
             `1f1b`); None to spread the work evenly, embedding, head and loss included.
         shard_optimizer: keep the optimizer's states on one data-parallel rank each instead of on all (ZeRO-1).
+        recompute: what backward computes again, so that layers need not keep it (activation checkpointing):
+            `none`: nothing;
+            `selective`: what is cheap: norms, rope, attention, activations, and the gathers before linears;
+            `full`: of a layer's activations, only its input is kept;
+            None for `full` with `TrainingArguments(gradient_checkpointing=True)`, and else for `none`.
         cp_method: how keys and values reach the ranks that share a sequence: `ring`, step by step beside the attention
             to those that are there, or `all_gather`, all at once.
         cross_node: the axes whose ranks are on different hosts (`tp`, `cp`, `ep`): their communication runs on a stream
@@ -99,6 +105,7 @@ class HelixConfig:
     cp_method: str = "ring"
     expert_capacity_factor: float | None = None
     cross_node: tuple[str, ...] | None = None
+    recompute: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
@@ -120,6 +127,7 @@ class HelixConfig:
         self._check_without()
         self._check_context()
         self._check_capacity()
+        self._check_recompute()
         self._check_files()
 
     def _check_without(self) -> None:
@@ -165,6 +173,13 @@ class HelixConfig:
             raise ValueError(
                 f"expert_capacity_factor={factor} leaves less room than the chosen experts of all tokens need, however "
                 "evenly they are chosen; use 1.0 or more, such as 1.25, or None to drop nothing"
+            )
+
+    def _check_recompute(self) -> None:
+        if self.recompute is not None and self.recompute not in RECOMPUTE:
+            raise ValueError(
+                f"recompute={self.recompute!r} is unknown; use one of {', '.join(RECOMPUTE)}"
+                f"{_nearest(str(self.recompute), RECOMPUTE)}, or None to follow gradient_checkpointing"
             )
 
     def _check_files(self) -> None:

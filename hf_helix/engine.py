@@ -29,6 +29,7 @@ from hf_helix.operators.experts import SHARD_TOKENS
 from hf_helix.planning.pipeline import AUTO
 from hf_helix.planning.plan import Plan
 from hf_helix.planning.schedule import format_schedule
+from hf_helix.recompute import modes_of, recompute_units
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore
 from hf_helix.report.perfetto import write_perfetto
@@ -69,6 +70,7 @@ class Engine:
         microbatches: of a usual window, whose schedule the ranks compare.
         products: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
         additions: what the run adds to the mathematics of the model.
+        checkpointing: options of activation checkpointing, where the run asks for it in the words of Transformers.
         instead: for the error of who calls the cut model: what to call.
 
     Attributes:
@@ -91,6 +93,7 @@ class Engine:
         instead: str,
         products: torch.dtype | None = None,
         additions: Additions | None = None,
+        checkpointing: Mapping[str, Any] | None = None,
     ) -> None:
         additions = additions or Additions()
         check_model(model, additions)
@@ -99,13 +102,14 @@ class Engine:
         self.mesh = mesh
         self.family = family_of(model)
         self.cut = SequenceCut.of(mesh.tp, mesh.cp)
-        self.tuner = Tuner(config, type(model).__name__, describe(model, mesh, products))
+        modes = modes_of(self.family.layers(model), checkpointing, config)
+        self.tuner = Tuner(config, type(model).__name__, describe(model, mesh, products, modes))
         self.num_weights = model.num_parameters(exclude_embeddings=True)
         self.overlap: Overlap | None = None
         self.last_window: list[MicroBatch] = []
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
         self._live = LiveScore(token_flops(model), world_size(), mesh.dp_size, peak)
-        stage = self._place(additions)
+        stage = self._place(additions, modes)
         with watched():
             plan = self._agreed_plan(stage, microbatches)
             cut_parameters(stage, mesh)
@@ -114,11 +118,12 @@ class Engine:
         if model._is_cut_by_helix:
             model.forward = _refuse_forward(model.forward, instead)
 
-    def _place(self, additions: Additions) -> Stage:
-        """Which units are on this rank."""
+    def _place(self, additions: Additions, modes: Sequence[str]) -> Stage:
+        """Which units are on this rank. `modes`: see `modes_of`."""
         model, config, mesh = self.model, self.config, self.mesh
         sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, config.cp_method, config.expert_capacity_factor)
-        units = [unit.without(config.without) for unit in self.family.units(model, sharing, additions)]
+        units = recompute_units(self.family.units(model, sharing, additions), modes)
+        units = [unit.without(config.without) for unit in units]
         check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
         return place_units(
             units,

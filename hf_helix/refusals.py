@@ -17,6 +17,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_helix.config import HelixConfig
 from hf_helix.plugin import HelixPlugin
+from hf_helix.recompute import problems_of
 from hf_helix.runtime.mesh import check_joined
 
 # Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.
@@ -63,8 +64,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("fp16", bool, "fp16=False: gradients would leave its range without a loss scaler over all ranks; use bf16=True"),
     ("fp16_full_eval", bool, "fp16_full_eval=False: it would cast the model that is trained"),
     ("bf16_full_eval", bool, "bf16_full_eval=False: it would cast the model that is trained"),
-    ("activation_checkpointing", bool, "activation_checkpointing=False: recomputation is not built yet"),
-    ("gradient_checkpointing", bool, "gradient_checkpointing=False: recomputation is not built yet"),
     ("deepspeed", bool, "deepspeed=None: hf_helix cuts the model itself"),
     ("fsdp", bool, "fsdp=None: hf_helix cuts the model itself"),
     ("torch_compile", bool, "torch_compile=False: operators are issued one by one"),
@@ -103,6 +102,7 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
         )
     problems += _problems_of_optim(str(getattr(args.optim, "value", args.optim)), config)
     problems += _problems_of_batches(args, config)
+    problems += problems_of(args, config)
     if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
         problems.append(
             f"save_strategy={getattr(args.save_strategy, 'value', args.save_strategy)!r}: resuming is not built yet, "

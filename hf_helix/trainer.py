@@ -31,6 +31,7 @@ from hf_helix.engine import Engine, Scale
 from hf_helix.model_card import write_card
 from hf_helix.planning.plan import Plan
 from hf_helix.plugin import HelixPlugin
+from hf_helix.recompute import asked_by
 from hf_helix.refusals import check_arguments, check_evaluation, check_trainer
 from hf_helix.runtime.agreement import agree_on_number, agree_on_text
 from hf_helix.runtime.liveness import start_watch, watched
@@ -89,7 +90,8 @@ class HelixTrainerMixin:
             plugin = arguments.parallelism_config = HelixPlugin(config)
         steps = arguments.gradient_accumulation_steps
         mixed = arguments.mixed_precision
-        agree_on_text(f"{options_of(config)}\ngradient_accumulation_steps={steps}\nmixed_precision={mixed}", "options")
+        shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(arguments)}"
+        agree_on_text(f"{options_of(config)}\n{shared}", "options")
         self.helix_config = config
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
         self._window: list[Any] | None = None
@@ -163,6 +165,7 @@ class HelixTrainerMixin:
             instead=INSTEAD,
             products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
             additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
+            checkpointing=asked_by(args),
         )
         if before is not None:
             before.close()

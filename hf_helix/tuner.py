@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from hf_helix import __version__, cache
 from hf_helix.config import SCHEDULES, HelixConfig
 from hf_helix.planning.plan import Plan, load_plan, parse_plan
 from hf_helix.planning.profile import Profile, load_profile, rough_profile
+from hf_helix.planning.recompute import NONE
 from hf_helix.planning.rules import RULES
 from hf_helix.planning.scheduler import Scheduler, candidates, stage_costs
 from hf_helix.planning.window import Layout
@@ -43,19 +45,25 @@ UNMEASURED = "greedy"
 TUNED_MICROBATCHES = 4  # for each rank of the pipeline: enough to see the steady state
 
 
-def describe(model: Any, mesh: Mesh, products: torch.dtype | None = None) -> dict[str, str]:
+def describe(
+    model: Any, mesh: Mesh, products: torch.dtype | None = None, recompute: Sequence[str] = ()
+) -> dict[str, str]:
     """What measurements of a model are for; before it is cut.
 
     Args:
         products: see `Runner`.
+        recompute: the mode of every layer, see `hf_helix.recompute`.
     """
     weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in model.named_parameters()]
     shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp", "ep")]
     digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
+    runs = [f"{mode} x {len(list(found))}" for mode, found in itertools.groupby(recompute)]
+    again = {} if set(recompute) <= {NONE} else {"recompute": recompute[0] if len(runs) == 1 else ", ".join(runs)}
     return {
         "model": f"{type(model).__name__} {digest}" + (f" {products}".replace("torch.", "") if products else ""),
         "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
         "attention": str(model.config._attn_implementation),
+        **again,
         "transformers": version("transformers"),
         "hf_helix": __version__,
     }

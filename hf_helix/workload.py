@@ -19,8 +19,10 @@ from hf_helix.adapters.builder import RING, Sharing
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters
 from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.recompute import NONE
 from hf_helix.planning.rules import make_plan
 from hf_helix.planning.scheduler import Scheduler
+from hf_helix.recompute import recompute_units
 from hf_helix.runtime.mesh import Mesh, build_mesh
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import place_units
@@ -35,7 +37,7 @@ class Workload:
     Args:
         config: of the model, or the folder of one.
         device: to run on.
-        schedule, cp_method, cross_node: see `HelixConfig`.
+        schedule, cp_method, cross_node, recompute: see `HelixConfig`.
         products: see `Runner`; weights are fp32.
         mesh: of these sizes, if there is one already.
     """
@@ -54,17 +56,19 @@ class Workload:
         capacity_factor: float | None = None,
         cross_node: Collection[str] | None = None,
         products: torch.dtype | None = None,
+        recompute: str = NONE,
     ) -> None:
         if isinstance(config, str):
             config = AutoConfig.from_pretrained(config)
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
         self.mesh = mesh or build_mesh(tp_size, device, pp_size, cp_size, ep_size, cross_node)
-        self.about = describe(self.model, self.mesh, products)
         self._family = family_of(self.model)
         mesh = self.mesh
+        modes = [recompute] * len(self._family.layers(self.model))
+        self.about = describe(self.model, mesh, products, modes)
         sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, cp_method, capacity_factor, device)
-        units = self._family.units(self.model, sharing)
+        units = recompute_units(self._family.units(self.model, sharing), modes)
         scheduler = Scheduler(schedule, pp_size)
         empty, head_cost = self._family.empty(self.model, tp_size), self._family.head_cost(self.model)
         stage = place_units(units, self.mesh.pipe, empty, scheduler.placement, head_cost)

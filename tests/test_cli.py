@@ -21,6 +21,7 @@ from hf_helix.config import ABLATIONS
 from hf_helix.planning import search
 from hf_helix.planning.plan import load_plan
 from hf_helix.planning.profile import load_profile
+from hf_helix.planning.recompute import recompute_profile
 from hf_helix.planning.rules import make_plan, predict_plan
 from hf_helix.planning.schedule import build_schedule
 
@@ -120,6 +121,22 @@ def test_plans_without_what_is_ablated(names: tuple[str, ...], file: Path, tmp_p
     run("plan", file, "--rule", "greedy", "--output", output, "--without", *names)
     graphs = tiny_profile().without(names).layout.graphs
     assert load_plan(output, graphs, model=MODEL, mesh=MESH).rule == "greedy"
+
+
+def test_plans_as_if_layers_were_recomputed(file: Path, tmp_path: Path, two_rules: None, capsys: Any) -> None:
+    """Running again takes as long as forward: the predictions are those of a profile measured so."""
+    output = tmp_path / "plan.json"
+    run("plan", file, "--rule", "greedy", "--output", output, "--recompute", "full")
+    profile = recompute_profile(tiny_profile(), "full")
+    assert load_plan(output, profile.layout.graphs, model=MODEL, mesh=MESH).rule == "greedy"
+    repeats = [name for name in profile.times if name[1].endswith(".again")]
+    assert repeats
+    assert all(profile.times[unit, entry] == profile.times[unit, f"F.{entry[2:-6]}"] for unit, entry in repeats)
+    run("show", output, "--profile", file, "--recompute", "full")
+    assert "R forward again, in backward" in capsys.readouterr().out
+    assert "is for graphs" in refused(capsys, "show", output, "--profile", file)
+    profile.save(file)
+    assert "leave --recompute out" in said(capsys, "plan", file, "--recompute", "full")
 
 
 def test_nothing_overlaps_where_nothing_may(file: Path, tmp_path: Path, capsys: Any) -> None:

@@ -20,7 +20,7 @@ from hf_helix.operators.base import Tensors
 from hf_helix.operators.collectives import Gather, GatherReplicated, Scatter
 from hf_helix.operators.experts import RouterMeter
 from hf_helix.operators.linear import Linear, Projection
-from hf_helix.operators.local import Add, Segment, SumOfGradients
+from hf_helix.operators.local import Add, Dropout, Segment, SumOfGradients
 from hf_helix.operators.ring import Block, Blocks, Join, Step
 from hf_helix.operators.transport import Axis
 from hf_helix.operators.unit import (
@@ -118,7 +118,7 @@ class Builder:
         lowers: bool = False,
         effort: float = LIGHT,
     ) -> str:
-        """A function of one output under autograd: a submodule, or any function.
+        """A function of one output under autograd: a submodule, or any function. Selective recompute runs it again.
 
         Args:
             uses: the submodules whose parameters a function reads.
@@ -128,7 +128,7 @@ class Builder:
         """
         parameters = self._parameters(function, uses, on_shard)
         segment = Segment(function, parameters, side, draws, lowers=lowers)
-        return self.declare(name, segment, inputs, (name,), effort=effort)[0]
+        return self.declare(name, segment, inputs, (name,), cheap=True, effort=effort)[0]
 
     def local_outputs(
         self,
@@ -148,7 +148,7 @@ class Builder:
             plain: further outputs, which have no gradient (indices).
         """
         segment = Segment(function, self._parameters(function, uses, on_shard), side, draws, len(plain))
-        return self.declare(name, segment, inputs, (*outputs, *plain), plain=tuple(plain), effort=LIGHT)
+        return self.declare(name, segment, inputs, (*outputs, *plain), plain=tuple(plain), cheap=True, effort=LIGHT)
 
     def norm(self, name: str, module: nn.Module, value: str) -> str:
         """What stands before linears, and only they read: a submodule over this rank's part of the sequence."""
@@ -162,7 +162,7 @@ class Builder:
         """Dropout, where the model has any."""
         if module.p == 0:
             return value
-        return self.local(name, module, value, draws=lambda: module.training)
+        return self.declare(name, Dropout(module), (value,), (name,), effort=LIGHT)[0]
 
     def column_parallel(
         self, name: str, linears: Mapping[str, Projection], value: str, blocks: int = 1
@@ -190,8 +190,8 @@ class Builder:
         return self.declare(name, operator, (value,), (name,), split=True, effort=GEMM)[0]
 
     def gather(self, name: str, value: str) -> str:
-        """This rank's part of the sequence to the whole sequence."""
-        return self._collective(name, Gather(self.tp), value)
+        """This rank's part of the sequence to the whole sequence. Selective recompute keeps the part only."""
+        return self._collective(name, Gather(self.tp), value, cheap=True)
 
     def scatter(self, name: str, value: str) -> str:
         """Partial sums over the whole sequence to this rank's part of their sum."""
@@ -309,10 +309,10 @@ class Builder:
             meters=tuple(self.meters),
         )
 
-    def _collective(self, name: str, operator: Gather | Scatter, value: str) -> str:
+    def _collective(self, name: str, operator: Gather | Scatter, value: str, cheap: bool = False) -> str:
         if self.tp.size == 1:
             return value
-        return self.declare(name, operator, (value,), (name,), kind=self.tp.kind, effort=TRANSFER)[0]
+        return self.declare(name, operator, (value,), (name,), kind=self.tp.kind, cheap=cheap, effort=TRANSFER)[0]
 
     def _repeated(self, name: str, operator: Step | Gather, value: str, effort: float) -> str:
         """Communication over the context-parallel ranks that backward runs again, to keep nothing."""
@@ -330,6 +330,7 @@ class Builder:
         backward_kind: Kind | None = None,
         keeps: tuple[str, ...] = (),
         again: bool = False,
+        cheap: bool = False,
         plain: tuple[str, ...] = (),
         sizes: tuple[str, ...] = (),
         effort: float,
@@ -344,7 +345,9 @@ class Builder:
                 split=split,
                 backward_kind=backward_kind,
                 keeps=keeps,
+                saves=operator.saves,
                 again=again,
+                cheap=cheap,
                 plain=plain,
                 sizes=sizes,
                 effort=effort,

@@ -104,4 +104,4 @@ def _exchange(b: Builder, name: str, rows: str, counts: Names, out: str, back: b
 
 def _grouped(b: Builder, name: str, weight: nn.Parameter, rows: str, sizes: Names) -> str:
     b.place([weight], CUT_EXPERTS)
-    return b.declare(name, GroupedLinear(weight), (rows, *sizes), (name,), split=True, effort=GEMM)[0]
+    return b.declare(name, GroupedLinear(weight), (rows, *sizes), (name,), split=True, keeps=sizes, effort=GEMM)[0]

@@ -77,7 +77,7 @@ class Mixture(Dense):
                 tokens = tokens * torch.empty_like(tokens).uniform_(1.0 - noise, 1.0 + noise)
             logits, weights, chosen = router(tokens)
             counted = meter.mine(side)
-            if mlp.training:
+            if mlp.training and torch.is_grad_enabled():  # once, where backward runs it again
                 meter.note(logits, chosen, counted)
             part = (_balance(logits, counted, chosen.shape[1]),) if balanced else ()
             jittered = (tokens.view_as(h),) if noise else ()

@@ -54,7 +54,7 @@ class Call:
     Attributes:
         side: tensors of the micro-batch that carry no gradient (masks, positions, labels), by name.
         seed: for operators that draw random numbers; does not depend on the plan.
-        training: False when there will be no backward, so nothing need be kept.
+        training: False when nothing need be kept: there will be no backward, or it runs the operator again.
         precision: of the forward pass; backward follows the types that it left.
         saved: whatever forward left for backward.
     """
@@ -67,7 +67,13 @@ class Call:
 
 
 class Computation(ABC):
-    """An operator on the compute stream."""
+    """An operator on the compute stream.
+
+    Attributes:
+        saves: whether forward leaves anything of weight for backward, which must run it again where it did not.
+    """
+
+    saves = True
 
     @abstractmethod
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
@@ -78,9 +84,15 @@ class Computation(ABC):
         """Gradients of the inputs, from gradients of the outputs (and behind them the values that it declares to keep);
         parameters' gradients on the way."""
 
+    def again(self, call: Call, *inputs: Tensor) -> Tensors:
+        """Forward once more, in backward: the same values, and what is left for backward."""
+        return self.forward(call, *inputs)
+
 
 class SplitComputation(ABC):
     """An operator whose input gradient (I) and weight gradient (W) run at different times."""
+
+    saves = False
 
     @abstractmethod
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
@@ -88,11 +100,16 @@ class SplitComputation(ABC):
 
     @abstractmethod
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
-        """Gradients of the inputs, from gradients of the outputs."""
+        """Gradients of the inputs, from gradients of the outputs (and behind them the values that it declares to
+        keep)."""
 
     @abstractmethod
     def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
-        """Add to the parameters' gradients, from gradients of the outputs."""
+        """Add to the parameters' gradients, from gradients of the outputs and behind them all that forward read."""
+
+    def again(self, call: Call, *inputs: Tensor) -> Tensors:
+        """Forward once more, in backward: the same values."""
+        return self.forward(call, *inputs)
 
 
 class Communication(ABC):
@@ -101,6 +118,8 @@ class Communication(ABC):
     `prepare` runs when the operator is issued and allocates everything; the work it returns only moves data into
     what was allocated, later and on another stream.
     """
+
+    saves = False
 
     @abstractmethod
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:

@@ -33,7 +33,7 @@ class Scatter(Communication):
         self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
-        out, work = (prepare_reduce_scatter if part is Part.F else prepare_all_gather)(self.axis, *inputs)
+        out, work = (prepare_all_gather if part is Part.B else prepare_reduce_scatter)(self.axis, *inputs)
         return (out,), work
 
 

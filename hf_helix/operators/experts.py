@@ -306,28 +306,24 @@ class GroupedLinear(SplitComputation):
         return (self.weight,)
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        rows, *counts = inputs
+        rows, *sizes = inputs
         rows = call.precision.lowered(rows)
-        sizes = counts[0] if counts else None
-        if call.training:
-            call.saved = [rows, sizes]
         with torch.no_grad():
-            return (_grouped(rows, self.weight.to(rows.dtype).transpose(1, 2), sizes),)
+            return (_grouped(rows, self.weight.to(rows.dtype).transpose(1, 2), *sizes),)
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
-        _, sizes = call.saved
+        gradient, *sizes = gradients
         with torch.no_grad():
-            return (_grouped(gradients[0], self.weight.to(gradients[0].dtype), sizes),)
+            return (_grouped(gradient, self.weight.to(gradient.dtype), *sizes),)
 
     def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
-        rows, sizes = call.saved
-        call.saved = None
+        gradient, rows, *sizes = gradients
         if not self.weight.requires_grad:
             return
         with torch.no_grad():
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
-            _add_products(self.weight.grad, gradients[0], rows, sizes)
+            _add_products(self.weight.grad, gradient, call.precision.lowered(rows), *sizes)
 
 
 def _weighted_sum(by_token: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -336,7 +332,7 @@ def _weighted_sum(by_token: Tensor, weights: Tensor, dtype: torch.dtype) -> Tens
     return (by_token * weights.unsqueeze(-1)).sum(1).to(dtype)
 
 
-def _grouped(rows: Tensor, weight: Tensor, sizes: Tensor | None) -> Tensor:
+def _grouped(rows: Tensor, weight: Tensor, sizes: Tensor | None = None) -> Tensor:
     """The rows of every expert times its matrix [experts, in, out]; as many for each where there are no sizes."""
     if sizes is None:
         return torch.bmm(rows.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
@@ -348,7 +344,7 @@ def _grouped(rows: Tensor, weight: Tensor, sizes: Tensor | None) -> Tensor:
     return out
 
 
-def _add_products(total: Tensor, gradients: Tensor, rows: Tensor, sizes: Tensor | None) -> None:
+def _add_products(total: Tensor, gradients: Tensor, rows: Tensor, sizes: Tensor | None = None) -> None:
     """Add to [experts, out, in] what each expert's rows give."""
     if sizes is None:
         blocks = (value.unflatten(0, (len(total), -1)) for value in (gradients, rows))

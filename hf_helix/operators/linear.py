@@ -2,7 +2,7 @@
 
 In:   one value [..., features_in] and one or more linears that read it (q, k, v; gate, up), cut or whole.
 Out:  one value per linear.
-Must hold: W reads only what forward kept and the output gradient, so it can run at any time after them. Weights are
+Must hold: W reads only what forward read and the output gradient, so it can run at any time after them. Weights are
 cast to the type of what they meet; what W finds is added up in the type of the weight.
 """
 
@@ -50,8 +50,6 @@ class Linear(SplitComputation):
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         value = call.precision.lowered(inputs[0])
-        if call.training:
-            call.saved = value
         with torch.no_grad():
             return tuple(
                 functional.linear(value, self._matrix(linear, value.dtype), self._bias(linear, value.dtype))
@@ -68,10 +66,10 @@ class Linear(SplitComputation):
         return (total.view(*gradients[0].shape[:-1], total.shape[-1]),)
 
     def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
-        value = _rows(call.saved)
-        call.saved = None
+        *of_outputs, given = gradients
+        value = _rows(call.precision.lowered(given))
         with torch.no_grad():
-            for gradient, linear in zip(gradients, self.linears, strict=True):
+            for gradient, linear in zip(of_outputs, self.linears, strict=True):
                 rows = _rows(gradient)
                 weight, bias = linear.weight, linear.bias
                 if weight.requires_grad:

@@ -87,17 +87,57 @@ class Segment(Computation):
 
 
 class Add(Computation):
-    """Residual addition of two values. Keeps their types only."""
+    """Residual addition of two values. Leaves their types only."""
+
+    saves = False
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         left, right = inputs
-        if call.training:
-            call.saved = left.dtype, right.dtype
+        call.saved = left.dtype, right.dtype
         return (left + right,)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         types, call.saved = call.saved, None
         return tuple(gradients[0].to(dtype) for dtype in types)
+
+
+class Dropout(Computation):
+    """Dropout under the call's seed. Backward draws the same mask again where forward did not keep it.
+
+    Args:
+        module: says how much is dropped, and whether it is training.
+    """
+
+    saves = False
+
+    def __init__(self, module: torch.nn.Dropout) -> None:
+        self.module = module
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        (value,) = inputs
+        if not self.module.training:
+            return (value,)
+        mask = self._mask(call, value)
+        if call.training:
+            call.saved = mask
+        return (self._drop(value, mask),)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        (gradient,) = gradients
+        if not self.module.training:
+            return (gradient,)
+        mask = self._mask(call, gradient) if call.saved is None else call.saved
+        call.saved = None
+        return (self._drop(gradient, mask),)
+
+    def _mask(self, call: Call, value: Tensor) -> Tensor:
+        """True for what stays. Depends on the shape alone, not on how a value lies in memory."""
+        dice = torch.Generator(value.device).manual_seed(call.seed)
+        kept = torch.empty(value.shape, dtype=torch.bool, device=value.device)
+        return kept.bernoulli_(1 - self.module.p, generator=dice)
+
+    def _drop(self, value: Tensor, mask: Tensor) -> Tensor:
+        return (value * mask).mul_(1 / (1 - self.module.p) if self.module.p < 1 else 0.0)
 
 
 class SumOfGradients(Computation):

@@ -63,6 +63,8 @@ class Block(Computation):
         window: how many tokens a query looks back on, itself included; None for all.
     """
 
+    saves = False
+
     def __init__(self, kernel: Kernel, axis: Axis, distance: int, scale: float, window: int | None = None) -> None:
         self.kernel = kernel
         self.axis = axis
@@ -111,6 +113,8 @@ class Join(Computation):
         dtype: of queries, keys and values where there is no autocast.
     """
 
+    saves = False
+
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
 
@@ -130,6 +134,8 @@ class Blocks(Computation):
 
     Values as of `Block`; backward also reads q, the gathered keys and values, output and lse.
     """
+
+    saves = False
 
     def __init__(self, kernel: Kernel, axis: Axis, scale: float, window: int | None = None) -> None:
         self.axis = axis

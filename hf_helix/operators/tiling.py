@@ -49,6 +49,8 @@ class Cut(Computation):
         blocks: 1 for a shard; for a whole sequence, the ranks.
     """
 
+    saves = False
+
     def __init__(self, blocks: int, tiles: int) -> None:
         self.blocks = blocks
         self.tiles = tiles
@@ -62,6 +64,8 @@ class Cut(Computation):
 
 class Join(Computation):
     """Tiles back to values, `Cut` turned round. The inputs are every value's first tile, then every value's second."""
+
+    saves = False
 
     def __init__(self, blocks: int, tiles: int) -> None:
         self.blocks = blocks

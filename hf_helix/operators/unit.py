@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_helix.operators.base import Communication, Computation, SplitComputation
 from hf_helix.operators.experts import RouterMeter
 from hf_helix.planning.graph import GraphPair
+from hf_helix.planning.recompute import NONE, recomputed
 
 TP, EXPERTS = "tp", "experts"
 
@@ -114,6 +115,17 @@ class Unit:
     @property
     def name(self) -> str:
         return self.graphs.forward.name
+
+    def recomputed(self, mode: str, suffix: str = "") -> Unit:
+        """The unit that keeps less for backward, and runs that again, see `hf_helix.planning.recompute`.
+
+        Args:
+            suffix: of the name of a unit that does.
+        """
+        if mode == NONE:
+            return self
+        forward = recomputed(self.graphs.forward, mode)
+        return replace(self, graphs=GraphPair.of(replace(forward, name=f"{forward.name}{suffix}")))
 
     def without(self, names: Collection[str]) -> Unit:
         """The unit with less freedom for plans, see `GraphPair.without`."""

@@ -307,11 +307,11 @@ def _shares(program: Sequence[Instruction], layout: Layout) -> tuple[list[float]
         if name in share and op.kind is Kind.COMPUTE:
             if op.part is Part.F:
                 takes[place] = share[name]
-            elif op.part is Part.I:
+            elif op.part in (Part.I, Part.W):
                 # Keeps the gradients that W reads, such as those of gate and up; not held up, or backward could stop.
-                gives[place] = -len(op.reads) * share[name]
-            elif op.part is Part.W:
-                gives[place] = (1 + len(op.reads)) * share[name]
+                gradients = sum(value.startswith("d.") for value in op.reads)
+                held = 1 + gradients if op.part is Part.W else -gradients
+                gives[place] = held * share[name]
             elif op.part is Part.B and op.of in computing[name]:  # not a sum of gradients
                 gives[place] = share[name]
     return takes, gives

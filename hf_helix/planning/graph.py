@@ -51,13 +51,14 @@ class Operator:
 
     `reads` and `writes` name values; the gradient of value `v` is `d.v`. `adds[i]`, where it is not None, names a
     partial gradient that is added to the i-th output. `of` is the declared operator this one runs a part of.
-    `split` declares a backward in two parts, I and W; `backward_kind` the kind of the backward operator
-    (None: the same as the forward's). `after` names operators of the graph that come first although nothing of them is
-    read: parts of one weight's gradient add up in order. `keeps` names
-    values of the forward pass that its backward reads; `again` declares communication that backward repeats, so that
-    what it brings is not kept, and `waits` values that must be there although nothing of them is read, so that it does
-    so no earlier than needed. `plain` names values among `writes` that have no gradient (indices, counts); `sizes`
-    those among `reads` that say how much there is to move: the host reads them when it issues the operator.
+    `split` declares a backward in two parts, I and W, of which W reads all that forward read; `backward_kind` the kind
+    of the backward operator (None: the same as the forward's). `after` names operators of the graph that come first
+    although nothing of them is read: parts of one weight's gradient add up in order. `keeps` names values of the
+    forward pass that its backward reads; `saves` says whether it also leaves something unnamed for that. `again`: in
+    backward it runs once more, so that what it writes and leaves is not kept, and `waits` names values that must be
+    there although nothing of them is read, so that it does so no earlier than needed. `cheap`: running it again costs
+    little for what need not be kept. `plain` names values among `writes` that have no gradient (indices, counts);
+    `sizes` those among `reads` that say how much there is to move: the host reads them when it issues the operator.
     `effort` is a rough relative time.
     """
 
@@ -72,7 +73,9 @@ class Operator:
     adds: tuple[str | None, ...] = ()
     after: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
+    saves: bool = False
     again: bool = False
+    cheap: bool = False
     waits: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
@@ -228,15 +231,16 @@ def derive_backward(graph: Graph) -> Graph:
 
     The W of a linear follows its I; where communication follows the I, W comes after it, so that even a single
     strand computes W beside it (the paper's "self-overlap", section 4.2). Of tiles in a row (see `after`),
-    communication comes as early as it can, and W's after the I's that communication follows. What is communicated
-    again begins with the unit's backward; an operator reads it behind its gradients. Where communication would have to
-    sum gradients, a sum of its own, `v.sum`, does.
+    communication comes as early as it can, and W's after the I's that communication follows. What runs again (R) stands
+    where it is first needed, but communication that needs nothing else begins with the unit's backward; the value `v`
+    that comes again is `r.v`, and an operator reads it behind its gradients. Where communication would have to sum
+    gradients, a sum of its own, `v.sum`, does.
     """
     readers = _readers(graph)
     followers = _followers(graph)
-    repeated = {value for op in graph.operators if op.again for value in op.writes}
     plain = _plain_values(graph)
-    operators = _repeats(graph, repeated)
+    repeated = {value for op in graph.operators if op.again for value in op.writes} - plain
+    operators: list[Operator] = []
     weights: dict[str, Operator] = {}
     for op in reversed(graph.operators):
         if not op.differentiable:
@@ -253,7 +257,7 @@ def derive_backward(graph: Graph) -> Graph:
             reads=(*gradients, *_seen_again(op.keeps, repeated)),
             writes=writes,
             adds=adds,
-            after=() if op.split else tuple(followers.get(op.name, ())),
+            after=() if op.split else (*followers.get(op.name, ()), *_left_by(op)),
             keeps=(),
             plain=(),
             sizes=tuple(value for value in op.sizes if value in op.keeps),
@@ -264,11 +268,15 @@ def derive_backward(graph: Graph) -> Graph:
         operators += _sums(op, readers, plain)
         if op.split:
             after = tuple(f"{name}.W" for name in followers.get(op.name, ()))
-            weights[main.name] = replace(main, name=f"{op.name}.W", part=Part.W, writes=(), adds=(), after=after)
+            reads = (*gradients, *_seen_again(op.reads, repeated))
+            weights[main.name] = replace(
+                main, name=f"{op.name}.W", part=Part.W, reads=reads, writes=(), adds=(), after=after
+            )
+    operators = _with_repeats(_with_weights(_early(operators), weights), _repeats(graph, repeated))
     read = {value for op in operators for value in op.reads}
     return Graph(
         name=graph.name,
-        operators=tuple(_with_weights(_early(operators), weights)),
+        operators=tuple(operators),
         inputs=tuple(f"d.{value}" for value in graph.outputs),
         outputs=tuple(f"d.{value}" for value in graph.inputs),
         repeats=graph.repeats,
@@ -281,21 +289,53 @@ def _seen_again(values: Iterable[str], repeated: Collection[str]) -> tuple[str, 
     return tuple(f"r.{value}" if value in repeated else value for value in values)
 
 
+def _left_by(op: Operator) -> tuple[str, ...]:
+    """What leaves for its backward what forward did not keep."""
+    return (f"{op.name}.again",) if op.again and op.saves else ()
+
+
 def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
-    """The communication that backward runs again, from the unit's gradients on."""
+    """What backward runs again, from the unit's gradients on. Indices and counts are kept; these come last."""
     return [
         replace(
             op,
             name=f"{op.name}.again",
             of=op.name,
             part=Part.R,
+            split=False,
             reads=_seen_again(op.reads, repeated),
-            writes=tuple(f"r.{value}" for value in op.writes),
+            writes=tuple(f"r.{value}" for value in op.writes if value in repeated),
+            after=(),
+            keeps=(),
+            plain=(),
             waits=tuple(f"d.{value}" for value in graph.outputs),
         )
         for op in graph.operators
         if op.again
     ]
+
+
+def _with_repeats(operators: Sequence[Operator], repeats: Sequence[Operator]) -> list[Operator]:
+    """Each repeat before the first operator that needs it; what a W needs before its I, so that it comes beside it."""
+    writers = {value: op for op in repeats for value in op.writes}
+    named = {op.name: op for op in repeats}
+    reads = {op.of: op.reads for op in operators if op.part is Part.W}
+    found: dict[str, Operator] = {}
+
+    def put(op: Operator) -> None:
+        values = (*op.reads, *reads[op.of]) if op.part is Part.I else op.reads
+        needed = [writers[value] for value in values if value in writers]
+        for other in (*needed, *(named[name] for name in op.after if name in named)):
+            if other.name not in found:
+                put(other)
+        found[op.name] = op
+
+    for op in repeats:
+        if op.kind.communicates and all(value not in writers or writers[value].name in found for value in op.reads):
+            put(op)
+    for op in operators:
+        put(op)
+    return list(found.values())
 
 
 def _plain_values(graph: Graph) -> set[str]:
@@ -324,9 +364,9 @@ def _needs_sum(readers: Sequence[Operator]) -> bool:
 
 
 def _early(operators: list[Operator]) -> list[Operator]:
-    """Communication that is one of several in a row, or that is repeated, directly after what it needs."""
+    """Communication that is one of several in a row, or whose forward runs again, directly after what it needs."""
     in_row = {name for op in operators if op.kind.communicates and op.after for name in (op.name, *op.after)}
-    in_row |= {op.name for op in operators if op.again and op.part is Part.B}
+    in_row |= {op.name for op in operators if op.again and op.kind.communicates}
     found: list[Operator] = []
     for op in operators:
         place = len(found)

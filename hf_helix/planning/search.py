@@ -179,10 +179,13 @@ def _way(work: Work, layout: Layout, strand: str, rank: int) -> float:
 def longest_way(graph: Graph, seconds: dict[str, float]) -> float:
     """The longest chain from what enters a unit to what leaves it."""
     reached = dict.fromkeys(graph.inputs, 0.0)
+    ended: dict[str, float] = {}
     for op in graph.operators:
         ways = [reached[value] for value in op.depends_on if value in reached]
+        ways += [ended[name] for name in op.after if name in ended]
         if ways and op.part is not Part.W:
-            reached.update(dict.fromkeys(op.writes, max(ways) + seconds[op.name]))
+            ended[op.name] = max(ways) + seconds[op.name]
+            reached.update(dict.fromkeys(op.writes, ended[op.name]))
     return max((reached[value] for value in graph.outputs if value in reached), default=0.0)
 
 

@@ -57,8 +57,10 @@ def tile_graph(graph: Graph, tiles: int) -> Graph:
         return graph
     effort = _light(graph, tiles)
     replaced: dict[str, list[Operator]] = {}
+    repeated = {value for op in graph.operators if op.again for value in op.writes}
     for site in sites(graph):
-        replaced[site.first.name], replaced[site.second.name] = _pieces(site, tiles, effort)
+        pieces = _pieces(site, tiles, effort, again=site.first.reads[0] in repeated)
+        replaced[site.first.name], replaced[site.second.name] = pieces
     operators = tuple(piece for op in graph.operators for piece in replaced.get(op.name, [op]))
     return replace(graph, operators=operators)
 
@@ -113,19 +115,25 @@ def _fits(site: Site) -> bool:
     linear, collective = (site.second, site.first) if site.gathers else (site.first, site.second)
     kind = collective.kind
     moves = kind in (Kind.LOCAL, Kind.CROSS) and collective.backward_kind in (None, kind)
-    moves = moves and not (collective.split or collective.again)
+    moves = moves and not collective.split
     return moves and linear.split and all(len(op.reads) == 1 for op in (linear, collective))
 
 
-def _pieces(site: Site, tiles: int, effort: float) -> tuple[list[Operator], list[Operator]]:
-    """What stands in the place of the first and of the second operator, in canonical order."""
+def _pieces(site: Site, tiles: int, effort: float, again: bool) -> tuple[list[Operator], list[Operator]]:
+    """What stands in the place of the first and of the second operator, in canonical order.
+
+    Args:
+        again: whether backward runs again what comes before.
+    """
     first, second = site.first, site.second
     parts = tuple(f"{site.cut}.{tile}" for tile in range(tiles))
-    cut = Operator(name=site.cut, kind=Kind.COMPUTE, reads=first.reads, writes=parts, effort=effort)
+    cut = Operator(name=site.cut, kind=Kind.COMPUTE, reads=first.reads, writes=parts, again=again, effort=effort)
     firsts = _tiles(first, parts)
     seconds = _tiles(second, [op.writes[0] for op in firsts])
     results = tuple(value for op in seconds for value in op.writes)
-    join = Operator(name=site.join, kind=Kind.COMPUTE, reads=results, writes=second.writes, effort=effort)
+    join = Operator(
+        name=site.join, kind=Kind.COMPUTE, reads=results, writes=second.writes, again=second.again, effort=effort
+    )
     if site.gathers:  # every tile is on its way before the first is computed with
         return [cut, *firsts], [*seconds, join]
     return [cut, *(op for pair in zip(firsts, seconds, strict=True) for op in pair)], [join]

@@ -22,8 +22,10 @@ MEANING = {
     "F": "forward",
     "B": "backward, input gradient",
     "W": "weight gradient",
+    "R": "forward again, in backward",
     "f": "communication of forward",
     "b": "communication of backward",
+    "r": "communication of forward again",
 }
 """The letters of what a bar does."""
 
@@ -60,9 +62,9 @@ class Bar:
     @property
     def letter(self) -> str:
         """What it does; see `MEANING`."""
-        if self.communicates:
-            return self.strand.lower()
-        return "W" if part_of(self.strand, self.operator) == "W" else self.strand
+        part = part_of(self.strand, self.operator)
+        letter = part if part in "WR" else self.strand
+        return letter.lower() if self.communicates else letter
 
 
 def parse_label(label: str) -> tuple[str, int, str, str]:
@@ -80,8 +82,8 @@ def sums_gradients(label: str) -> bool:
 
 def part_of(strand: str, operator: str) -> str:
     """The part (see `Part`) that an operator of a strand is, by its name."""
-    ending = operator.rpartition(".")[2]
-    return Part.F.value if strand == "F" else ending if ending in ("I", "W") else Part.B.value
+    endings = {"I": Part.I, "W": Part.W, "again": Part.R}
+    return (Part.F if strand == "F" else endings.get(operator.rpartition(".")[2], Part.B)).value
 
 
 def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list[Bar]:

@@ -22,7 +22,15 @@ INK, FAINT, EMPTY = "#2b2f36", "#7b828c", "#f1f2f4"
 
 # One hue a strand, pale where data moves. The colours differ in lightness, too, so they survive colour blindness and
 # print in grey.
-COLOURS = {"F": "#2e6fae", "B": "#d1603d", "W": "#f2b84b", "f": "#a9cbe8", "b": "#f3bda8"}
+COLOURS = {
+    "F": "#2e6fae",
+    "B": "#d1603d",
+    "W": "#f2b84b",
+    "R": "#7a9a4c",
+    "f": "#a9cbe8",
+    "b": "#f3bda8",
+    "r": "#cbdcb0",
+}
 
 STYLE = {
     "font.family": "sans-serif",

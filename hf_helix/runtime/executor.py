@@ -139,6 +139,8 @@ class Executor:
         unit = self.units[instruction.unit]
         operator: Any = unit.operators[op.of]
         call = strand.call(instruction.unit, unit, op.of)
+        # What backward runs again keeps nothing the first time.
+        call.training = strand.training and not (op.again and op.part is Part.F)
         if op.part is Part.F:
             return operator.forward(call, *inputs)
         if op.part is Part.B:

@@ -253,6 +253,7 @@ class _Bench:
             return operator.prepare(call, timed.op.part, *inputs)[1]
         for setup in self._before(0, timed):
             operator.forward(call, *(self.values[key] for key in setup.reads))
+        call.training = not (timed.op.again and timed.op.part is Part.F)
         run = {Part.F: "forward", Part.B: "backward", Part.I: "input_gradient", Part.W: "weight_gradient"}
         return lambda: getattr(operator, run.get(timed.op.part, "again"))(call, *inputs)
 
@@ -261,11 +262,12 @@ class _Bench:
         return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, unit, timed.op.of)
 
     def _before(self, repeat: int, timed: _Timed) -> list[Instruction]:
-        """The forward that a backward operator needs."""
-        if timed.op.part is Part.F or timed.op.kind.communicates:
+        """The forward that a backward operator needs, or the one that runs again."""
+        if timed.op.part in (Part.F, Part.R) or timed.op.kind.communicates:
             return []
-        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=True)
-        return [i for i in made if i.operator and i.operator.name == timed.op.of and not i.operator.kind.communicates]
+        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=not timed.op.again)
+        found = [i for i in made if i.operator and i.operator.of == timed.op.of and not i.operator.kind.communicates]
+        return [i for i in found if i.operator and i.operator.part in (Part.F, Part.R)]
 
     def _instruction(self, repeat: int, timed: _Timed, ends: bool = False) -> Instruction:
         made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=timed.op.part is Part.F)

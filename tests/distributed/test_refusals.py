@@ -16,7 +16,6 @@ from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
 
 TRAINING = [
     ({"fp16": True}, ["fp16=False", "scaler", "bf16=True"]),
-    ({"gradient_checkpointing": True}, ["checkpointing=False"]),
     ({"torch_compile": True}, ["torch_compile=False"]),
     ({"auto_find_batch_size": True}, ["auto_find_batch_size=False"]),
     ({"use_liger_kernel": True}, ["use_liger_kernel=False"]),

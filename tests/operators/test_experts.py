@@ -85,8 +85,8 @@ def test_tokens_go_through_their_experts_and_back(kind: str, tokens: Tensor, wei
     (out,) = unpermute.forward(calls[2], made, weights, places)
     torch.testing.assert_close(out, expected)
     d_made, d_weights = unpermute.backward(calls[2], gradient)
-    (d_rows,) = linear.input_gradient(calls[1], d_made)
-    linear.weight_gradient(calls[1], d_made)
+    (d_rows,) = linear.input_gradient(calls[1], d_made, counts)
+    linear.weight_gradient(calls[1], d_made, rows, counts)
     (d_tokens,) = permute.backward(calls[0], d_rows)
     torch.testing.assert_close((d_tokens, d_weights, matrices.grad), (x.grad, w.grad, m.grad))
 
@@ -135,7 +135,7 @@ def test_with_a_capacity_the_rest_is_dropped(
     torch.testing.assert_close(out, expected)
     d_made, d_weights = collect.backward(calls[2], gradient)
     (d_rows,) = linear.input_gradient(calls[1], d_made)
-    linear.weight_gradient(calls[1], d_made)
+    linear.weight_gradient(calls[1], d_made, rows)
     (d_tokens,) = fill.backward(calls[0], d_rows)
     expected_gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in (x, w, m)]
     torch.testing.assert_close([d_tokens, d_weights, matrices.grad], expected_gradients)
@@ -179,8 +179,9 @@ def test_an_exchange_makes_room_for_what_comes(back: bool, part: Part, length: i
 def test_a_frozen_weight_gets_no_gradient() -> None:
     weight = nn.Parameter(torch.randn(2, HIDDEN, HIDDEN), requires_grad=False)
     call, linear = a_call(), GroupedLinear(weight)
-    linear.forward(call, torch.randn(4, HIDDEN), torch.tensor([1, 3]))
-    linear.weight_gradient(call, torch.randn(4, HIDDEN))
+    rows, sizes = torch.randn(4, HIDDEN), torch.tensor([1, 3])
+    linear.forward(call, rows, sizes)
+    linear.weight_gradient(call, torch.randn(4, HIDDEN), rows, sizes)
     assert weight.grad is None
 
 

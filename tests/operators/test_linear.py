@@ -68,7 +68,7 @@ def assert_close(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("kind", ["bias", "no bias", "transposed"])
 @pytest.mark.parametrize("outputs", [(4,), (4, 2, 2), (6, 1)])
 def test_equals_autograd_over_two_micro_batches(outputs: tuple[int, ...], kind: str) -> None:
-    """Both W run after both I, in micro-batch order, and read only what their own forward kept."""
+    """Both W run after both I, in micro-batch order, and read only what they are given."""
     transposed = kind == "transposed"
     linears = make_transposed(outputs) if transposed else make(outputs, bias=kind == "bias")
     expected = [by_autograd(linears, v, directions(linears, k)) for k, v in enumerate(values(2))]
@@ -79,7 +79,7 @@ def test_equals_autograd_over_two_micro_batches(outputs: tuple[int, ...], kind: 
     of_inputs = [operator.input_gradient(call, *directions(linears, k)) for k, call in enumerate(calls)]
     assert all(parameter.grad is None for linear in linears for parameter in linear.parameters())
     for k, call in enumerate(calls):
-        operator.weight_gradient(call, *directions(linears, k))
+        operator.weight_gradient(call, *directions(linears, k), values(2)[k])
         assert call.saved is None
 
     for k, (outputs_, of_input) in enumerate(expected):
@@ -95,7 +95,7 @@ def test_weight_gradient_may_run_before_the_input_gradient() -> None:
     expected_gradients = take_gradients(linears)
     operator, call = Linear(linears), new_call()
     operator.forward(call, values()[0])
-    operator.weight_gradient(call, *directions(linears))
+    operator.weight_gradient(call, *directions(linears), values()[0])
     assert_close(operator.input_gradient(call, *directions(linears)), (expected,))
     assert_close(take_gradients(linears), expected_gradients)
 
@@ -115,7 +115,7 @@ def test_gradients_may_have_gaps_in_memory() -> None:
     gradients = [gapped(g) for g in gradients]
     assert not gradients[0].is_contiguous()
     assert_close(operator.input_gradient(call, *gradients), (expected,))
-    operator.weight_gradient(call, *gradients)
+    operator.weight_gradient(call, *gradients, gapped(values()[0]))
     assert_close(take_gradients(linears), expected_gradients)
 
 
@@ -128,7 +128,7 @@ def test_frozen_weights_get_no_gradient() -> None:
     operator, call = Linear(linears), new_call()
     operator.forward(call, values()[0])
     assert_close(operator.input_gradient(call, *directions(linears)), (expected,))
-    operator.weight_gradient(call, *directions(linears))
+    operator.weight_gradient(call, *directions(linears), values()[0])
     found = take_gradients(linears)
     assert [gradient is None for gradient in found] == [True, False, False, True]
     assert [gradient is None for gradient in expected_gradients] == [True, False, False, True]
@@ -148,7 +148,7 @@ def test_row_parallel_ranks_add_the_bias_once_and_all_have_its_gradient() -> Non
         operator, call = Linear([half], adds_bias=rank == 0), new_call()
         total += operator.forward(call, value[..., columns])[0]
         of_inputs += operator.input_gradient(call, *gradients)
-        operator.weight_gradient(call, *gradients)
+        operator.weight_gradient(call, *gradients, value[..., columns])
         of_weights.append(half.weight.grad)
         assert_close(half.bias.grad, of_bias)
     assert_close(total, expected)
@@ -156,8 +156,10 @@ def test_row_parallel_ranks_add_the_bias_once_and_all_have_its_gradient() -> Non
     assert_close(torch.cat(of_weights, -1), of_weight)
 
 
-def test_evaluation_keeps_nothing() -> None:
-    linears, call = make((4,), bias=True), new_call(training=False)
+@pytest.mark.parametrize("training", [True, False])
+def test_forward_keeps_nothing(training: bool) -> None:
+    """What W reads is a value of the graph."""
+    linears, call = make((4,), bias=True), new_call(training)
     (output,) = Linear(linears).forward(call, values()[0])
     assert call.saved is None
     assert_close(output, linears[0](values()[0]).detach())
@@ -172,15 +174,13 @@ def test_gradcheck(adds_bias: bool) -> None:
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, value: Tensor, *_: Tensor) -> Any:
-            ctx.call = new_call()
+            ctx.call, ctx.value = new_call(), value
             return operator.forward(ctx.call, value)
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Any:
             (of_input,) = operator.input_gradient(ctx.call, *gradients)
-            call = new_call()
-            call.saved = ctx.call.saved  # gradcheck runs one backward several times
-            operator.weight_gradient(call, *gradients)
+            operator.weight_gradient(ctx.call, *gradients, ctx.value)
             return of_input, *take_gradients(linears)
 
     value = values()[0][:2, :2].clone().requires_grad_()
@@ -208,7 +208,7 @@ def test_in_bf16_as_under_autocast(of_weights: torch.dtype, transposed: bool) ->
         torch.testing.assert_close(found, output.detach())
         (of_input,) = operator.input_gradient(call, *gradient)
         torch.testing.assert_close(of_input.to(of_weights), leaf.grad, rtol=0.01, atol=0.01)
-        operator.weight_gradient(call, *gradient)
+        operator.weight_gradient(call, *gradient, value)
     found_gradients = take_gradients(linears)
     assert {gradient.dtype for gradient in found_gradients if gradient is not None} == {of_weights}
     torch.testing.assert_close(found_gradients, expected_gradients, rtol=0.02, atol=0.02)

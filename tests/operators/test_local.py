@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from hf_helix.operators.base import Call
-from hf_helix.operators.local import Add, Segment
+from hf_helix.operators.local import Add, Dropout, Segment
 
 Case = tuple[Callable[..., Any], list[nn.Parameter], tuple[Tensor, ...]]
 
@@ -160,6 +160,41 @@ def test_add() -> None:
     assert torch.equal(total, left + right)
     assert all(torch.equal(found, gradient) for found in Add().backward(call, gradient))
     assert call.saved is None
+
+
+def test_run_again_a_segment_is_as_if_it_had_kept_everything() -> None:
+    """Forward without keeping anything; then once more, which draws the same numbers and leaves what backward needs."""
+    x, gradient = torch.randn(5, 7), torch.randn(5, 7)
+    weight = nn.Parameter(torch.randn(7))
+    segment = Segment(lambda x: functional.dropout(x, 0.5) * weight, [weight], draws=lambda: True)
+    usual, call = new_call(7), new_call(7, training=False)
+    (expected,) = segment.forward(usual, x)
+    (of_input,) = segment.backward(usual, gradient)
+    of_weight, weight.grad = weight.grad, None
+    (first,) = segment.forward(call, x)
+    assert call.saved is None
+    call.training = True
+    (again,) = segment.again(call, x)
+    assert torch.equal(first, expected)
+    assert torch.equal(again, expected)
+    assert torch.equal(segment.backward(call, gradient)[0], of_input)
+    assert torch.equal(weight.grad, of_weight)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["mask kept", "drawn again"])
+def test_dropout_drops_the_same_in_backward(training: bool) -> None:
+    """However values and gradients lie in memory."""
+    module = nn.Dropout(0.25)
+    operator, call = Dropout(module), new_call(3, training)
+    (out,) = operator.forward(call, torch.ones(400, 50).t())
+    assert (call.saved is not None) == training
+    (gradient,) = operator.backward(call, torch.ones(50, 400))
+    assert torch.equal(out, gradient)
+    assert out.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
+    assert abs(out.mean() - 1) < 0.02
+    assert not torch.equal(operator.forward(new_call(4), torch.ones(50, 400))[0], out)
+    module.eval()
+    assert torch.equal(operator.forward(new_call(3), out)[0], out)
 
 
 def test_frozen_parameters_get_no_gradient() -> None:

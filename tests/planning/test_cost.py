@@ -159,10 +159,10 @@ def test_backward_needs_what_forward_kept_and_what_is_read():
         "F.norm1": {"F.up0"},
         "F.up1": {"F.norm1"},
         "B.up.I1": {"F.up1"},
-        "B.up.W1": {"F.up1"},
+        "B.up.W1": {"F.up1", "F.norm1"},
         "B.norm1": {"B.up.I1", "F.norm1"},
         "B.up.I0": {"B.norm1", "F.up0"},
-        "B.up.W0": {"B.norm1", "F.up0"},
+        "B.up.W0": {"B.norm1", "F.up0", "F.norm0"},
         "B.norm0": {"B.up.I0", "F.norm0"},
     }
 

@@ -127,12 +127,11 @@ def test_what_cannot_be_tiled_stays() -> None:
     [
         (collective("gather", "x"), linear("a", "gather"), linear("b", "gather"), compute("add", "a b")),
         (collective("gather", "x"), compute("act", "gather")),
-        (collective("gather", "x", again=True), linear("a", "gather"), compute("act", "a")),
         (collective("gather", "x", backward_kind=Kind.COMPUTE), linear("a", "gather"), compute("act", "a")),
         (linear("a", "x", "p q"), collective("scatter", "p"), compute("add", "scatter q")),
         (compute("a", "x"), collective("scatter", "a"), compute("act", "scatter")),
     ],
-    ids=["two readers", "no linear", "fetched again", "backward computes", "two outputs", "no linear before"],
+    ids=["two readers", "no linear", "backward computes", "two outputs", "no linear before"],
 )
 def test_where_nothing_fits_nothing_is_cut(operators: tuple) -> None:
     forward = pair("g", *operators).forward

@@ -44,8 +44,8 @@ def test_what_is_no_label_is_refused(label: str) -> None:
 
 
 def test_parts() -> None:
-    found = [part_of(*pair) for pair in [("F", "up"), ("B", "up.I"), ("B", "up.W"), ("B", "norm"), ("F", "x.W")]]
-    assert found == ["F", "I", "W", "B", "F"]
+    pairs = [("F", "up"), ("B", "up.I"), ("B", "up.W"), ("B", "norm"), ("F", "x.W"), ("B", "norm.again")]
+    assert [part_of(*pair) for pair in pairs] == ["F", "I", "W", "B", "F", "R"]
 
 
 def test_bars_of_a_prediction() -> None:

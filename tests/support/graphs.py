@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hypothesis import strategies as st
 
+from hf_helix.config import RECOMPUTE
 from hf_helix.planning.flow import Flow
 from hf_helix.planning.graph import RECEIVE, SEND, Graph, GraphPair, Kind, Operator, Part, transfer_graphs
 from hf_helix.planning.plan import Plan, graphs_digest
 from hf_helix.planning.profile import Name, Profile, named_operators
+from hf_helix.planning.recompute import recomputed
 from hf_helix.planning.schedule import Schedule, build_schedule
 from hf_helix.planning.window import Instruction, Layout
 
@@ -23,6 +25,11 @@ def compute(name: str, reads: str = "", writes: str = "", **options: object) -> 
 
 def linear(name: str, reads: str, writes: str = "", **options: object) -> Operator:
     return compute(name, reads, writes, split=True, **options)
+
+
+def segment(name: str, reads: str, writes: str = "", **options: object) -> Operator:
+    """What runs under autograd, and what selective recompute runs again."""
+    return compute(name, reads, writes, saves=True, cheap=True, **options)
 
 
 def collective(name: str, reads: str, *, kind: Kind = Kind.LOCAL, **options: object) -> Operator:
@@ -38,17 +45,17 @@ def pair(name: str, *operators: Operator, inputs: str = "x", outputs: str = "", 
 def llama_layer() -> Graph:
     """A Llama layer under tensor and sequence parallelism: the 14 operators of paper section 4.2."""
     operators = (
-        compute("attn.norm", "x"),
-        collective("attn.gather", "attn.norm"),
+        segment("attn.norm", "x"),
+        collective("attn.gather", "attn.norm", cheap=True),
         linear("attn.qkv", "attn.gather", "attn.qkv.q attn.qkv.k attn.qkv.v"),
-        compute("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        segment("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
         linear("attn.out", "attention"),
         collective("attn.scatter", "attn.out"),
         compute("attn.add", "x attn.scatter"),
-        compute("mlp.norm", "attn.add"),
-        collective("mlp.gather", "mlp.norm"),
+        segment("mlp.norm", "attn.add"),
+        collective("mlp.gather", "mlp.norm", cheap=True),
         linear("mlp.up", "mlp.gather", "mlp.up.gate mlp.up.up"),
-        compute("mlp.act", "mlp.up.gate mlp.up.up"),
+        segment("mlp.act", "mlp.up.gate mlp.up.up"),
         linear("mlp.down", "mlp.act"),
         collective("mlp.scatter", "mlp.down"),
         compute("mlp.add", "attn.add mlp.scatter"),
@@ -59,14 +66,14 @@ def llama_layer() -> Graph:
 def llama_layer_on_one_rank() -> Graph:
     """The same layer without its four collectives: 10 operators."""
     operators = (
-        compute("attn.norm", "x"),
+        segment("attn.norm", "x"),
         linear("attn.qkv", "attn.norm", "attn.qkv.q attn.qkv.k attn.qkv.v"),
-        compute("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
+        segment("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
         linear("attn.out", "attention"),
         compute("attn.add", "x attn.out"),
-        compute("mlp.norm", "attn.add"),
+        segment("mlp.norm", "attn.add"),
         linear("mlp.up", "mlp.norm", "mlp.up.gate mlp.up.up"),
-        compute("mlp.act", "mlp.up.gate mlp.up.up"),
+        segment("mlp.act", "mlp.up.gate mlp.up.up"),
         linear("mlp.down", "mlp.act"),
         compute("mlp.add", "attn.add mlp.down"),
     )
@@ -221,7 +228,7 @@ def most_layers_alive(program: Iterable[Instruction], layout: Layout) -> float:
     alive = most = 0
     for instruction in program:
         if layout.units[instruction.unit] == "layer" and instruction.operator.of in shares:
-            alive += {Part.F: 1, Part.I: 1, Part.W: -2}.get(instruction.operator.part, -1)
+            alive += {Part.F: 1, Part.I: 1, Part.W: -2, Part.R: 0}.get(instruction.operator.part, -1)
             most = max(most, alive) if instruction.operator.part is Part.F else most  # only forward is held up
     assert alive == 0
     return most / len(shares)
@@ -261,6 +268,8 @@ def graphs(draw: st.DrawFn, *, max_operators: int = 12, sources: bool = True) ->
                 writes=writes,
                 split=split,
                 backward_kind=backward_kind,
+                saves=not kind.communicates and not split and draw(st.booleans()),
+                cheap=draw(st.booleans()),
                 effort=draw(st.sampled_from([0.5, 1.0, 4.0])),
             )
         )
@@ -272,8 +281,9 @@ def graphs(draw: st.DrawFn, *, max_operators: int = 12, sources: bool = True) ->
 
 @st.composite
 def layers(draw: st.DrawFn, max_operators: int = 8) -> GraphPair:
-    """A random layer with one way in and one way out, which every operator is on."""
+    """A random layer with one way in and one way out, which every operator is on; recomputed or not."""
     inner = draw(graphs(max_operators=max_operators, sources=False))
     enter = compute("enter", "x", " ".join(inner.inputs))
     leave = compute("leave", " ".join(inner.outputs), "y")
-    return GraphPair.of(Graph("layer", (enter, *inner.operators, leave), ("x",), ("y",), repeats=True))
+    layer = Graph("layer", (enter, *inner.operators, leave), ("x",), ("y",), repeats=True)
+    return GraphPair.of(recomputed(layer, draw(st.sampled_from(RECOMPUTE))))
