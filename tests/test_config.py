@@ -50,6 +50,7 @@ def test_the_defaults_are_one_rank_and_auto():
         "cp_method": "ring",
         "expert_capacity_factor": None,
         "cross_node": None,
+        "recompute": None,
     }
 
 

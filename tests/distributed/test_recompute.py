@@ -163,3 +163,20 @@ def test_what_contradicts_or_is_not_built_is_refused(
         train_and_measure(str(tmp_path), config, training=training)
     for word in words:
         assert word in str(caught.value)
+
+
+# Plans
+
+
+def test_what_runs_again_is_measured(cluster_of: Any, tmp_path: Path) -> None:
+    """Of every operator a time; gathers that run again move what they moved before."""
+    options = {"model": {"num_hidden_layers": 2, **DROPOUT}, "training": {"gradient_checkpointing": True}}
+    for rank in cluster_of(2).run("support.tuning_jobs:profile", folder=str(tmp_path), **options):
+        assert rank["times"].keys() == rank["kinds"].keys()
+        assert rank["like"]["layer", "B.mlp.gather.again"] == rank["like"].get(
+            ("layer", "F.mlp.gather"), ("layer", "F.mlp.gather")
+        )
+        assert any(a[1] == "B.mlp.up.again" for a, _ in rank["pairs"])
+        assert rank["about"]["recompute"] == "full"
+        assert rank["same_parameters"]
+        assert rank["gradients"] == 0
