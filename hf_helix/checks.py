@@ -24,8 +24,8 @@ def check_model(model: Any, additions: Additions) -> None:
     """
     if getattr(model, "_is_cut_by_helix", False):
         raise ValueError(
-            "the model was cut by an earlier HelixTrainer; save it with trainer.save_model(folder), and load it with "
-            "from_pretrained(folder) for the next one"
+            "the model was cut by an earlier HelixTrainer or HelixPlugin.prepare; save it with trainer.save_model(...) "
+            "or model.save_pretrained(...), and load it with from_pretrained(folder) for the next one"
         )
     if getattr(model, "is_distributed_loading_by_transformers", False):
         raise ValueError(

@@ -316,7 +316,7 @@ class Engine:
 
     def _window_to_repeat(self, asked: str) -> list[MicroBatch]:
         if not self.last_window:
-            raise ValueError(f"{asked}() needs a window to repeat; call it after train()")
+            raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
         self.model.train()
         return self.last_window
 

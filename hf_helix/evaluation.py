@@ -1,7 +1,7 @@
 """What evaluation does before and after the runner.
 
-In:   a batch; the logits that a rank found of its tokens and its slice of the vocabulary.
-Out:  the batch in pieces that run beside each other; the logits of the batch, whole.
+In:   a batch; what a rank found of it: logits of its tokens and its slice of the vocabulary, figures of its samples.
+Out:  the batch in pieces that run beside each other; whole logits; the figures of every sample once.
 Must hold: every rank of a group that shares the batch gets the same.
 """
 
@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.operators.collectives import prepare_all_gather
 from hf_helix.operators.unit import cut_bounds
+from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
 
 
@@ -55,3 +57,23 @@ def whole_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: Sequen
         work()
         logits = cut.join(gathered)
     return logits.transpose(0, 1).contiguous()
+
+
+def gather_samples(data: Any, mesh: Mesh, state: Any) -> Any:
+    """What was found of samples, over the data-parallel ranks, each sample once. Collective over them.
+
+    Args:
+        data: tensors, or lists, tuples and mappings of them; samples along the first dimension.
+        state: Accelerate's, which knows whether the data loader has ended and how many samples its last batch holds.
+    """
+    if isinstance(data, (tuple, list)):
+        return type(data)(gather_samples(item, mesh, state) for item in data)
+    if isinstance(data, Mapping):
+        return type(data)({name: gather_samples(item, mesh, state) for name, item in data.items()})  # type: ignore[call-arg]
+    if mesh.dp_group is not None:
+        data = data.contiguous()
+        blocks = [torch.empty_like(data) for _ in range(mesh.dp_size)]
+        dist.all_gather(blocks, data, group=mesh.dp_group)
+        data = torch.cat([block[None] if block.dim() == 0 else block for block in blocks])
+    # The last batch was filled up with samples from the start.
+    return data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else data

@@ -15,7 +15,7 @@ import torch
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_helix.config import HelixConfig
+from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.runtime.mesh import Mesh, build_mesh, check_joined
 
 
@@ -23,13 +23,14 @@ class HelixPlugin(ParallelismConfig):
     """Hand it to `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
 
     Args:
-        config: the options; or give them as keywords, `HelixPlugin(tp_size=2)`.
+        config: the options; or give them as keywords, `HelixPlugin(tp_size=2)`. Without any, they come from the
+            environment or the launcher's YAML (see `hf_helix.config`).
     """
 
     def __init__(self, config: HelixConfig | None = None, **options: Any) -> None:
         if config is not None and options:
             raise ValueError(f"give HelixPlugin a HelixConfig or keywords, not both; got {config} and {options}")
-        self.config = config or HelixConfig.from_mapping(options, "HelixPlugin")
+        self.config = HelixConfig.from_mapping(options, "HelixPlugin") if options else resolve_config(config, None)
         self.mesh: Mesh | None = None
         # To Accelerate, `tp_size` is the number of ranks that share a batch.
         super().__init__(
@@ -69,6 +70,27 @@ class HelixPlugin(ParallelismConfig):
         if device_type is None:
             return self.mesh.device_mesh if self.mesh else None
         return self.build_device_mesh(device_type)
+
+    def prepare(self, accelerator: Any, *objects: Any, seed: int | None = None) -> Any:
+        """As `accelerator.prepare`, with the model cut over the ranks. Collective.
+
+        Args:
+            accelerator: made with this plugin, `Accelerator(parallelism_config=plugin, ...)`. Its mixed precision and
+                `gradient_accumulation_steps` count.
+            objects: one ordinary Transformers model, and any number of optimizers of its parameters that have not taken
+                a step, schedulers and data loaders.
+            seed: randomness of the training (dropout, routers) derives from it; torch's own (`set_seed`) without it.
+
+        Returns:
+            The objects in the order given: for the model, a `hf_helix.loop.HelixModel`.
+
+        Raises:
+            ValueError: what cannot be honoured, with what works.
+        """
+        from hf_helix.loop import prepare
+
+        found = prepare(self, accelerator, objects, seed)
+        return found[0] if len(found) == 1 else tuple(found)
 
     def to_json(self) -> dict[str, Any]:
         """The options, for logs and trackers."""

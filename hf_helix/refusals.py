@@ -46,6 +46,8 @@ ELEMENTWISE_CLASSES = (
     torch.optim.Rprop,
 )
 
+_ELEMENTWISE_NAMES = ", ".join(kind.__name__ for kind in ELEMENTWISE_CLASSES)
+
 # Optimizers that look at one whole matrix at a time, so that it matters only whether matrices are cut.
 TENSORWISE_OPTIMIZERS = ("adafactor",)
 
@@ -221,37 +223,111 @@ def check_trainer(trainer: Any, args: Any) -> None:
 
 
 def _check_optimizer(trainer: Any) -> None:
-    cuts = _cuts(trainer.helix_config)
-    works = f"use one of {', '.join(kind.__name__ for kind in ELEMENTWISE_CLASSES)}"
+    config, given = trainer.helix_config, trainer.optimizer_cls_and_kwargs
+    cuts = _cuts(config)
     makers = [kind for kind in type(trainer).__mro__ if "create_optimizer" in vars(kind)]
     if cuts and any(kind.__module__ not in ("hf_helix.trainer", Trainer.__module__) for kind in makers):
         raise ValueError(
             f"{type(trainer).__name__} overrides create_optimizer: {cuts}; remove the override, and use "
-            f"optimizers=(...) or optimizer_cls_and_kwargs=(...) with one of {works.removeprefix('use one of ')}"
+            f"optimizers=(...) or optimizer_cls_and_kwargs=(...) with one of {_ELEMENTWISE_NAMES}"
         )
-    given = trainer.optimizer_cls_and_kwargs
-    for option, kind in (
-        ("optimizer_cls_and_kwargs", given and given[0]),
-        ("optimizers", None if trainer.optimizer is None else type(trainer.optimizer)),
-    ):
-        if cuts and kind is not None and not _is_elementwise(kind):
-            name = getattr(kind, "__name__", kind)
-            raise ValueError(
-                f"{option}=({name}, ...): {cuts}; {works}, or say `elementwise = True` in the class if it treats every "
-                "element by itself"
-            )
-    if trainer.optimizer is not None and trainer.optimizer.state and cuts:
+    if given:
+        _check_optimizer_class("optimizer_cls_and_kwargs", given[0], config)
+    if trainer.optimizer is not None:
+        _check_new_optimizer("optimizers", trainer.optimizer, config, "TrainingArguments(optim=...)")
+
+
+def _check_optimizer_class(option: str, kind: Any, config: HelixConfig) -> None:
+    cuts = _cuts(config)
+    if cuts and not _is_elementwise(kind):
         raise ValueError(
-            f"optimizers=({type(trainer.optimizer).__name__}, ...) has taken steps on the whole model, and its states "
-            "cannot be cut; give a new one"
+            f"{option}=({getattr(kind, '__name__', kind)}, ...): {cuts}; use one of {_ELEMENTWISE_NAMES}, or say "
+            "`elementwise = True` in the class if it treats every element by itself"
         )
-    if trainer.optimizer is not None and trainer.helix_config.shard_optimizer:
+
+
+def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig, instead: str) -> None:
+    """An optimizer that was made before the model is cut."""
+    kind = type(optimizer)
+    _check_optimizer_class(option, kind, config)
+    if optimizer.state and _cuts(config):
         raise ValueError(
-            f"optimizers=({type(trainer.optimizer).__name__}, ...) was given, and shard_optimizer=True makes its own; "
-            "use TrainingArguments(optim=...), or shard_optimizer=False"
+            f"{option}=({kind.__name__}, ...) has taken steps on the whole model, and its states cannot be cut; give a "
+            "new one"
+        )
+    if config.shard_optimizer:
+        raise ValueError(
+            f"{option}=({kind.__name__}, ...) was given, and shard_optimizer=True makes its own; use {instead}, or "
+            "shard_optimizer=False"
         )
 
 
 def _is_elementwise(kind: Any) -> bool:
     listed = isinstance(kind, type) and issubclass(kind, ELEMENTWISE_CLASSES)
     return listed or bool(getattr(kind, "elementwise", False))
+
+
+# -- a loop around Accelerate --------------------------------------------------------------------------------------
+
+
+def check_accelerator(accelerator: Any, plugin: HelixPlugin) -> None:
+    """Refuse an `Accelerator` whose options cannot be honoured.
+
+    Raises:
+        ValueError: names every such option and a value that works.
+    """
+    if accelerator.parallelism_config is not plugin:
+        raise ValueError(
+            f"the Accelerator was made with parallelism_config={accelerator.parallelism_config!r}, and not with this "
+            "plugin; use Accelerator(parallelism_config=plugin, ...), as the first of the process"
+        )
+    problems, kind = [], getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        problems.append(f"mixed_precision={accelerator.mixed_precision!r}: use mixed_precision='bf16', or 'no'")
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
+        problems.append(f"distributed_type={kind}: use MULTI_GPU: hf_helix cuts the model itself")
+    if accelerator.state.dynamo_plugin.backend.value != "NO":
+        problems.append("dynamo_backend: use dynamo_backend='no': operators are issued one by one")
+    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+        problems.append(
+            "sync_each_batch=True: use sync_each_batch=False: gradients are summed over the ranks once for a window"
+        )
+    if problems:
+        raise ValueError("HelixPlugin.prepare cannot honour this Accelerator:\n  " + "\n  ".join(problems))
+
+
+def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
+    """Refuse an optimizer of a loop that cannot go on with a part of the model.
+
+    Args:
+        model: whose parameters it must hold; None where it is not given.
+
+    Raises:
+        ValueError: says which can.
+    """
+    _check_new_optimizer("optimizer", optimizer, config, "HelixTrainer")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if model is None or not held <= {id(parameter) for parameter in model.parameters()}:
+        raise ValueError(
+            f"optimizer=({type(optimizer).__name__}, ...) holds parameters that are not the model's; make it from "
+            "model.parameters(), and give both to one call of HelixPlugin.prepare"
+        )
+
+
+def check_loader(loader: Any, accelerator: Any, dp_size: int) -> None:
+    """Refuse data that would not reach every data-parallel rank as often, or the same way.
+
+    Raises:
+        ValueError: names the option and a value that works.
+    """
+    if dp_size == 1:
+        return
+    with_ranks = f"with {dp_size} data-parallel ranks: use DataLoaderConfiguration"
+    if not accelerator.even_batches:
+        raise ValueError(f"even_batches=False {with_ranks}(even_batches=True): ranks must run as many batches")
+    is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if accelerator.dispatch_batches or (is_stream and accelerator.dispatch_batches is None):
+        raise ValueError(
+            f"{'an iterable dataset' if is_stream else 'dispatch_batches=True'} {with_ranks}(dispatch_batches=False): "
+            "otherwise every rank would get the same batches"
+        )

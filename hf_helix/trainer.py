@@ -14,12 +14,11 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
@@ -28,6 +27,7 @@ from transformers.utils.logging import get_logger
 from hf_helix.adapters.builder import Additions
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.engine import Engine, Scale
+from hf_helix.evaluation import gather_samples
 from hf_helix.model_card import write_card
 from hf_helix.planning.plan import Plan
 from hf_helix.plugin import HelixPlugin
@@ -278,18 +278,7 @@ class HelixTrainerMixin:
         """The stock Trainer sets its own, which counts every rank that shares a batch."""
 
     def _gather_for_metrics(self, data: Any) -> Any:
-        if isinstance(data, (tuple, list)):
-            return type(data)(self._gather_for_metrics(item) for item in data)
-        if isinstance(data, Mapping):
-            return type(data)({name: self._gather_for_metrics(item) for name, item in data.items()})  # type: ignore[call-arg]
-        if self._mesh.dp_group is not None:
-            data = data.contiguous()
-            blocks = [torch.empty_like(data) for _ in range(self._mesh.dp_size)]
-            dist.all_gather(blocks, data, group=self._mesh.dp_group)
-            data = torch.cat([block[None] if block.dim() == 0 else block for block in blocks])
-        state = self.accelerator.gradient_state
-        # The last batch was filled up with samples from the start.
-        return data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else data
+        return gather_samples(data, self._mesh, self.accelerator.gradient_state)
 
     # -- saving --------------------------------------------------------------------------------------------------
 

@@ -296,16 +296,15 @@ RUNS = (
 FAST = (RUNS[0],)
 
 
-def run_recipe(folder: Path, launch: str, *flags: str, limit: float = 280) -> str:
-    """Launch the recipe on a text of sums, with a plan that needs no measuring; what it printed."""
+def launched(folder: Path, launch: str, script: str, *flags: str, limit: float = 280) -> str:
+    """Launch a recipe, with a plan that needs no measuring; what it printed."""
     config = yaml.safe_load((LAUNCH / f"{launch}.yaml").read_text())
     config["main_process_port"] = free_port()
     config["parallelism_config"]["helix"].update(plan="greedy", schedule="w")
     (folder / "launch.yaml").write_text(yaml.safe_dump(config))
-    (folder / "text.txt").write_text("\n\n".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(400)))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "launch.yaml"]
     process = subprocess.Popen(
-        [*command, str(ROOT / "recipes" / "pretrain.py"), "--text", "text.txt", "--output_dir", "out", *flags],
+        [*command, str(ROOT / "recipes" / script), *flags],
         cwd=folder,
         env={**os.environ, "HELIX_CACHE": str(folder / "cache")},
         stdout=subprocess.PIPE,
@@ -320,6 +319,12 @@ def run_recipe(folder: Path, launch: str, *flags: str, limit: float = 280) -> st
         raise AssertionError(process.communicate()[0]) from None
     assert process.returncode == 0, output
     return output
+
+
+def run_recipe(folder: Path, launch: str, *flags: str) -> str:
+    """Launch the first recipe on a text of sums."""
+    (folder / "text.txt").write_text("\n\n".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(400)))
+    return launched(folder, launch, "pretrain.py", "--text", "text.txt", "--output_dir", "out", *flags)
 
 
 @pytest.mark.parametrize(
@@ -358,3 +363,16 @@ def test_the_shape_of_a_large_model_made_small(tmp_path: Path):
     assert f"--config_overrides {sizes},vocab_size=512" in README
     flags = ["--config_name", str(MODELS / "llama-25b"), "--config_overrides", f"{sizes},vocab_size=512"]
     run_recipe(tmp_path, "cpu_tp2", *flags, "--sequence_length", "32", "--max_steps", "3")
+
+
+def test_the_loop_around_accelerate(tmp_path: Path):
+    """Its layout is the launcher's, it learns, and what it saves loads. The page lists it."""
+    output = launched(tmp_path, "cpu_tp2", "accelerate_loop.py", "6")
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", output)]
+    assert len(losses) == 6, output
+    assert losses[-1] < losses[0]
+    assert output.count("loss on held-out text: ") == 1
+    AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "accelerate_loop")
+    source = (ROOT / "recipes" / "accelerate_loop.py").read_text()
+    assert len(source.splitlines()) < 60
+    assert "recipes/accelerate_loop.py" in README

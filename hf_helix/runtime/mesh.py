@@ -256,7 +256,7 @@ def check_joined(world: int) -> None:
         raise ValueError(
             f"the launcher started {launched} processes, but this one runs alone. "
             "On CPU, Accelerate needs both `distributed_type: MULTI_GPU` with `use_cpu: true` in the "
-            "YAML and TrainingArguments(use_cpu=True) in the script"
+            "YAML and TrainingArguments(use_cpu=True), or Accelerator(cpu=True), in the script"
         )
 
 

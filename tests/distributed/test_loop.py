@@ -1,0 +1,138 @@
+"""A loop of one's own around Accelerate does what it does around the unsplit model."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import loop_jobs
+from support.models import llama
+from transformers import AutoModelForCausalLM
+
+from hf_helix import HelixPlugin
+
+JOBS = "support.loop_jobs:"
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The stock loops, each run once: what was found, and where the model is."""
+
+    @cache
+    def run(count: int, accumulate: int, dp_size: int) -> tuple[dict[str, Any], Path]:
+        folder = tmp_path_factory.mktemp("stock")
+        return loop_jobs.follow(str(folder), None, count, accumulate, dp_size), folder
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("helix", "count", "accumulate", "ranks"),
+    [
+        ({"tp_size": 2}, 13, 4, 2),  # the last window of an epoch, and its last batch, are shorter
+        ({"pp_size": 2}, 13, 4, 2),
+        ({}, 12, 2, 2),
+        pytest.param({"cp_size": 2}, 13, 4, 2, marks=SLOW),
+        pytest.param({"tp_size": 2}, 12, 2, 4, marks=SLOW),
+        pytest.param({"tp_size": 2, "pp_size": 2}, 13, 4, 4, marks=SLOW),
+        pytest.param({}, 13, 4, 1, marks=SLOW),
+    ],
+    ids=lambda value: str(value).replace("'", "") if isinstance(value, dict) else str(value),
+)
+def test_as_the_stock_loop(
+    helix: dict[str, Any], count: int, accumulate: int, ranks: int, cluster_of: Any, tmp_path: Path, stock: Any
+) -> None:
+    dp_size = ranks // (helix.get("tp_size", 1) * helix.get("pp_size", 1) * helix.get("cp_size", 1))
+    wanted, folder = stock(count, accumulate, dp_size)
+    options = {"folder": str(tmp_path), "helix": helix, "count": count, "accumulate": accumulate}
+    every = cluster_of(ranks).run(JOBS + "follow", **options)
+    for found in every:
+        assert found["rates"] == wanted["rates"]
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4)
+        assert len(found["logits"]) == 5
+        np.testing.assert_allclose(found["logits"], wanted["logits"], rtol=0, atol=1e-4)
+        if dp_size == 1:  # a rank's own batches otherwise
+            np.testing.assert_allclose(found["eval"], wanted["eval"], rtol=0, atol=1e-5)
+    saved, whole = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (tmp_path, folder))
+    assert saved.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.linalg.norm(saved[name] - value) <= 1e-4 * torch.linalg.norm(value), name
+
+
+def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
+    for found in cluster_of(2).run(JOBS + "misuse", helix={"tp_size": 2}):
+        for name, words in {
+            "backward": "has run backward already; leave it out",
+            "accumulate": "use `for window in model.windows(dataloader):`",
+            "unwrap_model": "model.save_pretrained(folder)",
+            "save_model": "use model.save_pretrained(folder)",
+            "get_state_dict": "use model.save_pretrained(folder)",
+            "save_state": "use model.save_pretrained(folder)",
+            "load_state": "use from_pretrained(folder) before prepare()",
+            "call": "cannot be called directly; use model.train_window(batches)",
+            "module": "cannot be called directly; use model.train_window(batches)",
+            "some parameters": "use model.clip_grad_norm_(max_norm)",
+            "another norm": "norm_type=1",
+            "no batch": "such as [batch]; got none",
+            "no labels": "no labels",
+            "cut twice": "cut by an earlier HelixTrainer or HelixPlugin.prepare",
+        }.items():
+            assert words in found[name], name
+
+
+@pytest.mark.parametrize(
+    ("helix", "kind", "words"),
+    [
+        ({"tp_size": 2}, "another plugin", "use Accelerator(parallelism_config=plugin"),
+        ({"tp_size": 2}, "compiled", "use dynamo_backend='no'"),
+        ({"tp_size": 2}, "LBFGS", "use one of AdamW, Adam, SGD"),
+        ({"tp_size": 2}, "a step", "has taken steps on the whole model"),
+        ({"shard_optimizer": True}, "sharded", "use HelixTrainer, or shard_optimizer=False"),
+        ({"tp_size": 2}, "another model", "not the model's; make it from model.parameters()"),
+        ({"tp_size": 2}, "two models", "takes one model, got LlamaForCausalLM, LlamaForCausalLM"),
+        ({}, "uneven", "use DataLoaderConfiguration(even_batches=True)"),
+        ({}, "streamed", "use DataLoaderConfiguration(dispatch_batches=False)"),
+    ],
+)
+def test_refusals(helix: dict[str, Any], kind: str, words: str, cluster_of: Any) -> None:
+    for failure in cluster_of(2).errors(JOBS + "refused", helix=helix, kind=kind):
+        assert failure.kind == "ValueError"
+        assert words in failure.message
+
+
+def test_precision_and_seed() -> None:
+    _, model, *_ = loop_jobs.made(HelixPlugin(tp_size=1), 1, 4, mixed_precision="bf16")
+    assert model.engine.runner.precision.products is torch.bfloat16
+    model.engine.close()
+    with pytest.raises(ValueError, match="mixed_precision='fp16': use mixed_precision='bf16'"):
+        loop_jobs.made(HelixPlugin(tp_size=1), 1, 4, mixed_precision="fp16")
+    accelerator, model, *_ = loop_jobs.made(HelixPlugin(tp_size=1), 1, 4)
+    model.engine.close()
+    plugin = accelerator.parallelism_config
+    for options, expected in (({}, 77), ({"seed": 78}, 78)):
+        whole = llama()
+        torch.manual_seed(77)  # as set_seed does
+        model = plugin.prepare(accelerator, whole, **options)
+        assert model.engine.runner._seed == expected
+        model.engine.close()
+
+
+def test_a_plugin_without_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It has those of the environment, or of the launcher."""
+    with pytest.raises(ValueError, match=r"no helix options were given[\s\S]*HELIX_CONFIG_FILE"):
+        HelixPlugin()
+    (tmp_path / "helix.yaml").write_text("{tp_size: 2, pp_size: 2}")
+    monkeypatch.setenv("HELIX_CONFIG_FILE", str(tmp_path / "helix.yaml"))
+    assert (HelixPlugin().config.pp_size, HelixPlugin().tp_size) == (2, 4)
+    assert HelixPlugin(tp_size=3).tp_size == 3
+
+
+def test_ranks_with_other_options(cluster_of: Any) -> None:
+    for failure in cluster_of(2).errors(JOBS + "other_options_of_rank", seeds=(1, 2)):
+        assert "seed given" in failure.message

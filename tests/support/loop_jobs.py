@@ -1,0 +1,165 @@
+"""A loop around Accelerate: with `HelixPlugin.prepare`, and the stock one around the unsplit model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState
+from support.models import llama, sequences, tiny
+from support.more_jobs import Stream
+from torch.utils.data import DataLoader
+from transformers import default_data_collator
+
+from hf_helix import HelixConfig, HelixPlugin
+
+Made = tuple[Accelerator, Any, Any, Any, Any, Any]
+
+
+def follow(folder: str, helix: dict[str, Any] | None, count: int, accumulate: int, dp_size: int = 1) -> dict[str, Any]:
+    """Two epochs: losses, norms and learning rates by step, evaluation of every sample, and the model saved.
+
+    Args:
+        helix: options of the plugin; None for the stock loop, in one process.
+        accumulate: batches of a rank in a window.
+        dp_size: ranks whose batches the stock loop trains on at once.
+    """
+    plugin = None if helix is None else HelixPlugin(HelixConfig(cache=False, plan="greedy", **helix))
+    accelerator, model, optimizer, loader, held_out, scheduler = made(plugin, accumulate * dp_size, count)
+    train = model.train_window if plugin else stock_window(accelerator, model)
+    evaluate = model.evaluate if plugin else lambda batch, logits: model.eval()(**batch)
+    found: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
+    for _ in range(2):
+        windows = model.windows(loader) if plugin else stock_windows(loader, accelerator.gradient_accumulation_steps)
+        for window in windows:
+            found["losses"].append(float(train(window)))
+            found["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            for _ in range(1 if plugin else dp_size):
+                scheduler.step()
+            optimizer.zero_grad()
+            found["rates"].append(scheduler.get_last_lr()[0])
+    samples, guesses = [], []
+    for batch in held_out:
+        with torch.no_grad():
+            output = evaluate(batch, logits=True)
+        samples.append(accelerator.gather_for_metrics(output.loss.detach().repeat(len(batch["input_ids"]))))
+        guesses.append(accelerator.gather_for_metrics(output.logits))
+    found |= {"eval": torch.cat(samples).tolist(), "logits": torch.cat(guesses).numpy().copy()}
+    model.save_pretrained(folder)
+    if plugin:
+        model.engine.close()
+    return found
+
+
+def made(plugin: HelixPlugin | None, accumulate: int, count: int, **options: Any) -> Made:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, parallelism_config=plugin, **options)
+    model = tiny(num_hidden_layers=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    dice = torch.Generator().manual_seed(5)
+    loader = DataLoader(sequences(count), 2, shuffle=True, generator=dice, collate_fn=default_data_collator)
+    held_out = DataLoader(sequences(5, seed=9), 2, collate_fn=default_data_collator)
+    prepare = (lambda *given: plugin.prepare(accelerator, *given)) if plugin else accelerator.prepare
+    return accelerator, *prepare(model, optimizer, loader, held_out, scheduler)
+
+
+def stock_windows(loader: Any, size: int) -> Any:
+    batches = list(loader)
+    return (batches[start : start + size] for start in range(0, len(batches), size))
+
+
+def stock_window(accelerator: Accelerator, model: Any) -> Callable[[Any], Any]:
+    """As Accelerate's guide to gradient accumulation with sequences of several lengths."""
+
+    def train(window: Any) -> Any:
+        model.train()
+        items = sum((batch["labels"][:, 1:] != -100).sum() for batch in window)
+        total = torch.zeros(())
+        for batch in window:
+            loss = model(**batch, num_items_in_batch=items).loss
+            accelerator.backward(loss * accelerator.gradient_accumulation_steps)  # which divides by it
+            total += loss.detach()
+        return total
+
+    return train
+
+
+# -- errors --------------------------------------------------------------------------------------------------------
+
+
+def said(action: Callable[[], Any]) -> str:
+    """The words of an error; empty without one."""
+    try:
+        action()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def misuse(helix: dict[str, Any]) -> dict[str, str]:
+    """What is said to those who go on as if the model were whole."""
+    accelerator, model, _, loader, *_ = made(HelixPlugin(HelixConfig(cache=False, **helix)), 2, 8)
+    batch = next(iter(loader))
+    parameters = list(model.parameters())
+    found = {
+        "backward": said(lambda: accelerator.backward(torch.zeros(()))),
+        "accumulate": said(lambda: accelerator.accumulate(model)),
+        "unwrap_model": said(lambda: accelerator.unwrap_model(model)),
+        "save_model": said(lambda: accelerator.save_model(model, "anywhere")),
+        "get_state_dict": said(lambda: accelerator.get_state_dict(model)),
+        "save_state": said(lambda: accelerator.save_state("anywhere")),
+        "load_state": said(lambda: accelerator.load_state("anywhere")),
+        "call": said(lambda: model(**batch)),
+        "module": said(lambda: model.module(**batch)),
+        "some parameters": said(lambda: accelerator.clip_grad_norm_(parameters[:2], 1.0)),
+        "another norm": said(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)),
+        "no batch": said(lambda: model.train_window([])),
+        "no labels": said(lambda: model.train_window([{"input_ids": batch["input_ids"]}])),
+        "cut twice": said(lambda: accelerator.parallelism_config.prepare(accelerator, model.module)),
+    }
+    model.engine.close()
+    return found
+
+
+def refused(helix: dict[str, Any], kind: str) -> None:
+    """Only prepare."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    plugin = HelixPlugin(HelixConfig(cache=False, **helix))
+    options: dict[str, Any] = {"parallelism_config": plugin, "cpu": True}
+    if kind == "another plugin":
+        options["parallelism_config"] = HelixPlugin(plugin.config)
+    if kind == "uneven":
+        options["dataloader_config"] = DataLoaderConfiguration(even_batches=False)
+    if kind == "compiled":
+        options["dynamo_backend"] = "eager"
+    accelerator = Accelerator(**options)
+    model = llama(num_hidden_layers=4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    given: list[Any] = [model, optimizer]
+    if kind == "LBFGS":
+        given[1] = torch.optim.LBFGS(model.parameters())
+    if kind == "a step":
+        model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
+        optimizer.step()
+    if kind == "another model":
+        given[1] = torch.optim.AdamW(llama().parameters())
+    if kind == "two models":
+        given.append(llama())
+    if kind in ("uneven", "streamed"):
+        rows = sequences(8)
+        given.append(DataLoader(Stream(rows) if kind == "streamed" else rows, 2, collate_fn=default_data_collator))
+    plugin.prepare(accelerator, *given)
+
+
+def other_options_of_rank(seeds: tuple[int, ...]) -> None:
+    """Every rank gives another seed."""
+    AcceleratorState._reset_state()
+    plugin = HelixPlugin(tp_size=2)
+    accelerator = Accelerator(parallelism_config=plugin, cpu=True)
+    plugin.prepare(accelerator, llama(), seed=seeds[torch.distributed.get_rank()])
