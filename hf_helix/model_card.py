@@ -11,6 +11,7 @@ what the stock card asks, and without a network it is written all the same.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 import platform
@@ -84,7 +85,8 @@ def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any
     path = Path(trainer.args.output_dir, "README.md")
     earlier = _base_model(path)
     given = {**given, "tags": _with_tag(given.get("tags"))}
-    if isinstance(earlier, str) and not given.get("finetuned_from") and not _name_on_hub(trainer.model):
+    knows_base = "finetuned_from" in inspect.signature(stock).parameters  # not so with TRL
+    if knows_base and isinstance(earlier, str) and not given.get("finetuned_from") and not _name_on_hub(trainer.model):
         given["finetuned_from"] = earlier
     stock(**given)
     if earlier is not None and _base_model(path) is None:

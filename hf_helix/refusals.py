@@ -19,6 +19,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.plugin import HelixPlugin
 from hf_helix.recompute import problems_of
 from hf_helix.runtime.mesh import check_joined
+from hf_helix.sft import SFT_TRAINER, name_of
 
 # Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.
 ELEMENTWISE_OPTIMIZERS = (
@@ -194,7 +195,8 @@ def check_trainer(trainer: Any, args: Any) -> None:
     """
     if trainer.compute_loss_func is not None:
         raise ValueError("compute_loss_func is not built yet: the loss is the model's own; leave it out")
-    if type(trainer).compute_loss is not Trainer.compute_loss:
+    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    if owner is not Trainer and name_of(owner) != SFT_TRAINER:
         raise ValueError(
             f"{type(trainer).__name__} overrides compute_loss, which is never called: the loss is computed over a cut "
             "vocabulary; remove the override"

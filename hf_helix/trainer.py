@@ -40,6 +40,7 @@ from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import prepare_cuda
 from hf_helix.runtime.tuning import Tuning
+from hf_helix.sft import check_sft, is_sft
 from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
@@ -85,6 +86,9 @@ class HelixTrainerMixin:
         plugin = arguments.parallelism_config
         plugin = plugin if isinstance(plugin, HelixPlugin) else None
         config = resolve_config(helix_config, plugin.config if plugin else None)
+        if is_sft(type(self)):
+            given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+            check_sft(type(self), given, arguments)
         check_arguments(arguments, config)
         if plugin is None or plugin.config != config:
             plugin = arguments.parallelism_config = HelixPlugin(config)

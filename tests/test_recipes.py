@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -376,3 +377,21 @@ def test_the_loop_around_accelerate(tmp_path: Path):
     source = (ROOT / "recipes" / "accelerate_loop.py").read_text()
     assert len(source.splitlines()) < 60
     assert "recipes/accelerate_loop.py" in README
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launch", "flags"),
+    [("cpu_tp2", ["--pairs", "pairs.jsonl"]), ("cpu_tp2", ["--packing"]), ("cpu_pp2", ["--packing"])],
+)
+def test_fine_tuning_with_trl(launch: str, flags: list[str], tmp_path: Path):
+    """On prompts and completions of one's own, or Python's documentation. The page lists the layouts."""
+    pairs = [{"prompt": f"{n} and {n + 1} make", "completion": f" {2 * n + 1}."} for n in range(100)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    output = launched(tmp_path, launch, "sft.py", "--output_dir", "out", "--max_steps", "3", *flags)
+    assert output.count("loss on held-out completions: ") == 1, output
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) <= config.vocab_size
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert {"hf_helix", "trl", "sft"} <= set(card.data.tags)
+    assert f"`{launch}`" in row_of("(sft.py)")
