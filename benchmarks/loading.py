@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--timeout", type=int, default=300, help="seconds after which a way is ended")
     parser.add_argument("--markdown", type=Path, help="also write the table there")
+    parser.add_argument("--json", type=Path, help="also write the bytes there")
     for hidden in ("--rank", "--way", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -74,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
     print(text)
     if options.markdown:
         options.markdown.write_text(markdown(text, given))
+    if options.json:
+        options.json.write_text(json.dumps({"stored": stored, "largest": largest, **found}))
     return 0
 
 

@@ -62,6 +62,11 @@ def _check_device(model: Any, weights: str | Path | None) -> None:
             f"parameter {empty[0]} is on the meta device, and {real[0]} is not; make all of them there ({make}), or "
             "none: from_pretrained(folder)"
         )
+    if empty and hasattr(model, "peft_config"):
+        raise ValueError(
+            "a model with PEFT adapters is on the meta device, and no folder has both its weights and the adapters'; "
+            "load the base model with from_pretrained(folder), and put the adapters on that"
+        )
     if real and weights is not None:
         raise ValueError(
             f"weights={str(weights)!r} is for a model on the meta device, and this one has weights of its own; leave "

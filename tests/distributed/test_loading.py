@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 JOB = "support.loading_jobs:"
 SLOW = pytest.mark.slow
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "loading.py"
 LAYERS = {"num_hidden_layers": 4}
 TIED = {"tie_word_embeddings": True}
 CASES: list[Any] = [
@@ -233,6 +236,7 @@ def test_folders_that_differ_between_hosts(damage: Damage, words: list[str], clu
         ({"partly": NORM}, ["meta device", NORM, "all of them"]),
         ({"on_meta": False, "weights": "somewhere"}, ["weights='somewhere'", 'torch.device("meta")']),
         ({"weights": "nowhere"}, ["nowhere is no folder"]),
+        ({"adapters": True}, ["PEFT adapters", "meta device", "from_pretrained(folder)"]),
     ],
     ids=str,
 )
@@ -320,3 +324,24 @@ def test_a_model_that_draws_from_outside_of_its_layers_is_refused() -> None:
     model._init_weights = reaching
     with pytest.raises(ValueError, match=r"draws model.layers.1.mlp.up_proj.weight from a module around the layers"):
         _check_pieces(model, pieces)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+@SLOW
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_rank_takes_its_share_and_one_tensor(axis: str, tmp_path: Path) -> None:
+    """Of fresh processes, by the kernel's own peak: pages of mapped files count."""
+    sizes = ["--layers", "8", "--hidden", "768", "--vocabulary", "16000", "--shards", "60MB"]
+    command = [sys.executable, str(BENCHMARK), f"--{axis}", "4", *sizes, "--json", str(tmp_path / "found.json")]
+    subprocess.run(command, check=True, timeout=290, cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    stored, largest, other = found["stored"], found["largest"], 40e6
+    for way in ("folder", "random"):
+        assert sum(rank["held"] for rank in found[way]) <= 1.01 * stored
+        for rank in found[way]:
+            assert rank["anonymous"] <= rank["resident"] + other
+            assert rank["resident"] <= rank["held"] + largest + other
+    assert all(rank["resident"] <= 2 * largest + other for rank in found["save"])
+    assert all(rank["resident"] >= stored for rank in found["whole"]), "what it is measured against"

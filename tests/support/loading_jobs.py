@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from support.models import arguments, sequences, tiny
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -101,6 +102,7 @@ def construct(
     model: dict[str, Any],
     on_meta: bool = True,
     partly: str = "",
+    adapters: bool = False,
     **options: Any,
 ) -> None:
     """Only construct, with a model on the meta device or not."""
@@ -109,6 +111,9 @@ def construct(
         holder, _, name = partly.rpartition(".")
         real = torch.ones(made.get_parameter(partly).shape)
         setattr(made.get_submodule(holder), name, nn.Parameter(real))
+    if adapters:
+        with torch.device("meta"):
+            made = get_peft_model(made, LoraConfig(target_modules=["q_proj"]))
     trainer_of(folder, helix, made, **options)
 
 
