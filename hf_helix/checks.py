@@ -8,6 +8,7 @@ Must hold: nothing is changed before it is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from hf_helix.adapters.builder import Additions
 from hf_helix.operators.unit import Placement
 
 
-def check_model(model: Any, additions: Additions) -> None:
-    """Refuse models that are not whole, plain and in fp32 or bf16, or that additions do not suit.
+def check_model(model: Any, additions: Additions, weights: str | Path | None = None) -> None:
+    """Refuse models that are not whole, plain and in fp32 or bf16, or that additions and weights do not suit.
 
     Raises:
         ValueError: says what the model is and how to load it.
@@ -38,9 +39,8 @@ def check_model(model: Any, additions: Additions) -> None:
             "of its experts, which the stock Trainer then leaves out; use label_smoothing_factor=0.0, or "
             "model.config.output_router_logits = False"
         )
+    _check_device(model, weights)
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device; load the weights first: from_pretrained(folder)")
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}, and torch.float32 and torch.bfloat16 are built; load the "
@@ -51,6 +51,27 @@ def check_model(model: Any, additions: Additions) -> None:
                 f"parameter {name} is {parameter.dtype}, others are {model.dtype}; load the model with one type for "
                 "all: from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
             )
+
+
+def _check_device(model: Any, weights: str | Path | None) -> None:
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    make = 'with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)'
+    if empty and real:
+        raise ValueError(
+            f"parameter {empty[0]} is on the meta device, and {real[0]} is not; make all of them there ({make}), or "
+            "none: from_pretrained(folder)"
+        )
+    if empty and hasattr(model, "peft_config"):
+        raise ValueError(
+            "a model with PEFT adapters is on the meta device, and no folder has both its weights and the adapters'; "
+            "load the base model with from_pretrained(folder), and put the adapters on that"
+        )
+    if real and weights is not None:
+        raise ValueError(
+            f"weights={str(weights)!r} is for a model on the meta device, and this one has weights of its own; leave "
+            f"it out, or use {make}"
+        )
 
 
 def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placement]) -> None:

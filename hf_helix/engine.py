@@ -9,6 +9,7 @@ Must hold: all ranks agree before anything is cut or communicated by a plan; not
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from hf_helix.checkpoint import cut_parameters, save_pretrained
 from hf_helix.checks import check_batch, check_model, check_placements
 from hf_helix.config import HelixConfig
 from hf_helix.evaluation import pieces_of, whole_logits
+from hf_helix.loading import initialize_parameters, load_parameters
 from hf_helix.operators.experts import SHARD_TOKENS
 from hf_helix.planning.pipeline import AUTO
 from hf_helix.planning.plan import Plan
@@ -49,6 +51,8 @@ from hf_helix.runtime.trace import Trace
 from hf_helix.runtime.tuning import Tuning
 from hf_helix.tuner import Tuner, describe
 
+logger = logging.getLogger(__name__)
+
 
 class Scale(NamedTuple):
     """What losses are multiplied with, before gradients are averaged over the data-parallel ranks.
@@ -71,6 +75,7 @@ class Engine:
         products: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
         additions: what the run adds to the mathematics of the model.
         checkpointing: options of activation checkpointing, where the run asks for it in the words of Transformers.
+        weights: a checkpoint folder, for a model on the meta device; without one, such a model starts at random.
         instead: for the error of who calls the cut model: what to call.
 
     Attributes:
@@ -94,9 +99,10 @@ class Engine:
         products: torch.dtype | None = None,
         additions: Additions | None = None,
         checkpointing: Mapping[str, Any] | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         additions = additions or Additions()
-        check_model(model, additions)
+        check_model(model, additions, weights)
         self.model = model
         self.config = config
         self.mesh = mesh
@@ -112,7 +118,7 @@ class Engine:
         stage = self._place(additions, modes)
         with watched():
             plan = self._agreed_plan(stage, microbatches)
-            cut_parameters(stage, mesh)
+            self._fill(stage, weights, seed)
         self.runner = Runner(stage, plan, mesh, make_streams(mesh.device), self.tuner.scheduler, seed, products)
         model._is_cut_by_helix = mesh.batch_group is not None
         if model._is_cut_by_helix:
@@ -121,7 +127,8 @@ class Engine:
     def _place(self, additions: Additions, modes: Sequence[str]) -> Stage:
         """Which units are on this rank. `modes`: see `modes_of`."""
         model, config, mesh = self.model, self.config, self.mesh
-        sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, config.cp_method, config.expert_capacity_factor)
+        ways = config.cp_method, config.expert_capacity_factor
+        sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device)
         units = recompute_units(self.family.units(model, sharing, additions), modes)
         units = [unit.without(config.without) for unit in units]
         check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
@@ -141,6 +148,17 @@ class Engine:
         schedule = scheduler(1 if scheduler.name == AUTO else microbatches)
         agree_on_text(f"{stage.layout.describe()}\n{format_schedule(schedule)}\n{plan.to_json()}", "plans")
         return plan
+
+    def _fill(self, stage: Stage, weights: str | Path | None, seed: int) -> None:
+        """Give this rank its part of the weights. Collective."""
+        if not any(parameter.is_meta for parameter in self.model.parameters()):
+            cut_parameters(stage, self.mesh)
+        elif weights is not None:
+            load_parameters(self.model, stage, self.mesh, weights)
+        else:
+            if rank() == 0:
+                logger.warning(f"the model is on the meta device, without weights: it starts at random, seed={seed}")
+            initialize_parameters(self.model, self.family.layers(self.model), stage, self.mesh, seed)
 
     def close(self) -> None:
         """End the threads of this engine; another takes its place."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import swap_tensors
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.runtime.agreement import agree_on_success, agree_on_text
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.stage import Stage
-from hf_helix.stored import Checkpoint, Reader, Source, match, some
+from hf_helix.stored import FLOATS, Checkpoint, Reader, Source, match, some
 
-FLOATS = ("F64", "F32", "F16", "BF16")
+
+def outline_of(folder: str | os.PathLike[str], dtype: Any = "auto", **options: Any) -> Any:
+    """The causal language model of a checkpoint folder on the meta device, else as `from_pretrained` makes it.
+
+    Args:
+        dtype: of the parameters; "auto" for what `config.json` names, or else that of the first tensor.
+        options: what `AutoModelForCausalLM.from_config` takes, such as `attn_implementation`.
+
+    Raises:
+        ValueError: it is no folder with a `config.json`.
+    """
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"model={str(folder)!r} is no folder with a config.json on this host; download a model first, `hf download "
+            "NAME --local-dir FOLDER`, or give a model that is made already"
+        )
+    config = AutoConfig.from_pretrained(path)
+    if dtype == "auto":
+        dtype = config.dtype or Checkpoint(path).dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    if (path / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
 
 
 @torch.no_grad()
@@ -76,23 +103,25 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     Raises:
         ValueError: a module draws weights that another one holds.
     """
+    agree_on_text(f"seed={seed}", "seeds")
     outline = copy.deepcopy(model)  # on the meta device, too: it takes no room
     pieces = _pieces(model, layers)
     _check_pieces(outline, pieces)
     materialize(model, stage, mesh)
     places = _places(model, stage, mesh)
+    # One room for all pieces: what is made and freed piece by piece leaves gaps that the allocator does not use again.
+    most = max(sum(weight.numel() for weight in outline.get_submodule(piece).parameters()) for piece in pieces)
+    room = torch.empty(most, dtype=model.dtype)
     for piece in pieces:
         names = [name for name, _ in model.get_submodule(piece).named_parameters(piece)]
         names = [name for name in names if places[name].mine and places[name].name == name]
         if not names:
             continue
-        drawn = outline.get_submodule(piece).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big"))
-            drawn.apply(outline._init_weights)
+            _move_in(outline.get_submodule(piece), room).apply(outline._init_weights)
         for name in names:
             places[name].copy(outline.get_parameter(name), model.get_parameter(name))
-        drawn.to("meta")
 
 
 @torch.no_grad()
@@ -280,6 +309,15 @@ def _pieces(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
         if not _is_inside(name, found) and (own or any(module is layer for layer in layers)):
             found.append(name)
     return found
+
+
+def _move_in(piece: nn.Module, room: Tensor) -> nn.Module:
+    """Give the parameters of a module places in the room, from its start."""
+    start = 0
+    for weight in piece.parameters():
+        swap_tensors(weight, nn.Parameter(room[start : start + weight.numel()].view(weight.shape)))
+        start += weight.numel()
+    return piece
 
 
 def _is_inside(name: str, pieces: Sequence[str]) -> bool:

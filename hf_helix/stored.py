@@ -34,6 +34,9 @@ from transformers.core_model_loading import (
 
 from hf_helix.checkpoint import INDEX_NAME, SINGLE_NAME
 
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Types of numbers, by safetensors' names and by torch's."""
+
 
 class Stored(NamedTuple):
     """A tensor in a file; the type as safetensors writes it, such as "BF16"."""
@@ -62,6 +65,12 @@ class Checkpoint:
                 for key in sorted(found):
                     about = file.get_slice(key)
                     self.tensors[key] = Stored(path, tuple(about.get_shape()), about.get_dtype())
+
+    @property
+    def dtype(self) -> str:
+        """Of the first tensor of numbers, by torch's name for it; that of a model whose configuration names none."""
+        first = min(key for key, stored in self.tensors.items() if stored.dtype in FLOATS)
+        return FLOATS[self.tensors[first].dtype]
 
     def outline(self, key: str) -> Tensor:
         """A stand-in on the meta device, to see what a conversion makes of it."""

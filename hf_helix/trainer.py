@@ -28,6 +28,7 @@ from hf_helix.adapters.builder import Additions
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.engine import Engine, Scale
 from hf_helix.evaluation import gather_samples
+from hf_helix.loading import outline_of
 from hf_helix.model_card import write_card
 from hf_helix.planning.plan import Plan
 from hf_helix.plugin import HelixPlugin
@@ -57,6 +58,8 @@ class HelixTrainerMixin:
     Args:
         helix_config: the options; without it they come from `args.parallelism_config`, the environment or the
             launcher's YAML (see `hf_helix.config`).
+        weights: a checkpoint folder that a model on the meta device starts from, each rank reading its slices. Without
+            it, such a model starts at random. `model="path/to/folder"` is both, model and weights.
 
     Everything else is the Trainer's own.
     """
@@ -74,7 +77,13 @@ class HelixTrainerMixin:
     # The cut model.
     _engine: Engine
 
-    def __init__(self, *args: Any, helix_config: HelixConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        helix_config: HelixConfig | None = None,
+        weights: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
         notice = prepare_cuda()
         if notice:
             logger.warning(notice)
@@ -100,6 +109,10 @@ class HelixTrainerMixin:
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
         self._window: list[Any] | None = None
         start_watch()
+        self._weights = weights
+        if isinstance(model, (str, os.PathLike)):
+            model = self._outline(model, arguments)
+            args, kwargs = ((model, *args[1:]), kwargs) if args else (args, {**kwargs, "model": model})
         if model is not None:
             self._take(model, arguments)
         super().__init__(*args, **kwargs)
@@ -157,6 +170,16 @@ class HelixTrainerMixin:
         self._take(model, self.args)
         return model
 
+    def _outline(self, folder: str | os.PathLike[str], args: TrainingArguments) -> Any:
+        """The model of a folder without its weights, of which ranks read what they hold. TRL's options for it count."""
+        if self._weights is not None:
+            raise ValueError(
+                f"model={str(folder)!r} is read with the weights in its folder, and weights={str(self._weights)!r} is "
+                "given, too; leave it out, or give a model on the meta device with it"
+            )
+        self._weights = Path(folder)
+        return outline_of(folder, **(getattr(args, "model_init_kwargs", None) or {}))
+
     def _take(self, model: Any, args: TrainingArguments) -> None:
         """Keep this rank's part of the model, in place, before anything moves to the device; make it runnable."""
         before = getattr(self, "_engine", None)
@@ -170,6 +193,7 @@ class HelixTrainerMixin:
             products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
             additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
             checkpointing=asked_by(args),
+            weights=self._weights,
         )
         if before is not None:
             before.close()

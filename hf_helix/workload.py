@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_helix.adapters import family_of
 from hf_helix.adapters.builder import RING, Sharing
 from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.checkpoint import cut_parameters
+from hf_helix.loading import initialize_parameters
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.recompute import NONE
 from hf_helix.planning.rules import make_plan
@@ -60,8 +60,8 @@ class Workload:
     ) -> None:
         if isinstance(config, str):
             config = AutoConfig.from_pretrained(config)
-        torch.manual_seed(0)
-        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         self.mesh = mesh or build_mesh(tp_size, device, pp_size, cp_size, ep_size, cross_node)
         self._family = family_of(self.model)
         mesh = self.mesh
@@ -78,7 +78,7 @@ class Workload:
             model=type(self.model).__name__,
             mesh=self.mesh.option_sizes,
         )
-        cut_parameters(stage, self.mesh)
+        initialize_parameters(self.model, self._family.layers(self.model), stage, mesh, seed=0)
         self.runner = Runner(stage, plan, self.mesh, make_streams(device), scheduler, 0, products)
 
     def window(self, count: int, batch: int, length: int) -> list[MicroBatch]:

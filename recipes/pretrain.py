@@ -210,10 +210,11 @@ def to_dataset(sequences: list[list[int]]) -> Dataset:
 
 
 def make_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """An ordinary Transformers model with random weights."""
+    """An ordinary Transformers model without weights: every rank draws those that it holds, and none has them all."""
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.name_or_path = ""  # the model is no version of the one whose shape it has
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def generate(folder: str, prompt: str) -> str:
