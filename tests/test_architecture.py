@@ -20,9 +20,9 @@ LEVELS |= dict.fromkeys(("report", "cache", "tuner", "checkpoint", "checks", "ev
 DOOR = 4  # everything else: trainer, refusals, plugin, cli, ...
 IMPORTERS = {
     "accelerate": {"plugin"},
-    "transformers": {"trainer", "refusals", "adapters", "workload", "checkpoint", "loading", "stored"},
+    "transformers": {"trainer", "refusals", "adapters", "workload", "checkpoint", "loading", "stored", "resume"},
 }
-ONLY = "only adapters, checkpoint, loading, refusals, stored, trainer, workload"
+ONLY = "only adapters, checkpoint, loading, refusals, resume, stored, trainer, workload"
 LAZY = {"yaml", "psutil"}  # what level 0 may import inside a function
 
 
