@@ -138,8 +138,8 @@ def describe(result: dict[str, Any], options: argparse.Namespace) -> str:
     """The table."""
     link = f"{options.rate} Mbit/s between two hosts" if options.rate else "two processes on one host"
     lines = [
-        f"tp=2 over {link}, {options.layers} layers, hidden {options.hidden}, M={options.microbatches} micro-batches of "
-        f"{options.batch} x {options.sequence}",
+        f"tp=2 over {link}, {options.layers} layers, hidden {options.hidden}, M={options.microbatches} "
+        f"micro-batches of {options.batch} x {options.sequence}",
         f"{'recompute':<10} {'plan':<12} {'step s':>8} {'of none':>8} {'speed-up':>9} {'peak MB':>8} {'of none':>8} "
         f"{'compute s':>10} {'moved s':>8} {'hidden':>7} {'overlapped':>11}",
     ]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import Trainer
-from transformers.trainer_utils import SaveStrategy
 
 from hf_helix.config import HelixConfig
 from hf_helix.plugin import HelixPlugin
@@ -74,7 +73,6 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("use_liger_kernel", bool, "use_liger_kernel=False: it replaces the layers that hf_helix cuts"),
     ("torch_empty_cache_steps", bool, "torch_empty_cache_steps=None: memory is planned"),
     ("save_on_each_node", bool, "save_on_each_node=False: one rank writes the model"),
-    ("load_best_model_at_end", bool, "load_best_model_at_end=False: loading into a cut model is not built yet"),
     ("enable_jit_checkpoint", bool, "enable_jit_checkpoint=False: ranks would save at different steps"),
     ("debug", bool, "debug=[]: modules are not called, so their hooks would never run"),
     ("eval_use_gather_object", bool, "eval_use_gather_object=False: metrics are gathered as tensors"),
@@ -106,11 +104,6 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
     problems += _problems_of_optim(str(getattr(args.optim, "value", args.optim)), config)
     problems += _problems_of_batches(args, config)
     problems += problems_of(args, config)
-    if args.save_strategy != SaveStrategy.NO and not args.save_only_model:
-        problems.append(
-            f"save_strategy={getattr(args.save_strategy, 'value', args.save_strategy)!r}: resuming is not built yet, "
-            "so checkpoints hold the model only; use save_only_model=True, or save_strategy='no' and save_model()"
-        )
     if args.n_gpu > 1:
         problems.append(
             f"{args.n_gpu} GPUs in one process: use one process per GPU, "

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils.logging import get_logger
 
 from hf_helix.adapters.builder import Additions
@@ -34,7 +33,9 @@ from hf_helix.planning.plan import Plan
 from hf_helix.plugin import HelixPlugin
 from hf_helix.recompute import asked_by
 from hf_helix.refusals import check_arguments, check_evaluation, check_trainer
+from hf_helix.resume.hooks import CheckpointHooks, make_output_dir
 from hf_helix.runtime.agreement import agree_on_number, agree_on_text
+from hf_helix.runtime.health import Health
 from hf_helix.runtime.liveness import start_watch, watched
 from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.mesh import Mesh
@@ -52,7 +53,7 @@ INSTEAD = (
 )
 
 
-class HelixTrainerMixin:
+class HelixTrainerMixin(CheckpointHooks):
     """Puts Helix under a Trainer class: `class MyTrainer(HelixTrainerMixin, Trainer)`.
 
     Args:
@@ -89,7 +90,7 @@ class HelixTrainerMixin:
             logger.warning(notice)
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is None:
-            arguments = TrainingArguments(output_dir="tmp_trainer", save_strategy="no")
+            arguments = TrainingArguments(output_dir="tmp_trainer")
             args, kwargs["args"] = args[:1], arguments
         model = kwargs.get("model", args[0] if args else None)
         plugin = arguments.parallelism_config
@@ -108,7 +109,9 @@ class HelixTrainerMixin:
         self.helix_config = config
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
         self._window: list[Any] | None = None
+        self._health = Health(arguments.device)
         start_watch()
+        make_output_dir(arguments)
         self._weights = weights
         if isinstance(model, (str, os.PathLike)):
             model = self._outline(model, arguments)
@@ -201,21 +204,11 @@ class HelixTrainerMixin:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method. Resuming is not built yet."""
-        if resume_from_checkpoint:
-            raise ValueError(
-                "resume_from_checkpoint is not built yet in hf_helix; start from a saved model instead: "
-                "AutoModelForCausalLM.from_pretrained(folder), and train() without it"
-            )
-        with watched():
-            return super().train(None, *args, **kwargs)  # type: ignore[misc]
-
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         with watched():
-            agree_on_number(len(batches), device)
+            self._health.judge(agree_on_number(len(batches), device, self._health.state()))
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = list(samples)
         return samples, num_items
@@ -228,8 +221,10 @@ class HelixTrainerMixin:
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode, too
         batches = [self._prepare_inputs(batch) for batch in window]  # type: ignore[attr-defined]
-        losses = self._engine.train_window(batches, self._scale(num_items_in_batch), self.state.global_step)
-        return torch.stack(losses).sum()
+        step = self.state.global_step
+        losses = torch.stack(self._engine.train_window(batches, self._scale(num_items_in_batch), step))
+        self._health.note_losses(losses, step + 1)
+        return losses.sum()
 
     def _scale(self, num_items: Any) -> Scale:
         # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
@@ -261,7 +256,9 @@ class HelixTrainerMixin:
         return self._engine.clip_gradients(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self._engine.gradient_norm() if grad_norm is None else grad_norm
+        norm = self._engine.gradient_norm() if grad_norm is None else grad_norm
+        self._health.note_norm(norm)
+        return norm
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """The stock method counts every rank of a group that shares a batch."""
@@ -280,6 +277,7 @@ class HelixTrainerMixin:
         """As the stock method; a rank that fails is named."""
         check_evaluation(dataloader.dataset, self._mesh.dp_size)
         with watched():
+            self._health.check()
             return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(
@@ -307,19 +305,6 @@ class HelixTrainerMixin:
 
     def _gather_for_metrics(self, data: Any) -> Any:
         return gather_samples(data, self._mesh, self.accelerator.gradient_state)
-
-    # -- saving --------------------------------------------------------------------------------------------------
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """An ordinary Hugging Face checkpoint, gathered unit by unit. Collective."""
-        folder = output_dir if output_dir is not None else self.args.output_dir
-        assert folder is not None
-        self._engine.save_pretrained(folder)
-        if self.args.should_save:
-            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if processing is not None:
-                processing.save_pretrained(folder)
-            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As the stock method, with the tag `hf_helix` and a section on the run. Not collective: rank 0 writes."""

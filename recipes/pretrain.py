@@ -9,7 +9,8 @@ Out:  an ordinary Hugging Face checkpoint with its tokenizer and model card; a s
 Must hold: nothing is downloaded unless it is named. The text is Python's own documentation and the tokenizer is trained
 on it, unless `--text` and `--tokenizer_name` say otherwise.
 
-Every field of TrainingArguments is a flag, too.
+Every field of TrainingArguments is a flag, too. With `--save_strategy steps` a run that is started again goes on from
+its last checkpoint.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
 from hf_helix.report.scorecard import format_scorecard
@@ -109,7 +111,7 @@ def main() -> None:
         data_collator=default_data_collator,
         processing_class=tokenizer,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or has_checkpoint(args))
     metrics = trainer.evaluate()
     overlap = trainer.measure_overlap()
     if recipe.trace:
@@ -121,6 +123,11 @@ def main() -> None:
         print(format_scorecard(overlap, trainer.plan.rule))
         print(f"checkpoint: {args.output_dir}")
         print(f"loaded back, it writes: {generate(args.output_dir, recipe.prompt)!r}")
+
+
+def has_checkpoint(args: TrainingArguments) -> bool:
+    """Whether an earlier start of this run has left something to go on from, as after a restart by torchrun."""
+    return not args.save_only_model and Path(args.output_dir).is_dir() and bool(get_last_checkpoint(args.output_dir))
 
 
 def read_config(name: str, overrides: str) -> PreTrainedConfig:

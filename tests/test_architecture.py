@@ -21,9 +21,19 @@ LEVELS |= dict.fromkeys(("stored", "loading", "workload", "engine"), 3)
 DOOR = 4  # everything else: trainer, refusals, plugin, cli, ...
 IMPORTERS = {
     "accelerate": {"plugin", "loop"},
-    "transformers": {"trainer", "refusals", "adapters", "workload", "checkpoint", "loading", "stored", "loop"},
+    "transformers": {
+        "trainer",
+        "refusals",
+        "adapters",
+        "workload",
+        "checkpoint",
+        "loading",
+        "stored",
+        "loop",
+        "resume",
+    },
 }
-ONLY = "only adapters, checkpoint, loading, loop, refusals, stored, trainer, workload"
+ONLY = "only adapters, checkpoint, loading, loop, refusals, resume, stored, trainer, workload"
 LAZY = {"yaml", "psutil"}  # what level 0 may import inside a function
 
 

@@ -58,7 +58,7 @@ def test_fates() -> None:
 
 
 def test_the_defaults_are_accepted(tmp_path: Path) -> None:
-    check_arguments(TrainingArguments(str(tmp_path), use_cpu=True, save_only_model=True), HelixConfig())
+    check_arguments(TrainingArguments(str(tmp_path), use_cpu=True), HelixConfig())
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{name}={value}" for name, value in REFUSED])

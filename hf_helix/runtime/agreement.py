@@ -1,20 +1,23 @@
 """Agreement: what must be equal on several ranks is compared before anything hangs on it.
 
-In:   a text (plan, schedule) or the inputs of a window.
-Out:  nothing, or the same error on every rank that compared.
+In:   a text (plan, schedule), the inputs of a window, or what one rank alone can find out.
+Out:  nothing or the same result, or the same error, on every rank that compared.
 Must hold: ranks never issue collectives that do not match.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.planning.graph import first_difference
+
+T = TypeVar("T")
 
 
 def agree_on_text(text: str, what: str) -> None:
@@ -55,6 +58,30 @@ def agree_on_success(error: Exception | None) -> None:
         raise error
 
 
+def decide_on_rank_0(decide: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank. Collective.
+
+    Raises:
+        ValueError: on every rank, as rank 0 has raised it.
+        RuntimeError: on the others, with any other error that rank 0 has raised.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return decide()
+    found: list[Any] = [None, None]
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            found[0] = decide()
+        except Exception as raised:
+            error = raised
+            is_for_users = isinstance(error, ValueError)
+            found[1] = ValueError(str(error)) if is_for_users else RuntimeError(f"rank 0 failed: {error!r}")
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise error or found[1]
+    return found[0]
+
+
 def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Compare the token ids of a window over the ranks that share it. Collective.
 
@@ -76,24 +103,34 @@ def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -
         )
 
 
-def agree_on_number(count: int, device: torch.device) -> None:
+def agree_on_number(count: int, device: torch.device, state: Tensor | None = None) -> list[int]:
     """Compare the number of micro-batches of a window over all ranks. Collective.
+
+    Args:
+        state: a number that the ranks tell each other on this occasion.
+
+    Returns:
+        The states of all ranks.
 
     Raises:
         ValueError: on every rank, if they differ: the dataset of a rank has ended before the others'.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    mine = torch.tensor([count], device=device)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    counts = [int(other) for other in found]
+    mine = torch.tensor([count, 0], device=device)
+    if state is not None:
+        mine[1] = state
+    found = mine[None]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        found = torch.stack(gathered)
+    counts, states = found.T.tolist()
     if len(set(counts)) > 1:
         raise ValueError(
             f"the ranks have windows of different length (micro-batches by rank: {counts}): the dataset of some ranks "
             "ends before that of the others. Give every data-parallel rank as many samples, or stop before the "
             "shortest ends with TrainingArguments(max_steps=...)"
         )
+    return states
 
 
 def _fingerprint(inputs: Sequence[Tensor]) -> Tensor:

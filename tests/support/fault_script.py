@@ -1,0 +1,142 @@
+"""A training script as a user would write it for machines that fail: it goes on from the last checkpoint there is.
+
+With switches to break it. Started by test_faults.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import functools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.models import arguments, llama, sequences
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_helix import HelixTrainer, checkpoint
+from hf_helix.resume import staging
+from hf_helix.runtime.executor import Executor
+
+OUT = "out"
+
+
+class Rows:
+    """Data of which a sample may be broken on one rank."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = sequences(count)
+        self.reads = -1  # how many more are good; less than 0: all
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads -= 1
+        if self.reads == 0:
+            fail("raise", OSError(errno.EIO, "the samples of this rank cannot be read"))
+        return self.rows[index]
+
+
+def fail(how: str, error: Exception | None = None) -> None:
+    print(f"failing at {time.time()}", flush=True)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise error or RuntimeError("this rank is broken")
+
+
+def before(owner: Any, name: str, action: Callable[[], None], count: int = 0) -> None:
+    """Do something before a function is called for the so-manyth time."""
+    original, calls = getattr(owner, name), iter(range(10**9))
+
+    @functools.wraps(original)
+    def broken(*given: Any, **options: Any) -> Any:
+        if next(calls) == count:
+            action()
+        return original(*given, **options)
+
+    setattr(owner, name, broken)
+
+
+def full() -> None:
+    fail("raise", OSError(errno.ENOSPC, "No space left on device"))
+
+
+class AtStep(TrainerCallback):
+    """Arms a fault when a step begins."""
+
+    def __init__(self, step: int, arm: Callable[[], None]) -> None:
+        self.step, self.arm = step, arm
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.arm()
+
+
+def kill() -> None:
+    fail("kill")
+
+
+FAULTS: dict[str, Callable[[Rows], None]] = {
+    "in a step": lambda rows: before(Executor, "_compute", kill, 30),
+    "in a collective": lambda rows: before(dist, "all_reduce", kill, 1),
+    "in saving the model": lambda rows: before(checkpoint, "save_file", kill),
+    "in saving states": lambda rows: before(dcp.FileSystemWriter, "write_data", kill),
+    "before its place": lambda rows: before(staging, "publish", kill),
+    "in the data": lambda rows: setattr(rows, "reads", 1),
+    "no room for the model": lambda rows: before(checkpoint, "save_file", full),
+    "no room for states": lambda rows: before(dcp.FileSystemWriter, "write_data", full),
+}
+
+
+def kill_sometime(seed: str, most: float) -> None:
+    """One rank, at a random moment."""
+    draw = random.Random(seed)
+    victim, seconds = draw.randrange(int(os.environ["WORLD_SIZE"])), draw.uniform(0, most)
+    if victim == int(os.environ["RANK"]):
+        print(f"killed after {seconds:.3f} s", flush=True)
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fault", choices=["", *FAULTS], default="")
+    parser.add_argument("--victim", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--save-steps", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=0, help="how many starts are killed")
+    parser.add_argument("--seed", default="0")
+    flags = parser.parse_args()
+    rows = Rows(24)
+    args = arguments(
+        OUT,
+        max_steps=flags.steps,
+        gradient_accumulation_steps=2,
+        save_strategy="steps",
+        save_steps=flags.save_steps,
+        save_total_limit=2,
+    )
+    trainer = HelixTrainer(model=llama(), args=args, train_dataset=rows)
+    if flags.fault and args.process_index == flags.victim:
+        # A save comes after the second step and the fourth one; steps count from 0 here.
+        trainer.add_callback(AtStep(3, lambda: FAULTS[flags.fault](rows)))
+    last = get_last_checkpoint(OUT) if Path(OUT).is_dir() else None
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if start < flags.kills:
+        kill_sometime(f"{flags.seed}/{start}", most=2.0)
+    trainer.train(resume_from_checkpoint=last is not None)
+    if trainer.is_world_process_zero():
+        print(f"done: {trainer.state.global_step} steps, from {last}, after {start} restarts")
+
+
+if __name__ == "__main__":
+    main()
