@@ -55,25 +55,26 @@ def check_sft(kind: type, given: Mapping[str, Any], args: Any) -> None:
     ]
     if isinstance(model, str):
         problems.append(f"model={model!r}: use a model, AutoModelForCausalLM.from_pretrained({model!r})")
-    elif model is not None:
-        problems += _problems_of_routers(model, args)
     if given.get("peft_config") is not None:
         problems.append("peft_config=...: use peft.get_peft_model(model, peft_config) before")
     if problems:
         raise ValueError(f"{name} cannot honour:\n  " + "\n  ".join(problems))
 
 
-def _problems_of_routers(model: Any, args: Any) -> list[str]:
-    """TRL switches the loss of routers on by itself, and weighs it otherwise than the stock Trainer."""
+def check_routers(model: Any, args: Any) -> None:
+    """Refuse a loss of routers, which TRL switches on by itself and weighs otherwise than the stock Trainer.
+
+    Raises:
+        ValueError: says how to switch it off.
+    """
     config = model.config.get_text_config()
     if not hasattr(config, "output_router_logits"):
-        return []
+        return
     asked = getattr(args, "router_aux_loss_coef", None)
     coefficient = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
-    if not coefficient and not config.output_router_logits:
-        return []
-    return [
-        f"router_aux_loss_coef={asked!r} with output_router_logits={config.output_router_logits}: use "
-        "router_aux_loss_coef=0.0, and model.config.output_router_logits = False: the loss of routers is built for "
-        "HelixTrainer only"
-    ]
+    if coefficient or config.output_router_logits:
+        raise ValueError(
+            f"router_aux_loss_coef={asked!r} with output_router_logits={config.output_router_logits}: use "
+            "SFTConfig(router_aux_loss_coef=0.0), and model.config.output_router_logits = False; the loss of routers is "
+            "built for HelixTrainer only"
+        )

@@ -42,7 +42,7 @@ from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import prepare_cuda
 from hf_helix.runtime.tuning import Tuning
-from hf_helix.sft import check_sft, is_sft
+from hf_helix.sft import check_routers, check_sft, is_sft
 from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
@@ -185,6 +185,8 @@ class HelixTrainerMixin(CheckpointHooks):
 
     def _take(self, model: Any, args: TrainingArguments) -> None:
         """Keep this rank's part of the model, in place, before anything moves to the device; make it runnable."""
+        if is_sft(type(self)):
+            check_routers(model, args)
         before = getattr(self, "_engine", None)
         self._engine = Engine(
             model,

@@ -40,6 +40,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.param({"cp_size": 2}, 13, 4, 2, marks=SLOW),
         pytest.param({"tp_size": 2}, 12, 2, 4, marks=SLOW),
         pytest.param({"tp_size": 2, "pp_size": 2}, 13, 4, 4, marks=SLOW),
+        pytest.param({"tp_size": 2, "recompute": "full"}, 13, 4, 2, marks=SLOW),
         pytest.param({}, 13, 4, 1, marks=SLOW),
     ],
     ids=lambda value: str(value).replace("'", "") if isinstance(value, dict) else str(value),

@@ -22,9 +22,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed text": {"kind": "text", "training": {"packing": True, "eval_packing": False}},
     "wrapped": {"kind": "text", "training": {"packing": True, "packing_strategy": "wrapped"}},
     "padding-free": {"kind": "text", "training": {"padding_free": True, "max_length": None}},
+    "recomputed": {"kind": "text", "training": {"packing": True, "gradient_checkpointing": True}},
     "assistant": {"kind": "conversations", "training": {"assistant_only_loss": True}},
 }
-IN_ONE_ROW = ("packed", "packed text", "padding-free")
+IN_ONE_ROW = ("packed", "packed text", "padding-free", "recomputed")
 TP, PP, CP = {"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}
 
 
@@ -103,8 +104,8 @@ def test_what_is_refused(tmp_path: Path, tokenizer: str) -> None:
     assert "AutoModelForCausalLM.from_pretrained('some/model')" in said
     said = refused(tmp_path, tokenizer, args=arguments(str(tmp_path)))
     assert "args=SFTConfig(...); got TrainingArguments" in said
-    said = refused(tmp_path, tokenizer, family="mixtral")
-    assert "use router_aux_loss_coef=0.0, and model.config.output_router_logits = False" in said
+    with pytest.raises(ValueError, match=r"SFTConfig\(router_aux_loss_coef=0.0\), and model.config.output_router_l"):
+        sft_jobs.make(str(tmp_path), tokenizer, {}, {}, "text", family="mixtral")
 
 
 def test_a_loss_of_its_own(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
