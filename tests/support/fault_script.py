@@ -98,13 +98,19 @@ FAULTS: dict[str, Callable[[Rows], None]] = {
 }
 
 
-def kill_sometime(seed: str, most: float) -> None:
-    """One rank, at a random moment."""
-    draw = random.Random(seed)
-    victim, seconds = draw.randrange(int(os.environ["WORLD_SIZE"])), draw.uniform(0, most)
-    if victim == int(os.environ["RANK"]):
-        print(f"killed after {seconds:.3f} s", flush=True)
-        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+class KillSometime(TrainerCallback):
+    """One rank is killed at a random moment: some time after one of the first steps of this start."""
+
+    def __init__(self, seed: str) -> None:
+        draw = random.Random(seed)
+        is_victim = draw.randrange(int(os.environ["WORLD_SIZE"])) == int(os.environ["RANK"])
+        self.steps, self.seconds = (draw.randrange(3) if is_victim else -2), draw.uniform(0, 0.3)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps -= 1
+        if self.steps == -1:
+            print(f"killed after {self.seconds:.3f} s in step {state.global_step + 1}", flush=True)
+            threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def main() -> None:
@@ -132,7 +138,7 @@ def main() -> None:
     last = get_last_checkpoint(OUT) if Path(OUT).is_dir() else None
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if start < flags.kills:
-        kill_sometime(f"{flags.seed}/{start}", most=2.0)
+        trainer.add_callback(KillSometime(f"{flags.seed}/{start}"))
     trainer.train(resume_from_checkpoint=last is not None)
     if trainer.is_world_process_zero():
         print(f"done: {trainer.state.global_step} steps, from {last}, after {start} restarts")

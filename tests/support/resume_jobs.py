@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -15,6 +16,7 @@ import torch
 from support import jobs
 from support.models import arguments, llama, sequences
 from support.tuning_jobs import hasty
+from transformers import TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.runtime.gradients import gradient_norm
@@ -122,5 +124,30 @@ def run_into_bad_gradients(folder: str) -> None:
     def spoil(*given: Any) -> Any:
         return gradient_norm(*given) * (1.0 if next(steps) == 0 else torch.inf)
 
-    with mock.patch("hf_helix.trainer.gradient_norm", spoil):
+    with mock.patch("hf_helix.engine.gradient_norm", spoil):
+        trainer.train()
+
+
+ROOM = {
+    "for the model": "hf_helix.checkpoint.save_file",
+    "for states": "hf_helix.resume.states.FileSystemWriter.write_data",
+    "for generators": "hf_helix.resume.hooks.generators",
+    "on the disk": "hf_helix.resume.staging._sync",
+}
+
+
+def run_out_of_room(folder: str, where: str) -> None:
+    """Train, and find the disk full in the second save."""
+    trainer = make(folder, {"plan": "greedy"})
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Arm(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                stack.enter_context(mock.patch(ROOM[where], fail))
+
+    trainer.add_callback(Arm())
+    with contextlib.ExitStack() as stack:
         trainer.train()
