@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from hf_helix.adapters.builder import Additions
+from hf_helix.adapters.lora import adapter_weights, base_of, check_adapters
 from hf_helix.operators.unit import Placement
+from hf_helix.runtime.stage import Stage
 
 
 def check_model(model: Any, additions: Additions, weights: str | Path | None = None) -> None:
@@ -40,15 +42,17 @@ def check_model(model: Any, additions: Additions, weights: str | Path | None = N
             "model.config.output_router_logits = False"
         )
     _check_device(model, weights)
+    check_adapters(model)
+    dtype, may_differ = base_of(model).dtype, adapter_weights(model)
     for name, parameter in model.named_parameters():
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}, and torch.float32 and torch.bfloat16 are built; load the "
                 "model with from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
             )
-        if parameter.dtype != model.dtype:
+        if parameter.dtype != dtype and parameter not in may_differ:
             raise ValueError(
-                f"parameter {name} is {parameter.dtype}, others are {model.dtype}; load the model with one type for "
+                f"parameter {name} is {parameter.dtype}, others are {dtype}; load the model with one type for "
                 "all: from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
             )
 
@@ -86,6 +90,39 @@ def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placeme
             f"the declaration of {type(model).__name__} has no operator for {', '.join(stray)}; declare the module "
             "that holds them with Builder.local, column_parallel or row_parallel"
         )
+
+
+def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
+    """Refuse to train nothing, or what was frozen when the model was cut: its gradient is not in the plan.
+
+    Args:
+        stage: of the model.
+        was_trained: whether any weight was trained then, on any rank.
+
+    Raises:
+        ValueError: names the first such weight, and what to do.
+    """
+    if not was_trained:
+        raise ValueError(
+            "no weight of the model is trained; load adapters with PeftModel.from_pretrained(model, folder, "
+            "is_trainable=True), or call requires_grad_(True) on weights before HelixTrainer is made"
+        )
+    stray = [name for name, parameter in model.named_parameters() if parameter not in stage.all_placements]
+    if stray:
+        raise ValueError(f"{stray[0]} was added after the model was cut; add adapters before HelixTrainer is made")
+    frozen = {
+        parameter
+        for unit in stage.model.values()
+        for op in unit.graphs.forward.operators
+        if op.split and not op.trained
+        for parameter in getattr(unit.operators[op.of], "parameters", ())
+    }
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter in frozen:
+            raise ValueError(
+                f"{name} is trained, and was frozen when the model was cut; call requires_grad_(True) before "
+                "HelixTrainer is made"
+            )
 
 
 def check_batch(batch: Mapping[str, Any]) -> None:

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_helix.adapter_files import load_adapters, save_adapters
 from hf_helix.adapters import family_of
 from hf_helix.adapters.builder import Additions, Sharing
+from hf_helix.adapters.lora import base_of, is_peft
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters, save_pretrained
-from hf_helix.checks import check_batch, check_model, check_placements
+from hf_helix.checks import check_batch, check_model, check_placements, check_trained
 from hf_helix.config import HelixConfig
 from hf_helix.evaluation import pieces_of, whole_logits
 from hf_helix.loading import initialize_parameters, load_parameters
@@ -79,6 +81,8 @@ class Engine:
         instead: for the error of who calls the cut model: what to call.
 
     Attributes:
+        model: as it was given, perhaps a `PeftModel`.
+        base: the Transformers model, which is inside it then.
         num_weights: of the whole model, without embeddings.
         overlap: what `measure_overlap` found last.
         last_window: the micro-batches of the last window that was trained.
@@ -104,40 +108,42 @@ class Engine:
         additions = additions or Additions()
         check_model(model, additions, weights)
         self.model = model
+        self.base = base = base_of(model)
         self.config = config
         self.mesh = mesh
-        self.family = family_of(model)
+        self.family = family_of(base)
         self.cut = SequenceCut.of(mesh.tp, mesh.cp)
-        modes = modes_of(self.family.layers(model), checkpointing, config)
-        self.tuner = Tuner(config, type(model).__name__, describe(model, mesh, products, modes))
-        self.num_weights = model.num_parameters(exclude_embeddings=True)
+        modes = modes_of(self.family.layers(base), checkpointing, config)
+        self.tuner = Tuner(config, type(base).__name__, describe(base, mesh, products, modes))
+        self.num_weights = base.num_parameters(exclude_embeddings=True)
+        self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self.overlap: Overlap | None = None
         self.last_window: list[MicroBatch] = []
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
-        self._live = LiveScore(token_flops(model), world_size(), mesh.dp_size, peak)
+        self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
         stage = self._place(additions, modes)
         with watched():
             plan = self._agreed_plan(stage, microbatches)
             self._fill(stage, weights, seed)
         self.runner = Runner(stage, plan, mesh, make_streams(mesh.device), self.tuner.scheduler, seed, products)
-        model._is_cut_by_helix = mesh.batch_group is not None
-        if model._is_cut_by_helix:
-            model.forward = _refuse_forward(model.forward, instead)
+        for whole in {model, base} if mesh.batch_group is not None else ():
+            whole._is_cut_by_helix = True
+            whole.forward = _refuse_forward(whole.forward, instead)
 
     def _place(self, additions: Additions, modes: Sequence[str]) -> Stage:
         """Which units are on this rank. `modes`: see `modes_of`."""
-        model, config, mesh = self.model, self.config, self.mesh
+        config, mesh = self.config, self.mesh
         ways = config.cp_method, config.expert_capacity_factor
         sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device)
-        units = recompute_units(self.family.units(model, sharing, additions), modes)
+        units = recompute_units(self.family.units(self.base, sharing, additions), modes)
         units = [unit.without(config.without) for unit in units]
-        check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
+        check_placements(self.model, {p: placement for unit in units for p, placement in unit.placements.items()})
         return place_units(
             units,
             mesh.pipe,
-            self.family.empty(model, mesh.tp.size),
+            self.family.empty(self.base, mesh.tp.size),
             self.tuner.scheduler.placement,
-            self.family.head_cost(model),
+            self.family.head_cost(self.base),
             config.layers_per_stage,
         )
 
@@ -186,6 +192,8 @@ class Engine:
         Returns:
             The loss of every micro-batch, on every rank.
         """
+        if not self.last_window:
+            check_trained(self.model, self.runner.whole, self._trains)
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self.model.train()
@@ -228,7 +236,7 @@ class Engine:
         Args:
             key: see `MicroBatch`.
         """
-        prepare = functools.partial(self.family.side_inputs, self.model, batch, self.cut, *scale)
+        prepare = functools.partial(self.family.side_inputs, self.base, batch, self.cut, *scale)
         ids = batch["input_ids"]
         return MicroBatch(prepare, key, num_tokens=ids.numel(), shape=" x ".join(map(str, ids.shape)))
 
@@ -282,22 +290,32 @@ class Engine:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
         self.model.eval()
-        pieces = pieces_of(batch, self.runner) if self.family.loss_adds_up(self.model) else [batch]
+        pieces = pieces_of(batch, self.runner) if self.family.loss_adds_up(self.base) else [batch]
         with torch.no_grad():
             loss, logits = self.runner.evaluate(self._microbatches(pieces, scale, step), keep_logits)
         if logits is None:
             return loss.detach(), None
         if self.runner.precision.products is not None:
             logits = logits.float()  # as Accelerate hands out what was computed under autocast
-        head = self.model.get_output_embeddings().weight
+        head = self.base.get_output_embeddings().weight
         return loss.detach(), whole_logits(logits, self.runner, head, self.cut)[:, : batch["input_ids"].shape[1]]
 
     # -- saving and measuring ------------------------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """An ordinary Hugging Face checkpoint, gathered unit by unit. Collective."""
+        """An ordinary Hugging Face checkpoint, gathered unit by unit; of a PEFT model the adapters. Collective."""
+        save = save_adapters if is_peft(self.model) else save_pretrained
         with watched():
-            save_pretrained(self.model, self.runner.whole, self.mesh, folder)
+            save(self.model, self.runner.whole, self.mesh, folder)
+
+    def load_weights(self, folder: str | Path) -> None:
+        """What `save_pretrained` wrote, from any layout: each rank reads its slices. Collective.
+
+        Raises:
+            ValueError: on every rank, before anything is written: the folder does not fit.
+        """
+        load = load_adapters if is_peft(self.model) else load_parameters
+        load(self.model, self.runner.whole, self.mesh, folder)
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
         """How much communication the plan hides, measured on the last window that was trained. Collective.

@@ -91,6 +91,9 @@ def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any
     stock(**given)
     if earlier is not None and _base_model(path) is None:
         metadata_save(path, {**(metadata_load(path) or {}), "base_model": earlier})
+    data = metadata_load(path) or {}
+    if TAG not in (data.get("tags") or []):  # PEFT writes tags of its own over the others
+        metadata_save(path, {**data, "tags": [*(data.get("tags") or []), TAG]})
     text = _put_right(path.read_text(encoding="utf-8"), trainer.helix_config.ranks_per_batch)
     path.write_text(f"{text.rstrip()}\n\n{format_section(_run_of(trainer, overlap))}", encoding="utf-8")
 

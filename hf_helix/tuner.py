@@ -54,7 +54,10 @@ def describe(
         products: see `Runner`.
         recompute: the mode of every layer, see `hf_helix.recompute`.
     """
-    weights = [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in model.named_parameters()]
+    weights = [
+        (name, tuple(weight.shape), str(weight.dtype), *(() if weight.requires_grad else ("frozen",)))
+        for name, weight in model.named_parameters()
+    ]
     shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp", "ep")]
     digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
     runs = [f"{mode} x {len(list(found))}" for mode, found in itertools.groupby(recompute)]

@@ -16,8 +16,8 @@ import hf_helix
 PACKAGE = Path(hf_helix.__file__).parent
 
 LEVELS = {"config": 0, "planning": 0, "operators": 1, "adapters": 1, "runtime": 2}
-LEVELS |= dict.fromkeys(("report", "cache", "tuner", "checkpoint", "checks", "evaluation", "recompute"), 3)
-LEVELS |= dict.fromkeys(("stored", "loading", "workload", "engine"), 3)
+LEVELS |= dict.fromkeys(("report", "cache", "tuner", "checkpoint", "adapter_files", "checks", "evaluation"), 3)
+LEVELS |= dict.fromkeys(("recompute", "stored", "loading", "workload", "engine"), 3)
 DOOR = 4  # everything else: trainer, refusals, plugin, cli, ...
 IMPORTERS = {
     "accelerate": {"plugin", "loop"},

@@ -395,3 +395,17 @@ def test_fine_tuning_with_trl(launch: str, flags: list[str], tmp_path: Path):
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert {"hf_helix", "trl", "sft"} <= set(card.data.tags)
     assert f"`{launch}`" in row_of("(sft.py)")
+
+
+@pytest.mark.slow
+def test_adapters_of_a_trained_model(tmp_path: Path):
+    """What one recipe leaves another adapts; stock PEFT loads and merges it."""
+    flags = ["--sequence_length", "32", "--max_steps", "3"]
+    run_recipe(tmp_path, "cpu_tp2", "--config_name", str(MODELS / "tiny-llama"), *flags)
+    flags += ["--model_name_or_path", "out", "--output_dir", "adapters", "--lora_r", "4"]
+    output = launched(tmp_path, "cpu_tp2", "lora.py", "--text", "text.txt", *flags)
+    for said in ("loss on held-out text: ", "plan greedy: ", "adapters: adapters", "merged, it writes: "):
+        assert output.count(said) == 1, output
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "adapters" / "model.safetensors").exists()
+    assert "hf_helix" in ModelCard.load(tmp_path / "adapters" / "README.md").data.tags

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from hf_helix.operators.base import Tensors
 from hf_helix.operators.ring import ABSENT, DOCUMENTS
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocabulary import IGNORED
+from hf_helix.planning.graph import Graph, GraphPair
 
 
 class Family(ABC):
@@ -94,10 +96,10 @@ class Family(ABC):
             b = Builder(self.kind_of(layer), f"layers.{index}", sharing, repeats=True)
             found.append(self.layer(b, layer))
         found.append(self.head(Builder("head", "head", sharing, additions=additions), model))
-        return found
+        return told_apart(found)
 
     def kind_of(self, layer: Any) -> str:
-        """The name of the units of such layers; layers of one name have equal graphs."""
+        """The name of the units of such layers; layers of one name have equal graphs where they train the same."""
         return "layer"
 
     def loss_adds_up(self, model: Any) -> bool:
@@ -170,6 +172,22 @@ class Family(ABC):
     def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
         """What layers need of the positions of this rank's tokens. Computed for the whole sequence, then cut."""
         return {}
+
+
+def told_apart(units: Sequence[Unit]) -> list[Unit]:
+    """Units of one name have equal graphs: those that train other weights than the first of a name get a number."""
+    known: dict[str, list[Graph]] = {}
+    found = []
+    for unit in units:
+        graph = unit.graphs.forward
+        alike = known.setdefault(graph.name, [])
+        if graph not in alike:
+            alike.append(graph)
+        number = alike.index(graph)
+        if number:
+            unit = replace(unit, graphs=GraphPair.of(replace(graph, name=f"{graph.name}.{number + 1}")))
+        found.append(unit)
+    return found
 
 
 def check_cuts(tp_size: int, heads: Mapping[str, int], lengths: Mapping[str, int]) -> None:

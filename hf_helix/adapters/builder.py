@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
+from hf_helix.adapters.lora import Opened, opened
 from hf_helix.operators.attention import Kernel
-from hf_helix.operators.base import Tensors
+from hf_helix.operators.base import SplitComputation, Tensors
 from hf_helix.operators.collectives import Gather, GatherReplicated, Scatter
 from hf_helix.operators.experts import RouterMeter
 from hf_helix.operators.linear import Linear, Projection
 from hf_helix.operators.local import Add, Dropout, Segment, SumOfGradients
+from hf_helix.operators.low_rank import Adapters
 from hf_helix.operators.ring import Block, Blocks, Join, Step
 from hf_helix.operators.transport import Axis
 from hf_helix.operators.unit import (
@@ -172,21 +173,23 @@ class Builder:
         Args:
             blocks: equal parts of the output features that are cut each by itself, see `Placement`.
         """
-        for linear in linears.values():
-            _require_plain(linear, self.label)
-            self.place([linear.weight], replace(CUT_COLUMNS if _is_transposed(linear) else CUT_ROWS, blocks=blocks))
-            self.place([linear.bias], replace(CUT_ROWS, blocks=blocks))
+        found = [opened(linear, self.label) for linear in linears.values()]
+        rows = replace(CUT_ROWS, blocks=blocks)
+        for linear in found:
+            matrix = replace(CUT_COLUMNS, blocks=blocks) if linear.is_transposed else rows
+            self._place_linear(linear, matrix, rows, down=COPIED_ON_SHARDS, up=rows)
         outputs = tuple(f"{name}.{key}" for key in linears)
-        operator = Linear(list(linears.values()), transposed=any(map(_is_transposed, linears.values())))
+        transposed = any(linear.is_transposed for linear in found)
+        projections = [linear.projection for linear in found]
+        operator = Linear(projections, transposed=transposed, adapters=_adapters(found))
         return self.declare(name, operator, (value,), outputs, split=True, effort=GEMM * max(1, len(linears) / 2))
 
     def row_parallel(self, name: str, linear: Projection, value: str) -> str:
         """A linear cut by its input features; its outputs are partial sums for `scatter`."""
-        _require_plain(linear, self.label)
-        transposed = _is_transposed(linear)
-        self.place([linear.weight], CUT_ROWS if transposed else CUT_COLUMNS)
-        self.place([linear.bias], COPIED)
-        operator = Linear([linear], adds_bias=self.tp.rank == 0, transposed=transposed)
+        found = opened(linear, self.label)
+        matrix = CUT_ROWS if found.is_transposed else CUT_COLUMNS
+        self._place_linear(found, matrix, COPIED, down=CUT_COLUMNS, up=COPIED_ON_SHARDS)
+        operator = Linear([found.projection], self.tp.rank == 0, found.is_transposed, _adapters([found]))
         return self.declare(name, operator, (value,), (name,), split=True, effort=GEMM)[0]
 
     def gather(self, name: str, value: str) -> str:
@@ -246,18 +249,22 @@ class Builder:
             )
         return self.declare(f"{name}.join", Join(dtype), so_far, kept, effort=LIGHT)[0]
 
-    def lookup(self, name: str, embedding: nn.Embedding) -> str:
+    def lookup(self, name: str, embedding: nn.Module) -> str:
         """Token embeddings, the table cut by rows; outputs are partial sums for `scatter`.
 
         Reads side inputs `ids` and, where there is noise to add, `length`.
         """
-        num_rows = embedding.weight.shape[0]
+        table = opened(embedding, self.label)
+        num_rows = table.weight.shape[0]
         first, _ = cut_bounds(num_rows, self.tp.size, self.tp.rank)
-        weight: Any = embedding.weight
-        padding = embedding.padding_idx
+        padding = table.module.padding_idx
 
         def find(ids: Tensor) -> Tensor:
-            return lookup(ids, weight, first, num_rows, padding)
+            found = total = lookup(ids, table.weight, first, num_rows, padding)
+            for adapter in table.adapters():
+                low = lookup(ids, adapter.down.t(), first, num_rows, padding)
+                total = total + low @ adapter.up.t() * adapter.scaling
+            return total.to(found.dtype)
 
         alpha = self.additions.neftune_alpha
 
@@ -265,10 +272,15 @@ class Builder:
             assert alpha is not None
             return noisy(find(ids), alpha, length) if embedding.training else find(ids)
 
-        self.place([weight], CUT_ROWS)
-        segment = Segment(find, [weight], ("ids",))
+        weights: list[Any] = [copy.weight for copy in table.copies]
+        self.place(weights, CUT_ROWS)
+        for adapter in table.all_adapters():
+            self.place([adapter.down], CUT_COLUMNS)
+            self.place([adapter.up], COPIED_ON_SHARDS)
+            weights += adapter.parameters
+        segment = Segment(find, weights, ("ids",))
         if alpha is not None and self.tp.rank == 0:  # one of the partial sums brings the noise
-            segment = Segment(find_noisy, [weight], ("ids", "length"), draws=lambda: embedding.training)
+            segment = Segment(find_noisy, weights, ("ids", "length"), draws=lambda: embedding.training)
         return self.declare(name, segment, (), (name,), effort=LIGHT)[0]
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
@@ -343,6 +355,7 @@ class Builder:
                 reads=reads,
                 writes=writes,
                 split=split,
+                trained=operator.trained if isinstance(operator, SplitComputation) else 1.0,
                 backward_kind=backward_kind,
                 keeps=keeps,
                 saves=operator.saves,
@@ -355,6 +368,17 @@ class Builder:
         )
         self._operators[name] = operator
         return writes
+
+    def _place_linear(
+        self, linear: Opened, matrix: Placement, bias: Placement, *, down: Placement, up: Placement
+    ) -> None:
+        """Say how a linear is cut, and how the adapters beside it."""
+        self.place([copy.weight for copy in linear.copies], matrix)
+        self.place([copy.bias for copy in linear.copies], bias)
+        for adapter in linear.all_adapters():
+            self.place([adapter.down], down)
+            self.place([adapter.up], up)
+            self.place([adapter.bias], bias)
 
     def _parameters(self, function: object, uses: Sequence[nn.Module], on_shard: bool) -> list[nn.Parameter]:
         """What a function under autograd differentiates, every rank with a copy."""
@@ -371,14 +395,6 @@ class Builder:
                 self._placements[parameter] = replace(placement, length=length)
 
 
-def _is_transposed(linear: Projection) -> bool:
-    return isinstance(linear, Conv1D)
-
-
-def _require_plain(linear: Projection, label: str) -> None:
-    if type(linear) not in (nn.Linear, Conv1D):
-        raise ValueError(
-            f"{label}: a projection is a {type(linear).__module__}.{type(linear).__name__}, and this version cuts "
-            "plain torch.nn.Linear and Transformers' Conv1D only (no PEFT adapters, no quantised weights); merge the "
-            "adapters or load the model without quantisation"
-        )
+def _adapters(linears: Sequence[Opened]) -> list[Adapters]:
+    """Beside each linear; none where no linear ever has any, which saves looking."""
+    return [linear.adapters for linear in linears] if any(linear.lora is not None for linear in linears) else []

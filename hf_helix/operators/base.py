@@ -94,6 +94,11 @@ class SplitComputation(ABC):
 
     saves = False
 
+    @property
+    def trained(self) -> float:
+        """How much of W there is, see `hf_helix.planning.graph.Operator`."""
+        return 1.0
+
     @abstractmethod
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         """Values out, from values in."""
@@ -110,6 +115,10 @@ class SplitComputation(ABC):
     def again(self, call: Call, *inputs: Tensor) -> Tensors:
         """Forward once more, in backward: the same values."""
         return self.forward(call, *inputs)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        """Where there is nothing to train, I is all of it."""
+        return self.input_gradient(call, *gradients)
 
 
 class Communication(ABC):

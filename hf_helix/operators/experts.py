@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_helix.operators.accumulate import add_product
 from hf_helix.operators.base import Call, Communication, Computation, SplitComputation, Tensors, Work
-from hf_helix.operators.linear import add_product
 from hf_helix.operators.transport import Axis
 from hf_helix.planning.graph import Part
 
@@ -304,6 +304,10 @@ class GroupedLinear(SplitComputation):
     def parameters(self) -> tuple[Tensor, ...]:
         """Whose gradients W adds to."""
         return (self.weight,)
+
+    @property
+    def trained(self) -> float:
+        return float(self.weight.requires_grad)
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         rows, *sizes = inputs

@@ -31,7 +31,8 @@ class Placement:
     Attributes:
         dim: the dimension along which it is cut; None for a copy on every rank.
         length: of that dimension in the whole parameter.
-        sums_gradient: a copy whose gradient each rank sees only for its part of the sequence, to be summed.
+        sums_gradient: a copy whose gradient each rank sees only for its part of the sequence, of the heads or of the
+            features, to be summed.
         blocks: equal parts of that dimension that are cut each by itself, such as queries, keys and values in one.
         over: the axis: `tp`, or `experts`, where the ranks of a copy of the model together hold every expert once.
     """

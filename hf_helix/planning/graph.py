@@ -51,7 +51,8 @@ class Operator:
 
     `reads` and `writes` name values; the gradient of value `v` is `d.v`. `adds[i]`, where it is not None, names a
     partial gradient that is added to the i-th output. `of` is the declared operator this one runs a part of.
-    `split` declares a backward in two parts, I and W, of which W reads all that forward read; `backward_kind` the kind
+    `split` declares a backward in two parts, I and W, of which W reads all that forward read; `trained` how much of W
+    there is, from 1 (all of its weights are trained) to 0 (none: the backward has no W); `backward_kind` the kind
     of the backward operator (None: the same as the forward's). `after` names operators of the graph that come first
     although nothing of them is read: parts of one weight's gradient add up in order. `keeps` names values of the
     forward pass that its backward reads; `saves` says whether it also leaves something unnamed for that. `again`: in
@@ -69,6 +70,7 @@ class Operator:
     part: Part = Part.F
     of: str = ""
     split: bool = False
+    trained: float = 1.0
     backward_kind: Kind | None = None
     adds: tuple[str | None, ...] = ()
     after: tuple[str, ...] = ()
@@ -163,7 +165,8 @@ class Graph:
             writes = " ".join(
                 f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.adds) if name
             )
-            traits = f"{op.kind.value}{' split' * op.split}{' again' * op.again}, effort {op.effort:g}"
+            trained = "" if op.trained == 1 else f" trained {op.trained:g}"
+            traits = f"{op.kind.value}{' split' * op.split}{trained}{' again' * op.again}, effort {op.effort:g}"
             after = f" after {' '.join(op.after)}" if op.after else ""
             keeps = f" keeps {' '.join(op.keeps)}" if op.keeps else ""
             plain = f" plain {' '.join(op.plain)}" if op.plain else ""
@@ -230,7 +233,8 @@ def derive_backward(graph: Graph) -> Graph:
     """The backward graph of `graph`: edges reversed, communication replaced by its dual, linears split in I and W.
 
     The W of a linear follows its I; where communication follows the I, W comes after it, so that even a single
-    strand computes W beside it (the paper's "self-overlap", section 4.2). Of tiles in a row (see `after`),
+    strand computes W beside it (the paper's "self-overlap", section 4.2). A linear that trains nothing has no W, and
+    its I is all of its B. Of tiles in a row (see `after`),
     communication comes as early as it can, and W's after the I's that communication follows. What runs again (R) stands
     where it is first needed, but communication that needs nothing else begins with the unit's backward; the value `v`
     that comes again is `r.v`, and an operator reads it behind its gradients. Where communication would have to sum
@@ -248,11 +252,12 @@ def derive_backward(graph: Graph) -> Graph:
         with_gradient = [value for value in op.writes if value not in plain]
         gradients = tuple(f"d.{value}" for value in with_gradient if readers[value] or value in graph.outputs)
         writes, adds = _gradient_names(op, readers, plain)
+        in_parts = op.split and op.trained > 0
         main = replace(
             op,
-            name=f"{op.name}.I" if op.split else op.name,
+            name=f"{op.name}.I" if in_parts else op.name,
             of=op.name,
-            part=Part.I if op.split else Part.B,
+            part=Part.I if in_parts else Part.B,
             kind=op.backward_kind or op.kind,
             reads=(*gradients, *_seen_again(op.keeps, repeated)),
             writes=writes,
@@ -266,11 +271,16 @@ def derive_backward(graph: Graph) -> Graph:
         )
         operators.append(main)
         operators += _sums(op, readers, plain)
-        if op.split:
-            after = tuple(f"{name}.W" for name in followers.get(op.name, ()))
-            reads = (*gradients, *_seen_again(op.reads, repeated))
+        if in_parts:
             weights[main.name] = replace(
-                main, name=f"{op.name}.W", part=Part.W, reads=reads, writes=(), adds=(), after=after
+                main,
+                name=f"{op.name}.W",
+                part=Part.W,
+                reads=(*gradients, *_seen_again(op.reads, repeated)),
+                writes=(),
+                adds=(),
+                after=tuple(f"{name}.W" for name in followers.get(op.name, ())),
+                effort=op.effort * op.trained,
             )
     operators = _with_repeats(_with_weights(_early(operators), weights), _repeats(graph, repeated))
     read = {value for op in operators for value in op.reads}

@@ -29,7 +29,7 @@ def recomputed(graph: Graph, mode: str) -> Graph:
     if mode == NONE:
         return graph
     plain = {value for op in graph.operators for value in op.plain}
-    needed = {value for op in graph.operators for value in (*op.keeps, *(op.reads if op.split else ()))}
+    needed = {value for op in graph.operators for value in (*op.keeps, *(op.reads if op.split and op.trained else ()))}
     marked: set[str] = set()
     for op in reversed(graph.operators):
         may = op.differentiable and (mode == FULL or op.cheap or op.again)

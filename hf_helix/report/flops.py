@@ -49,19 +49,21 @@ class TokenFlops:
 
 
 def token_flops(model: Any) -> TokenFlops:
-    """Of a decoder model before it is cut: 6 per weight that a token meets, 12 per head dimension and position attended
-    to. Of a mixture of experts a token meets `num_experts_per_tok`.
+    """Of a decoder model before it is cut: 6 per weight that a token meets, 4 per frozen one, and 12 per head dimension
+    and position attended to. Of a mixture of experts a token meets `num_experts_per_tok`.
     """
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    weights = {weight for weight in model.parameters() if weight.dim() > 1} - tables
+    kept = [module.original_module for module in model.modules() if hasattr(module, "original_module")]  # by PEFT
+    unused = tables.union(*(module.parameters() for module in kept))
+    weights = {weight for weight in model.parameters() if weight.dim() > 1} - unused
     linear = 0.0
     for weight in weights | {model.get_output_embeddings().weight}:
         share = model.config.num_experts_per_tok / len(weight) if weight.dim() == 3 else 1.0
-        linear += weight.numel() * share
+        linear += weight.numel() * share * (6.0 if weight.requires_grad else 4.0)
     config = model.config
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return TokenFlops(6.0 * linear, 12.0 * config.num_hidden_layers * heads * dim)
+    return TokenFlops(linear, 12.0 * config.num_hidden_layers * heads * dim)
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -26,7 +26,6 @@ from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
 
 from hf_helix.engine import Engine
-from hf_helix.loading import load_parameters
 from hf_helix.resume import staging
 from hf_helix.resume.manifest import NAME, Manifest, describe_parameters
 from hf_helix.resume.rng import Generators, generators, set_generators
@@ -130,13 +129,13 @@ class CheckpointHooks:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Each rank reads its slices of the model. Collective."""
-        load_parameters(self.model, self._engine.runner.whole, self._mesh, resume_from_checkpoint)
+        self._engine.load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """As the stock method; each rank reads its slices. Collective."""
         best = self.state.best_model_checkpoint
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
-        load_parameters(self.model, self._engine.runner.whole, self._mesh, best)
+        self._engine.load_weights(best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -160,7 +160,7 @@ def _shared(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
     for index in sorted(units, reverse=True):
         backward = units[index].graphs.backward
         for op in backward.operators:
-            if op.part not in (Part.I, Part.R):
+            if op.part not in (Part.I, Part.R) and not (op.split and op.trained == 0):
                 for parameter in getattr(units[index].operators[op.of], "parameters", ()):
                     users.setdefault(parameter, []).append((index, op.name))
     return [found for found in users.values() if len({index for index, _ in found}) > 1]

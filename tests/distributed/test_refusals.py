@@ -71,15 +71,6 @@ def test_mixed_precision_of_the_launcher(tmp_path: Path, monkeypatch: pytest.Mon
     assert trainer.runner.precision.products is torch.bfloat16
 
 
-def test_adapters_are_not_cut_silently(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="not supported"):
-        HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
-    with pytest.raises(ValueError, match="merge the adapters"):
-        HelixTrainer(model=model.base_model.model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
-
-
 def test_own_loss_functions(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="compute_loss_func"):
         jobs.make_trainer(str(tmp_path), {}, compute_loss_func=lambda *_, **__: 0)

@@ -35,6 +35,16 @@ def test_by_hand(changes: dict[str, Any], linear: int, attention: int) -> None:
     assert found.attention_per_length == 12 * attention
 
 
+def test_frozen_weights_have_no_weight_gradients() -> None:
+    """4 for each that a token meets; the copies that PEFT keeps of what it trains compute nothing."""
+    model = llama(num_hidden_layers=1)
+    model.requires_grad_(False)
+    assert token_flops(model).linear == 4 * (LAYER + HEAD)
+    adapters = 3 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 57))  # of rank 3
+    adapted = tiny(num_hidden_layers=1, lora={"modules_to_save": ["lm_head"]}).get_base_model()
+    assert token_flops(adapted).linear == 4 * LAYER + 6 * (adapters + HEAD)
+
+
 def test_the_two_conventions() -> None:
     flops = TokenFlops(linear=100.0, attention_per_length=10.0)
     assert flops.full(6) == 160.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -36,12 +37,22 @@ EVEN = {"intermediate_size": 40}  # the grouped GEMMs of torch need rows of 16 b
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 
-def tiny(family: str = "llama", dtype: str = "float32", **changes: Any) -> PreTrainedModel:
-    """The tiny model of a family, as if loaded in a type: buffers stay as they are."""
+def tiny(family: str = "llama", dtype: str = "float32", lora: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """The tiny model of a family, as if loaded in a type: buffers stay as they are; with adapters as in `adapted`."""
     model = FAMILIES[family](**changes)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
-    return model
+    return model if lora is None else adapted(model, **lora)
+
+
+def adapted(model: PreTrainedModel, idle: str = "", **options: Any) -> Any:
+    """Inside a `PeftModel`, with adapters that are far from zero. `idle`: the name of a second one, switched off."""
+    config = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    torch.manual_seed(5)
+    found = get_peft_model(model, LoraConfig(init_lora_weights=False, **config))
+    if idle:
+        found.add_adapter(idle, LoraConfig(init_lora_weights=False, **{**config, "r": 2}))
+    return found
 
 
 def llama(**changes: Any) -> LlamaForCausalLM:

@@ -14,6 +14,7 @@ from hf_helix.checkpoint import whole_parameter
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.rules import make_plan
 from hf_helix.planning.scheduler import Scheduler
+from hf_helix.runtime.measure import over_ranks
 from hf_helix.runtime.runner import Runner
 
 Batch = dict[str, Tensor]
@@ -55,7 +56,7 @@ def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]
         loss = made(**batch, num_items_in_batch=count, use_cache=False).loss
         loss.backward()
         losses.append(loss.item())
-    gradients = {name: parameter.grad.numpy().copy() for name, parameter in made.named_parameters()}
+    gradients = {name: p.grad.numpy().copy() for name, p in made.named_parameters() if p.grad is not None}
     return {"losses": losses, "gradients": gradients}
 
 
@@ -112,12 +113,16 @@ def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind:
 
 
 def whole_gradients(trainer: Any) -> dict[str, Any]:
-    """By name, in fp32; None on ranks other than the first that shares the batch."""
+    """Of what is trained anywhere, by name, in fp32; None on ranks other than the first that shares the batch."""
     stage = trainer.runner.stage
     owners = stage.owners
     placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
+    mine = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    trained = set().union(*over_ranks(mine))
     found = {}
     for name, parameter in trainer.model.named_parameters():
+        if name not in trained:
+            continue
         whole = whole_parameter(parameter.grad, placements[parameter], trainer.mesh, owners[parameter])
         found[name] = None if whole is None else whole.float().numpy().copy()
     return found

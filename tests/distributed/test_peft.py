@@ -1,0 +1,409 @@
+"""PEFT: LoRA on several ranks against the unsplit PEFT model and the stock Trainer; saved as PEFT saves; refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file
+from support import jobs, parity, peft_jobs
+from support.models import adapted, arguments, llama, mixtral, sequences, tiny
+from torch import nn
+
+from hf_helix import HelixConfig, HelixTrainer
+
+JOB = "support.peft_jobs:"
+GREEDY = {"plan": "greedy"}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EVERYWHERE = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "lm_head"]
+OF_GPT2 = ["c_attn", "c_proj", "c_fc"]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "every linear": {"lora": {"target_modules": EVERYWHERE, "use_rslora": True, "idle": "other"}},
+    "some, with other ranks": {
+        "lora": {"target_modules": ["q_proj", "v_proj", "down_proj"], "rank_pattern": {"v_proj": 5}},
+        "attention_bias": True,
+    },
+    "some layers": {"family": "qwen3", "lora": {"layers_to_transform": [1], "target_modules": ATTENTION}},
+    "kept": {"family": "qwen3", "lora": {"modules_to_save": ["embed_tokens", "lm_head", "norm", "q_norm"]}},
+    "gpt2, biases": {
+        "family": "gpt2",
+        "lora": {"target_modules": OF_GPT2, "bias": "all", "lora_bias": True, "fan_in_fan_out": True},
+    },
+    "gpt2, tables": {
+        "family": "gpt2",
+        "lora": {"target_modules": ["wte", "wpe", "c_attn"], "bias": "lora_only", "fan_in_fan_out": True},
+    },
+    "gpt_neox": {"family": "gpt_neox", "lora": {"target_modules": ["query_key_value", "dense"]}},
+    "experts": {"family": "mixtral", "lora": {"target_modules": ATTENTION}},
+    "tied": {"lora": {"target_modules": ["q_proj", "lm_head"]}, "tie_word_embeddings": True},
+}
+
+# Context-, tensor-, pipeline- and data-parallel ranks.
+TP, PP, CP, DP, TP_PP = (1, 2, 1, 1), (1, 1, 2, 1), (2, 1, 1, 1), (1, 1, 1, 2), (1, 2, 2, 1)
+FAST = (
+    ("every linear", TP),
+    ("gpt2, biases", TP),
+    ("gpt2, tables", TP),
+    ("kept", TP),
+    ("some layers", PP),
+    ("some, with other ranks", CP),
+)
+SLOW = (
+    *((name, TP) for name in MODELS if (name, TP) not in FAST),
+    *((name, layout) for name in ("every linear", "gpt2, biases", "kept", "tied") for layout in (PP, DP, TP_PP)),
+    ("every linear", CP),
+    ("gpt2, tables", PP),
+    ("some layers", TP_PP),
+)
+
+
+@pytest.fixture(scope="module")
+def expected() -> parity.Reference:
+    return parity.references()
+
+
+def check(name: str, layout: tuple[int, ...], cluster_of: Any, expected: Any, folder: Path, plans: Any) -> None:
+    model = {**MODELS[name], **({"num_key_value_heads": 4} if name == "gpt_neox" else {})}
+    parity.check(cluster_of(int(np.prod(layout))), folder, expected, layout, "dense", plans, **model)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
+def test_gradients_equal_the_unsplit_models(
+    name: str, layout: tuple[int, ...], cluster_of: Any, expected: Any, tmp_path: Path
+) -> None:
+    """Losses, the gradient of every trained weight by name, and the same bits under every plan."""
+    plans = parity.PLANS if (name, layout) in SLOW else ("sequential", "dhelix")
+    check(name, layout, cluster_of, expected, tmp_path, plans)
+
+
+@pytest.mark.slow
+def test_tiled_collectives(cluster_of: Any, expected: Any, tmp_path: Path) -> None:
+    check("every linear", TP, cluster_of, expected, tmp_path, ["intra_batch"])
+    check("some layers", TP, cluster_of, expected, tmp_path, ["intra_batch"])
+
+
+def test_dropout_is_the_same_under_every_plan(cluster_of: Any, tmp_path: Path) -> None:
+    model = {"num_hidden_layers": 2, "lora": {"lora_dropout": 0.3, "target_modules": ["q_proj", "o_proj"]}}
+    case = {"folder": str(tmp_path), "model": model, "helix": {"tp_size": 2, "plan": "sequential"}}
+    plans = [(plan, "w", 2) for plan in ("sequential", "greedy", "dhelix")]
+    first, *others = cluster_of(2).run("support.pipeline_jobs:windows", cases=plans, **case)[0]
+    model["lora"]["lora_dropout"] = 0.0
+    (without,) = cluster_of(2).run("support.pipeline_jobs:windows", cases=plans[:1], **case)[0]
+    assert first["losses"] != without["losses"]
+    for other in others:
+        assert other["losses"] == first["losses"]
+        for name, gradient in first["gradients"].items():
+            np.testing.assert_array_equal(other["gradients"][name], gradient, err_msg=name)
+
+
+# -- what is frozen ------------------------------------------------------------------------------------------------
+
+
+def test_frozen_weights_have_no_weight_gradients(tmp_path: Path) -> None:
+    model = {"num_hidden_layers": 3, "lora": {"target_modules": ["v_proj"], "layers_to_transform": [0, 2]}}
+    found = peft_jobs.parts(str(tmp_path), {}, model)
+    labels = ("layers.0", "layers.1", "layers.2")
+    assert [found["weights"][label] for label in labels] == [["attn.qkv"], [], ["attn.qkv"]]
+    assert [found["names"][label] for label in labels] == ["layer", "layer.2", "layer"]
+    assert found["weights"]["head"] == []
+    assert found["gradients"] == found["trained"] < 0.02 * found["held"]
+
+    without = peft_jobs.parts(str(tmp_path), {}, {"num_hidden_layers": 3})
+    assert without["weights"]["layers.1"] == ["mlp.down", "mlp.up", "attn.out", "attn.qkv"]
+    assert set(without["names"].values()) == {"embedding", "layer", "head"}
+    assert without["gradients"] == without["held"]
+
+
+def test_without_peft_frozen_weights_are_left_out_too(cluster_of: Any, tmp_path: Path) -> None:
+    """A model of which only the last layers are trained; its experts are frozen as well."""
+    freeze = tuple(
+        name for name, _ in mixtral(num_hidden_layers=3).named_parameters() if not name.startswith("model.layers.2.")
+    )
+    model = {"family": "mixtral", "num_hidden_layers": 3}
+    helix = {"tp_size": 2, **GREEDY}
+    found = cluster_of(2).run(f"{JOB}parts", folder=str(tmp_path), helix=helix, model=model, freeze=freeze)
+    for rank in found:
+        kinds = [rank["weights"][f"layers.{index}"] for index in range(3)]
+        assert kinds == [[], [], ["experts.down", "experts.up", "attn.out", "attn.qkv"]]
+        assert rank["gradients"] == rank["trained"]
+
+
+def test_weights_that_are_unfrozen_too_late(tmp_path: Path) -> None:
+    model = tiny(lora={"target_modules": ["q_proj"]})
+    trainer = HelixTrainer(
+        model=model, args=arguments(str(tmp_path)), train_dataset=sequences(4), helix_config=HelixConfig()
+    )
+    model.get_parameter("base_model.model.model.layers.1.mlp.up_proj.weight").requires_grad_(True)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight .*was frozen.*before HelixTrainer is made"):
+        trainer.train()
+
+
+# -- the Trainer, files --------------------------------------------------------------------------------------------
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model": {"num_hidden_layers": 5, "lora": {"target_modules": EVERYWHERE[:-1]}},
+        "training": {"max_steps": 8, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3},
+    },
+    "gpt2": {
+        "model": {
+            "family": "gpt2",
+            "num_hidden_layers": 5,
+            "lora": {"target_modules": OF_GPT2, "fan_in_fan_out": True},
+        },
+        "training": {"max_steps": 8, "gradient_accumulation_steps": 3},
+    },
+    "qwen3": {
+        "model": {
+            "family": "qwen3",
+            "num_hidden_layers": 5,
+            "lora": {"modules_to_save": ["lm_head", "norm"], "target_modules": ["q_proj", "up_proj"], "idle": "other"},
+        },
+        "training": {"max_steps": 8, "gradient_accumulation_steps": 2},
+    },
+}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2": {"tp_size": 2},
+    "pp2": {"pp_size": 2},
+    "cp2": {"cp_size": 2},
+    "tp2 pp2": {"tp_size": 2, "pp_size": 2},
+}
+RUNS = [("llama", "tp2"), ("qwen3", "pp2")]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The stock Trainer on one process, run once a case, and what it saved."""
+    found: dict[str, Any] = {}
+
+    def get(case: str) -> Any:
+        if case not in found:
+            folder = str(tmp_path_factory.mktemp("stock"))
+            found[case] = jobs.train(folder, None, **TRAINED[case]), folder
+        return found[case]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [pytest.param(c, at, marks=() if (c, at) in RUNS else pytest.mark.slow) for c in TRAINED for at in LAYOUTS],
+)
+def test_training_equals_the_stock_trainer(case: str, layout: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    """Losses, norms, evaluation; and the files of the adapters, which stock PEFT loads, runs and merges."""
+    expected, theirs = stock(case)
+    sizes = LAYOUTS[layout]
+    ranks = int(np.prod(list(sizes.values())))
+    for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix={**sizes, **GREEDY}, **TRAINED[case]):
+        assert result["flos"] == expected["flos"]
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
+        np.testing.assert_allclose(result["eval"], expected["eval"], rtol=0, atol=1e-5)
+    compare_files(tmp_path, Path(theirs))
+    model = {name: value for name, value in TRAINED[case]["model"].items() if name != "lora"}
+    loaded = PeftModel.from_pretrained(tiny(**model), tmp_path).eval()
+    logits = logits_of(loaded)
+    assert not torch.equal(logits, logits_of(tiny(**model).eval()))
+    torch.testing.assert_close(logits, logits_of(PeftModel.from_pretrained(tiny(**model), theirs).eval()))
+    torch.testing.assert_close(logits_of(loaded.merge_and_unload()), logits, rtol=1e-4, atol=1e-5)
+
+
+def compare_files(ours: Path, theirs: Path) -> None:
+    """The same files, names and configurations, and nearly the same values."""
+
+    def files(folder: Path) -> set[Path]:
+        found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        return {path for path in found if path.parts[0] != "runs"}
+
+    assert files(ours) == files(theirs)
+    for file in sorted(files(theirs)):
+        if file.name == "adapter_config.json":
+            mine, stocks = (json.loads((folder / file).read_text()) for folder in (ours, theirs))
+            for config in (mine, stocks):
+                config["target_modules"] = sorted(config["target_modules"])  # a set
+            assert mine == stocks
+        if file.suffix == ".safetensors":
+            mine, stocks = (load_file(folder / file) for folder in (ours, theirs))
+            assert mine.keys() == stocks.keys()
+            for name, weight in stocks.items():
+                assert mine[name].dtype is weight.dtype
+                distance = torch.linalg.vector_norm(mine[name].double() - weight.double())
+                assert distance <= 1e-4 * torch.linalg.vector_norm(weight.double()), name
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(1, 18).unsqueeze(0)).logits
+
+
+@pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["embed_tokens"], "idle": "other"}], ids=["plain", "kept"])
+def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(lora: Any, cluster_of: Any, tmp_path: Path) -> None:
+    job = {"helix": {"tp_size": 2, **GREEDY}, "model": {"lora": lora}}
+    cluster_of(2).run("support.pipeline_trainer_jobs:save_untrained", folder=str(tmp_path / "ours"), **job)
+    tiny(num_hidden_layers=5, lora=lora).save_pretrained(str(tmp_path / "theirs"))
+    found = sorted((tmp_path / "theirs").rglob("*.safetensors"))
+    assert len(found) == (2 if "idle" in lora else 1)
+    for file in found:
+        theirs = load_file(file)
+        ours = load_file(tmp_path / "ours" / file.relative_to(tmp_path / "theirs"))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+
+
+def test_saved_adapters_train_on(cluster_of: Any, tmp_path: Path) -> None:
+    """`PeftModel.from_pretrained(..., is_trainable=True)` goes in; the stock Trainer goes on in the same way."""
+    base = {"num_hidden_layers": 4}
+    source = tmp_path / "source"
+    tiny(**base, lora={}).save_pretrained(str(source))
+    expected = peft_jobs.go_on(str(tmp_path / "theirs"), None, str(source), base)
+    job = {"folder": str(tmp_path / "ours"), "source": str(source), "model": base}
+    for losses in cluster_of(2).run(f"{JOB}go_on", helix={"pp_size": 2, **GREEDY}, **job):
+        np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
+    compare_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_evaluation_with_and_without_adapters(tmp_path: Path) -> None:
+    model = {"lora": {"lora_dropout": 0.5, "modules_to_save": ["norm"]}}
+    found = peft_jobs.evaluations(str(tmp_path), {}, model)
+    np.testing.assert_allclose(found, peft_jobs.evaluations(str(tmp_path), None, model), rtol=0, atol=1e-5)
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_model_in_bf16_with_adapters_in_fp32(cluster_of: Any, tmp_path: Path) -> None:
+    """As PEFT makes them; the model itself stays in bf16, and so do its files' counterparts in fp32."""
+    training = {"bf16": True, "max_steps": 2}
+    job = {"model": {"dtype": "bfloat16", "num_hidden_layers": 2, "lora": {}}, "training": training}
+    expected = jobs.train(str(tmp_path / "theirs"), None, **job)
+    (first, second) = cluster_of(2).run("train", folder=str(tmp_path / "ours"), helix={"tp_size": 2, **GREEDY}, **job)
+    np.testing.assert_allclose(first["losses"], expected["losses"], rtol=0.02)
+    assert first["losses"] == second["losses"]
+    saved = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    assert {weight.dtype for weight in saved.values()} == {torch.float32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("helix", [{"tp_size": 2, "plan": "auto"}, {"pp_size": 2, "plan": "auto"}], ids=str)
+def test_measured_plans(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+    """What is measured knows no weight gradients of frozen linears, and trains the same bits."""
+    job = {
+        "model": {"lora": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [0, 1, 3, 4]}},
+        "training": {"max_steps": 4, "gradient_accumulation_steps": 4},
+    }
+    train = "support.pipeline_trainer_jobs:train"
+    tuned = cluster_of(2).run(train, folder=str(tmp_path), helix={**helix, "cache": False}, **job)
+    plain = cluster_of(2).run(train, folder=str(tmp_path), helix={**helix, **GREEDY}, **job)
+    assert tuned[0]["losses"] == plain[0]["losses"]
+    operators = json.loads(tuned[0]["plan"])
+    assert "attn.out.W" not in json.dumps(operators)
+    assert "attn.qkv.W" in json.dumps(operators)
+
+
+@pytest.mark.slow
+def test_optimizer_states_of_adapters_are_sharded(cluster_of: Any, tmp_path: Path) -> None:
+    job = {"model": {"lora": {}}, "training": {"max_steps": 5}}
+    whole, sharded = (
+        cluster_of(2).run("train", folder=str(tmp_path / str(shard)), helix={"shard_optimizer": shard, **GREEDY}, **job)
+        for shard in (False, True)
+    )
+    np.testing.assert_allclose(sharded[0]["losses"], whole[0]["losses"], rtol=0, atol=1e-6)
+    compare_files(tmp_path / "True", tmp_path / "False")
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def refused(model: Any, folder: Path, *words: str) -> None:
+    with pytest.raises(ValueError, match="adapters") as caught:
+        HelixTrainer(model=model, args=arguments(str(folder)), helix_config=HelixConfig())
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use_dora": True}, ["use_dora=True", "use_dora=False"]),
+        ({"alora_invocation_tokens": [5, 6]}, ["alora_invocation_tokens=[5, 6]", "leave it out"]),
+        ({"trainable_token_indices": [1, 2]}, ["trainable_token_indices", "modules_to_save=['embed_tokens']"]),
+        ({"layer_replication": [(0, 2), (1, 3)]}, ["layer_replication", "leave it out"]),
+        ({"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}, ["layers.0.mlp is kept whole", "modules_to_save"]),
+    ],
+    ids=str,
+)
+def test_options_of_lora(options: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    config = LoraConfig(r=2, **{"target_modules": ["q_proj", "v_proj"], **options})
+    refused(get_peft_model(llama(), config), tmp_path, *words)
+
+
+def test_adapters_of_experts(tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    refused(get_peft_model(mixtral(), config), tmp_path, "target_parameters=", "target_modules")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        VeraConfig(r=2, target_modules=["q_proj"]),
+        AdaLoraConfig(target_modules=["q_proj"], total_step=10),
+        PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_other_kinds_of_adapters(config: Any, tmp_path: Path) -> None:
+    refused(get_peft_model(llama(), config), tmp_path, type(config).__name__, "get_peft_model(model, LoraConfig(...))")
+
+
+def test_models_that_are_not_as_peft_makes_them(tmp_path: Path) -> None:
+    refused(tiny(lora={}).base_model.model, tmp_path, "no PeftModel around it", "merge_and_unload()")
+    mixed = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]), mixed=True)
+    refused(mixed, tmp_path, "PeftMixedModel", "LoraConfig")
+    merged = tiny(lora={})
+    merged.merge_adapter()
+    refused(merged, tmp_path, "merged adapters (default)", "unmerge_adapter()")
+
+
+def test_bases_that_cannot_be_cut(tmp_path: Path) -> None:
+    class Linear4bit(nn.Linear):
+        """What quantised layers derive from."""
+
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.__class__ = Linear4bit
+    refused(adapted(model), tmp_path, "self_attn.q_proj is a peft.", "Linear4bit", "without quantization_config")
+    model = llama()
+    model.hf_quantizer = object()
+    refused(adapted(model), tmp_path, "quantised", "without quantization_config")
+
+
+def test_adapters_that_are_not_trained(tmp_path: Path) -> None:
+    tiny(lora={}).save_pretrained(str(tmp_path / "adapter"))
+    model = PeftModel.from_pretrained(llama(), str(tmp_path / "adapter"))
+    trainer = HelixTrainer(
+        model=model,
+        args=arguments(str(tmp_path)),
+        train_dataset=sequences(4),
+        eval_dataset=sequences(4),
+        helix_config=HelixConfig(),
+    )
+    assert np.isfinite(trainer.evaluate()["eval_loss"])
+    with pytest.raises(ValueError, match=r"no weight .* is trained.*is_trainable=True"):
+        trainer.train()

@@ -1,0 +1,56 @@
+"""PEFT models on several ranks, for a `Cluster`. Named "support.peft_jobs:function" there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import PeftModel
+from support import pipeline_jobs
+from support.jobs import frozen
+from support.models import arguments, sequences, tiny
+from transformers import Trainer
+
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.planning.graph import Part
+
+
+def parts(folder: str, helix: dict[str, Any], model: dict[str, Any], freeze: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The weight gradients in this rank's graphs, and the bytes of gradients that a window leaves."""
+    made = frozen(tiny(**model), freeze)
+    trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(cache=False, **helix))
+    made.train()
+    trainer.runner.train_window(pipeline_jobs.window_of(trainer, 2, 2, (9,)))
+    stage = trainer.runner.stage
+    return {
+        "weights": {
+            unit.label: [op.of for op in unit.graphs.backward.operators if op.part is Part.W]
+            for unit in stage.units.values()
+        },
+        "names": {unit.label: unit.name for unit in stage.units.values()},
+        "gradients": sum(p.grad.nbytes for p in stage.placements if p.grad is not None),
+        "trained": sum(p.nbytes for p in stage.placements if p.requires_grad),
+        "held": sum(p.nbytes for p in stage.placements),
+    }
+
+
+def go_on(folder: str, helix: dict[str, Any] | None, source: str, model: dict[str, Any]) -> list[float]:
+    """Load saved adapters, train a little more on other data, save; the losses."""
+    common: dict[str, Any] = {
+        "model": PeftModel.from_pretrained(tiny(**model), source, is_trainable=True),
+        "args": arguments(folder, max_steps=4, gradient_accumulation_steps=2),
+        "train_dataset": sequences(20, seed=7),
+    }
+    trainer = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    trainer.train()
+    trainer.save_model(folder)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def evaluations(folder: str, helix: dict[str, Any] | None, model: dict[str, Any]) -> list[float]:
+    """With adapters, with dropout switched off as it must be; without adapters; with them again."""
+    common: dict[str, Any] = {"model": tiny(**model), "args": arguments(folder), "eval_dataset": sequences(4)}
+    trainer = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    found = [trainer.evaluate()["eval_loss"]]
+    with trainer.model.disable_adapter():
+        found.append(trainer.evaluate()["eval_loss"])
+    return [*found, trainer.evaluate()["eval_loss"]]
