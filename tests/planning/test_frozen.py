@@ -11,6 +11,7 @@ from support.graphs import LLAMA, layout_of, llama_layer, random_times
 from hf_helix.planning.flow import _shares
 from hf_helix.planning.graph import Graph, GraphPair, Part, derive_backward, digest
 from hf_helix.planning.profile import Profile, load_profile, named_operators, rough_profile
+from hf_helix.planning.recompute import recomputed
 from hf_helix.planning.rules import RULES, make_plan
 from hf_helix.planning.schedule import build_schedule
 from hf_helix.planning.tiling import tile_graph
@@ -35,6 +36,20 @@ def test_a_frozen_linear_has_a_backward_of_the_size_of_an_input_gradient() -> No
     up, of_whole = backward["mlp.up"], whole["mlp.up.I"]
     assert up.part is Part.B
     assert (up.reads, up.writes, up.effort) == (of_whole.reads, of_whole.writes, of_whole.effort)
+
+
+def test_nothing_is_kept_for_a_frozen_linear() -> None:
+    """Unless others need it: W alone reads what forward read."""
+    assert set(derive_backward(llama_layer()).kept) == {"attn.gather", "attention", "mlp.gather", "mlp.act"}
+    assert set(derive_backward(trained(0, "attn.qkv", "mlp.up")).kept) == {"attention", "mlp.act"}
+
+
+def test_what_frozen_linears_read_does_not_run_again() -> None:
+    def repeats(graph: Graph) -> set[str]:
+        backward = derive_backward(recomputed(graph, "selective"))
+        return {op.of for op in backward.operators if op.part is Part.R}
+
+    assert repeats(trained(0)) < repeats(llama_layer())
 
 
 def test_adapters_have_a_small_weight_gradient() -> None:
