@@ -94,6 +94,12 @@ def test_gradients_equal_the_unsplit_models(
 
 
 @pytest.mark.slow
+def test_frozen_experts_that_ranks_share(cluster_of: Any, expected: Any, tmp_path: Path) -> None:
+    model = {**MODELS["experts"], "ep_size": 2}
+    parity.check(cluster_of(2), tmp_path, expected, DP, "dense", ("sequential", "greedy"), **model)
+
+
+@pytest.mark.slow
 def test_tiled_collectives(cluster_of: Any, expected: Any, tmp_path: Path) -> None:
     check("every linear", TP, cluster_of, expected, tmp_path, ["intra_batch"])
     check("some layers", TP, cluster_of, expected, tmp_path, ["intra_batch"])
