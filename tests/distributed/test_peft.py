@@ -299,6 +299,43 @@ def test_saved_adapters_train_on(cluster_of: Any, tmp_path: Path) -> None:
     compare_files(tmp_path / "ours", tmp_path / "theirs")
 
 
+@pytest.mark.parametrize(
+    ("helix", "other"),
+    [({"tp_size": 2}, {"tp_size": 2}), pytest.param({"tp_size": 2}, {"pp_size": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_run_goes_on_from_a_checkpoint(helix: Any, other: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """Adapters, optimizer states and data; the same layout bit for bit."""
+    model = {"num_hidden_layers": 4, "lora": {"modules_to_save": ["norm"], "lora_dropout": 0.1, "idle": "other"}}
+    job = {"folder": str(tmp_path), "model": model}
+    if helix != other:
+        model["lora"]["lora_dropout"] = 0.0  # ranks draw for their own part
+    whole = cluster_of(2).run(f"{JOB}resume", helix={**helix, **GREEDY}, **job)[0]
+    last = load_file(tmp_path / "checkpoint-6" / "adapter_model.safetensors")
+    source = str(tmp_path / "checkpoint-3")
+    resumed = cluster_of(2).run(f"{JOB}resume", helix={**other, **GREEDY}, source=source, **job)[0]
+    again = load_file(tmp_path / "checkpoint-6" / "adapter_model.safetensors")
+    if helix == other:
+        assert resumed == whole
+        assert all(torch.equal(weight, last[name]) for name, weight in again.items())
+    np.testing.assert_allclose(resumed, whole, rtol=0, atol=1e-5)
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model = {"lora": {"target_modules": ["q_proj"]}}
+    tiny(**model).save_pretrained(str(tmp_path))
+    peft_jobs.load_into(str(tmp_path), {}, model)
+    with pytest.raises(ValueError, match=r"lora_A.weight is \[3, 32\] there, and \[2, 32\] in the model"):
+        peft_jobs.load_into(str(tmp_path), {}, {"lora": {"target_modules": ["q_proj"], "r": 2}})
+    with pytest.raises(ValueError, match=r"k_proj.lora_A.weight: it is not there"):
+        peft_jobs.load_into(str(tmp_path), {}, {"lora": {"target_modules": ["q_proj", "k_proj"]}})
+    with pytest.raises(ValueError, match=r"other.adapter_model.safetensors is missing"):
+        peft_jobs.load_into(str(tmp_path), {}, {"lora": {"target_modules": ["q_proj"], "idle": "other"}})
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors cannot be read"):
+        peft_jobs.load_into(str(tmp_path), {}, model)
+
+
 def test_evaluation_with_and_without_adapters(tmp_path: Path) -> None:
     model = {"lora": {"lora_dropout": 0.5, "modules_to_save": ["norm"]}}
     found = peft_jobs.evaluations(str(tmp_path), {}, model)

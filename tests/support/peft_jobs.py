@@ -46,6 +46,22 @@ def go_on(folder: str, helix: dict[str, Any] | None, source: str, model: dict[st
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def resume(folder: str, helix: dict[str, Any], model: dict[str, Any], source: str = "") -> list[float]:
+    """Train six steps, with checkpoints; from a checkpoint where one is given. The losses."""
+    args = arguments(folder, max_steps=6, save_strategy="steps", save_steps=3, gradient_accumulation_steps=2)
+    common: dict[str, Any] = {"args": args, "train_dataset": sequences(40), "helix_config": HelixConfig(**helix)}
+    trainer = HelixTrainer(model=tiny(**model), **common)
+    trainer.train(resume_from_checkpoint=source or None)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def load_into(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> None:
+    """Load saved adapters into a cut model."""
+    HelixTrainer(model=tiny(**model), args=arguments(folder), helix_config=HelixConfig(**helix))._engine.load_weights(
+        folder
+    )
+
+
 def evaluations(folder: str, helix: dict[str, Any] | None, model: dict[str, Any]) -> list[float]:
     """With adapters, with dropout switched off as it must be; without adapters; with them again."""
     common: dict[str, Any] = {"model": tiny(**model), "args": arguments(folder), "eval_dataset": sequences(4)}
