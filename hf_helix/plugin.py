@@ -56,7 +56,9 @@ class HelixPlugin(ParallelismConfig):
     def build_mesh(self, device: torch.device | str) -> Mesh:
         """The mesh of this run, built on first use. Collective."""
         if self.mesh is None:
-            config = self.config
+            config, device = self.config, torch.device(device)
+            if device.type == "cuda" and device.index is None:  # Accelerate names the kind only
+                device = torch.device("cuda", torch.cuda.current_device())
             sizes = config.pp_size, config.cp_size, config.ep_size
             self.mesh = build_mesh(config.tp_size, device, *sizes, config.cross_node)
         return self.mesh
