@@ -53,7 +53,9 @@ REFUSED = {
 }
 
 
-def prepare(plugin: Any, accelerator: Any, objects: Sequence[Any], seed: int | None) -> list[Any]:
+def prepare(
+    plugin: Any, accelerator: Any, objects: Sequence[Any], seed: int | None, weights: str | Path | None
+) -> list[Any]:
     """See `HelixPlugin.prepare`."""
     check_accelerator(accelerator, plugin)
     mesh = plugin.build_mesh(accelerator.device)
@@ -68,7 +70,7 @@ def prepare(plugin: Any, accelerator: Any, objects: Sequence[Any], seed: int | N
             check_optimizer(given, models[0] if models else None, plugin.config)
         if isinstance(given, DataLoader):
             check_loader(given, accelerator, mesh.dp_size)
-    model = _cut(plugin, accelerator, models[0], seed) if models else None
+    model = _cut(plugin, accelerator, models[0], seed, weights) if models else None
     optimizers = {
         id(given): accelerator.prepare_optimizer(given) for given in objects if isinstance(given, torch.optim.Optimizer)
     }
@@ -86,7 +88,7 @@ def prepare(plugin: Any, accelerator: Any, objects: Sequence[Any], seed: int | N
     return [one(given) for given in objects]
 
 
-def _cut(plugin: Any, accelerator: Any, model: Any, seed: int | None) -> HelixModel:
+def _cut(plugin: Any, accelerator: Any, model: Any, seed: int | None, weights: str | Path | None) -> HelixModel:
     notice = prepare_cuda()
     if notice:
         logger.warning(notice)
@@ -98,8 +100,16 @@ def _cut(plugin: Any, accelerator: Any, model: Any, seed: int | None) -> HelixMo
     chosen = [torch.initial_seed() if seed is None else seed]
     if dist.is_initialized():
         dist.broadcast_object_list(chosen, src=0)
-    products = torch.bfloat16 if mixed == "bf16" else None
-    engine = Engine(model, plugin.config, mesh, seed=chosen[0], microbatches=steps, instead=INSTEAD, products=products)
+    engine = Engine(
+        model,
+        plugin.config,
+        mesh,
+        seed=chosen[0],
+        microbatches=steps,
+        instead=INSTEAD,
+        products=torch.bfloat16 if mixed == "bf16" else None,
+        weights=weights,
+    )
     model.to(accelerator.device)
     model._is_accelerate_prepared = True  # nothing is left to wrap
     cut = HelixModel(engine, accelerator)

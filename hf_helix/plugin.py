@@ -9,6 +9,7 @@ nothing itself. Accelerate has no registry for plugins; a subclass of `Paralleli
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +57,9 @@ class HelixPlugin(ParallelismConfig):
     def build_mesh(self, device: torch.device | str) -> Mesh:
         """The mesh of this run, built on first use. Collective."""
         if self.mesh is None:
-            config = self.config
+            config, device = self.config, torch.device(device)
+            if device.type == "cuda" and device.index is None:  # Accelerate names the kind only
+                device = torch.device("cuda", torch.cuda.current_device())
             sizes = config.pp_size, config.cp_size, config.ep_size
             self.mesh = build_mesh(config.tp_size, device, *sizes, config.cross_node)
         return self.mesh
@@ -71,7 +74,9 @@ class HelixPlugin(ParallelismConfig):
             return self.mesh.device_mesh if self.mesh else None
         return self.build_device_mesh(device_type)
 
-    def prepare(self, accelerator: Any, *objects: Any, seed: int | None = None) -> Any:
+    def prepare(
+        self, accelerator: Any, *objects: Any, seed: int | None = None, weights: str | Path | None = None
+    ) -> Any:
         """As `accelerator.prepare`, with the model cut over the ranks. Collective.
 
         Args:
@@ -80,6 +85,8 @@ class HelixPlugin(ParallelismConfig):
             objects: one ordinary Transformers model, and any number of optimizers of its parameters that have not taken
                 a step, schedulers and data loaders.
             seed: randomness of the training (dropout, routers) derives from it; torch's own (`set_seed`) without it.
+            weights: a checkpoint folder that a model on the meta device starts from; without it, such a model starts at
+                random.
 
         Returns:
             The objects in the order given: for the model, a `hf_helix.loop.HelixModel`.
@@ -89,7 +96,7 @@ class HelixPlugin(ParallelismConfig):
         """
         from hf_helix.loop import prepare
 
-        found = prepare(self, accelerator, objects, seed)
+        found = prepare(self, accelerator, objects, seed, weights)
         return found[0] if len(found) == 1 else tuple(found)
 
     def to_json(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def check_sft(kind: type, given: Mapping[str, Any], args: Any) -> None:
     Raises:
         ValueError: names every such option and a value that works.
     """
-    name, model = kind.__name__, given.get("model")
+    name = kind.__name__
     if not hasattr(args, "loss_type"):
         raise ValueError(f"{name} needs the arguments of TRL: args=SFTConfig(...); got {type(args).__name__}")
     problems = [
@@ -53,8 +53,6 @@ def check_sft(kind: type, given: Mapping[str, Any], args: Any) -> None:
         for field, bad, instead in _REFUSED
         if bad(getattr(args, field, None))
     ]
-    if isinstance(model, str):
-        problems.append(f"model={model!r}: use a model, AutoModelForCausalLM.from_pretrained({model!r})")
     if given.get("peft_config") is not None:
         problems.append("peft_config=...: use peft.get_peft_model(model, peft_config) before")
     if problems:
@@ -75,6 +73,6 @@ def check_routers(model: Any, args: Any) -> None:
     if coefficient or config.output_router_logits:
         raise ValueError(
             f"router_aux_loss_coef={asked!r} with output_router_logits={config.output_router_logits}: use "
-            "SFTConfig(router_aux_loss_coef=0.0), and model.config.output_router_logits = False; the loss of routers is "
-            "built for HelixTrainer only"
+            "SFTConfig(router_aux_loss_coef=0.0), and model.config.output_router_logits = False; the loss of routers "
+            "is built for HelixTrainer only"
         )

@@ -181,7 +181,8 @@ class HelixTrainerMixin(CheckpointHooks):
                 "given, too; leave it out, or give a model on the meta device with it"
             )
         self._weights = Path(folder)
-        return outline_of(folder, **(getattr(args, "model_init_kwargs", None) or {}))
+        usual = {"dtype": torch.float32} if is_sft(type(self)) else {}
+        return outline_of(folder, **{**usual, **(getattr(args, "model_init_kwargs", None) or {})})
 
     def _take(self, model: Any, args: TrainingArguments) -> None:
         """Keep this rank's part of the model, in place, before anything moves to the device; make it runnable."""

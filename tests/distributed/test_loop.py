@@ -66,6 +66,17 @@ def test_as_the_stock_loop(
         assert torch.linalg.norm(saved[name] - value) <= 1e-4 * torch.linalg.norm(value), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}], ids=str)
+def test_from_a_folder(helix: dict[str, Any], cluster_of: Any, tmp_path: Path, stock: Any) -> None:
+    """A model on the meta device, whose optimizer was made before it had weights."""
+    llama(num_hidden_layers=4).save_pretrained(tmp_path / "start")
+    options = {"count": 13, "accumulate": 4, "weights": str(tmp_path / "start")}
+    wanted, _ = stock(13, 4, 1)
+    for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path / "end"), helix=helix, **options):
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+
+
 def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
     for found in cluster_of(2).run(JOBS + "misuse", helix={"tp_size": 2}):
         for name, words in {

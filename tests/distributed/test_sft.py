@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from support import sft_jobs
-from support.models import arguments
+from support.models import arguments, llama
 from transformers import AutoModelForCausalLM
 
 JOBS = "support.sft_jobs:"
@@ -100,8 +100,6 @@ def test_what_is_refused(tmp_path: Path, tokenizer: str) -> None:
         "peft_config=...: use peft.get_peft_model(model, peft_config) before",
     ):
         assert words in said
-    said = refused(tmp_path, tokenizer, model="some/model")
-    assert "AutoModelForCausalLM.from_pretrained('some/model')" in said
     said = refused(tmp_path, tokenizer, args=arguments(str(tmp_path)))
     assert "args=SFTConfig(...); got TrainingArguments" in said
     with pytest.raises(ValueError, match=r"SFTConfig\(router_aux_loss_coef=0.0\), and model.config.output_router_l"):
@@ -125,3 +123,19 @@ def test_experts_without_the_loss_of_routers(cluster_of: Any, tmp_path: Path, to
     given = {"folder": str(tmp_path / "helix"), "tokenizer": tokenizer, "helix": TP, **options}
     for found in cluster_of(2).run(JOBS + "train", **given):
         np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_from_the_name_of_a_folder(dtype: str | None, cluster_of: Any, tmp_path: Path, tokenizer: str) -> None:
+    """TRL loads in fp32 unless it is told otherwise."""
+    made = llama(num_hidden_layers=4, vocab_size=sft_jobs.VOCABULARY).to(torch.bfloat16)
+    made.save_pretrained(tmp_path / "model")
+    training = {"model_init_kwargs": {"dtype": dtype} if dtype else None}
+    options = {"kind": "completions", "training": training, "model": str(tmp_path / "model")}
+    wanted = sft_jobs.train(str(tmp_path / "stock"), tokenizer, None, **options)
+    given = {"folder": str(tmp_path / "helix"), "tokenizer": tokenizer, "helix": TP, **options}
+    for found in cluster_of(2).run(JOBS + "train", **given):
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-2 if dtype else 1e-5)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "helix")
+    assert saved.dtype is (torch.bfloat16 if dtype else torch.float32)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
-from support.models import llama, sequences, tiny
+from support.models import llama, sequences
 from support.more_jobs import Stream
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
@@ -18,16 +19,24 @@ from hf_helix import HelixConfig, HelixPlugin
 Made = tuple[Accelerator, Any, Any, Any, Any, Any]
 
 
-def follow(folder: str, helix: dict[str, Any] | None, count: int, accumulate: int, dp_size: int = 1) -> dict[str, Any]:
+def follow(
+    folder: str,
+    helix: dict[str, Any] | None,
+    count: int,
+    accumulate: int,
+    dp_size: int = 1,
+    weights: str | None = None,
+) -> dict[str, Any]:
     """Two epochs: losses, norms and learning rates by step, evaluation of every sample, and the model saved.
 
     Args:
         helix: options of the plugin; None for the stock loop, in one process.
         accumulate: batches of a rank in a window.
         dp_size: ranks whose batches the stock loop trains on at once.
+        weights: a folder that the model starts from, on the meta device before.
     """
     plugin = None if helix is None else HelixPlugin(HelixConfig(cache=False, plan="greedy", **helix))
-    accelerator, model, optimizer, loader, held_out, scheduler = made(plugin, accumulate * dp_size, count)
+    accelerator, model, optimizer, loader, held_out, scheduler = made(plugin, accumulate * dp_size, count, weights)
     train = model.train_window if plugin else stock_window(accelerator, model)
     evaluate = model.evaluate if plugin else lambda batch, logits: model.eval()(**batch)
     found: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
@@ -54,17 +63,18 @@ def follow(folder: str, helix: dict[str, Any] | None, count: int, accumulate: in
     return found
 
 
-def made(plugin: HelixPlugin | None, accumulate: int, count: int, **options: Any) -> Made:
+def made(plugin: HelixPlugin | None, accumulate: int, count: int, weights: str | None = None, **options: Any) -> Made:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, parallelism_config=plugin, **options)
-    model = tiny(num_hidden_layers=4)
+    with torch.device("meta" if weights else "cpu"):
+        model = llama(num_hidden_layers=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     dice = torch.Generator().manual_seed(5)
     loader = DataLoader(sequences(count), 2, shuffle=True, generator=dice, collate_fn=default_data_collator)
     held_out = DataLoader(sequences(5, seed=9), 2, collate_fn=default_data_collator)
-    prepare = (lambda *given: plugin.prepare(accelerator, *given)) if plugin else accelerator.prepare
+    prepare = partial(plugin.prepare, accelerator, weights=weights) if plugin else accelerator.prepare
     return accelerator, *prepare(model, optimizer, loader, held_out, scheduler)
 
 
