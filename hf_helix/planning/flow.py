@@ -5,7 +5,7 @@ Out:  the order of issue.
 Must hold: a pure function of its inputs, the same on every rank. Values are written before they are read; micro-batches
 go through every unit in the schedule's order, forward and backward; every parameter's gradients accumulate in that
 order. Forward goes on only while what waits for backward stays within the limit: activations, and the gradients that
-weight gradients read.
+weight gradients read. Nothing runs again for one more layer while what ran again for others is still held.
 
 Nothing is aligned to layers or slots: what one layer leaves open the next may fill, and the ends of a stage are
 scheduled like its middle. Two micro-batches of a rank are under way at a time: a forward and a backward one, and where
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from hf_helix.planning.cost import COMPUTE, Times, work_of
 from hf_helix.planning.graph import Kind, Part
+from hf_helix.planning.room import held, peak_layers, shares_of
 from hf_helix.planning.schedule import Action, Schedule, Slot
 from hf_helix.planning.window import Instruction, Layout, window_instructions
 
@@ -29,6 +30,8 @@ Bias = Mapping[tuple[str, str], float]
 earlier."""
 
 EXTRA_LAYERS = 1
+LAYERS_AGAIN = 2 + 1e-6  # whose recomputed activations may be alive: of two backward strands, a layer each
+SLACK = 1e-6
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,11 @@ class Window:
         self.program = window_instructions(schedule, layout)
         self.work = work_of(self.program, layout, times)
         self.needs = [list(needs) for needs in self.work.needs]
-        self.takes, self.gives = _shares(self.program, layout)
-        self.limits = [_peak_layers(slots, layout) + extra_layers + 1e-6 for slots in schedule]
+        shares = {name: shares_of(pair) for name, pair in layout.graphs.items() if pair.forward.repeats}
+        self.kept, self.again = (held(self.program, layout, shares, again) for again in (False, True))
+        kept = {name: sum(share for share, again in found.values() if not again) for name, found in shares.items()}
+        extra = extra_layers * max(kept.values(), default=0.0) + SLACK
+        self.limits = [peak_layers(slots, layout, kept) + extra for slots in schedule]
         self._queues = self.work.queues()
         # Of every forward action, the layers that it takes; of every instruction, its action and the one before.
         self._layers: list[float] = []
@@ -102,9 +108,10 @@ class Window:
                 rank.moving.remove(chosen)
                 queue = self._queues[chosen]
                 end = free[queue] = max(rank.now, arrives[chosen], free[queue]) + seconds[chosen]
-            rank.alive += self.takes[chosen] - self.gives[chosen]
-            if self.takes[chosen]:
-                left[self._action[chosen]] -= self.takes[chosen]
+            rank.alive += self.kept.takes[chosen] - self.kept.gives[chosen]
+            rank.again += self.again.takes[chosen] - self.again.gives[chosen]
+            if self.kept.takes[chosen]:
+                left[self._action[chosen]] -= self.kept.takes[chosen]
             rank.stale = True
             order.append(chosen)
             for reader in self.readers[chosen]:
@@ -125,9 +132,11 @@ class Window:
             return
         chosen, best, now = -1, 0.0, rank.now
         for place in rank.computing:
-            takes = self.takes[place]
+            takes = self.kept.takes[place]
             if takes and rank.alive + takes + left[self._ahead[place]] > rank.limit:
                 continue  # the action before must always find room
+            if self.again.takes[place] and rank.again + self.again.takes[place] > LAYERS_AGAIN:
+                continue  # weight gradients make room
             arrival = arrives[place]
             score = (arrival if arrival > now else now) + weight[place]
             if chosen < 0 or score < best or (score == best and place < chosen):
@@ -196,7 +205,7 @@ class Window:
             if action.direction == "F":
                 ahead, number = number, len(self._layers)
                 inside = [instruction for visit in way for instruction in visits[visit]]
-                self._layers.append(sum(self.takes[instruction] for instruction in inside))
+                self._layers.append(sum(self.kept.takes[instruction] for instruction in inside))
                 for instruction in inside:
                     self._action[instruction], self._ahead[instruction] = number, ahead
 
@@ -224,6 +233,7 @@ class _Rank:
 
     Attributes:
         limit: of the layers whose activations may be alive.
+        alive, again: layers whose activations are, kept by forward and recomputed.
         computing, moving: what it could issue: computations and communication.
         now: when its compute stream is free.
         chosen, start: what it issues next, and when that begins; `stale`: to be chosen anew.
@@ -234,6 +244,7 @@ class _Rank:
     moving: list[int] = field(default_factory=list)
     now: float = 0.0
     alive: float = 0.0
+    again: float = 0.0
     chosen: int = -1
     start: float = math.inf
     stale: bool = True
@@ -290,44 +301,3 @@ def flow_order(schedule: Schedule, layout: Layout, flow: Flow) -> list[list[Inst
     for place in window.order(flow.bias):
         programs[window.work.rank(place)].append(window.program[place])
     return programs
-
-
-def _shares(program: Sequence[Instruction], layout: Layout) -> tuple[list[float], list[float]]:
-    """By instruction: the share of a layer's activations that it takes, and that it gives back."""
-    takes, gives = [0.0] * len(program), [0.0] * len(program)
-    computing = {
-        name: {op.name for op in pair.forward.operators if op.kind is Kind.COMPUTE}
-        for name, pair in layout.graphs.items()
-        if pair.forward.repeats
-    }
-    share = {name: 1 / len(names) for name, names in computing.items()}
-    for place, instruction in enumerate(program):
-        op, name = instruction.operator, layout.units[instruction.unit]
-        assert op is not None
-        if name in share and op.kind is Kind.COMPUTE:
-            if op.part is Part.F:
-                takes[place] = share[name]
-            elif op.part in (Part.I, Part.W):
-                # Keeps the gradients that W reads, such as those of gate and up; not held up, or backward could stop.
-                gradients = sum(value.startswith("d.") for value in op.reads)
-                held = 1 + gradients if op.part is Part.W else -gradients
-                gives[place] = held * share[name]
-            elif op.part is Part.B and op.of in computing[name]:  # not a sum of gradients
-                gives[place] = share[name]
-    return takes, gives
-
-
-def _peak_layers(slots: Sequence[Slot], layout: Layout) -> int:
-    """Layers whose activations are alive at most where the strands take turns, layer by layer."""
-
-    def layers(stage: int) -> int:
-        return sum(layout.graphs[layout.units[unit]].forward.repeats for unit in layout.chunks[stage])
-
-    alive = peak = 0
-    for slot in slots:
-        enter = layers(slot.forward.stage) if slot.forward else 0
-        leave = layers(slot.backward.stage) if slot.backward and slot.backward.direction != "I" else 0
-        for place in range(max(enter, leave)):
-            alive += (place < enter) - (place < leave)
-            peak = max(peak, alive)
-    return peak

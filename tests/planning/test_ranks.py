@@ -23,13 +23,15 @@ from support.graphs import (
 )
 from support.schedules import live_activations
 
+from hf_helix.config import RECOMPUTE
 from hf_helix.planning import search
 from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.flow import Flow
 from hf_helix.planning.fold import FOLD, stage_ranks
-from hf_helix.planning.graph import Kind, Part
+from hf_helix.planning.graph import GraphPair, Kind, Part
 from hf_helix.planning.plan import Plan
 from hf_helix.planning.program import build_programs, validate_program
+from hf_helix.planning.recompute import recomputed
 from hf_helix.planning.rules import BLOCK_RULES, TILED, make_plan, predict_plan
 from hf_helix.planning.schedule import PLACEMENT_OF, Schedule, build_schedule
 from hf_helix.planning.search import greedy, lower_bound, predict
@@ -45,9 +47,12 @@ SHAPES = {
 SEEDS = st.integers(0, 999)
 
 
-def case(name: str, num_ranks: int, num_microbatches: int, counts: list[int]) -> tuple[Layout, Schedule]:
+def case(
+    name: str, num_ranks: int, num_microbatches: int, counts: list[int], recompute: str = "none"
+) -> tuple[Layout, Schedule]:
     ranks = stage_ranks(PLACEMENT_OF[name], num_ranks)
-    return pipeline_of(SMALL, counts[: len(ranks)], ranks), build_schedule(name, num_ranks, num_microbatches)
+    graphs = {**SMALL, "layer": GraphPair.of(recomputed(SMALL["layer"].forward, recompute))}
+    return pipeline_of(graphs, counts[: len(ranks)], ranks), build_schedule(name, num_ranks, num_microbatches)
 
 
 @functools.cache
@@ -94,9 +99,11 @@ def test_programs_of_blocks(name: str, num_ranks: int, num_microbatches: int, co
 
 
 @settings(max_examples=100, deadline=None)
-@given(**SHAPES, seed=SEEDS)
-def test_programs_of_flows(name: str, num_ranks: int, num_microbatches: int, counts: list[int], seed: int):
-    layout, schedule = case(name, num_ranks, num_microbatches, counts)
+@given(**SHAPES, seed=SEEDS, recompute=st.sampled_from(RECOMPUTE))
+def test_programs_of_flows(
+    name: str, num_ranks: int, num_microbatches: int, counts: list[int], seed: int, recompute: str
+):
+    layout, schedule = case(name, num_ranks, num_microbatches, counts, recompute)
     flow = random_flow(layout, seed)
     programs = build_programs(schedule, layout, plan_of_flow(flow, layout))
     check_ranks(programs, layout, schedule)

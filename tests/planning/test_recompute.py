@@ -9,6 +9,7 @@ from support import graphs as by_hand
 from support.graphs import collective, compute, linear, llama_layer, llama_layer_on_one_rank, segment
 
 from hf_helix.config import RECOMPUTE
+from hf_helix.planning.flow import Flow, flow_order
 from hf_helix.planning.graph import Graph, GraphPair, Kind, Part, derive_backward, digest
 from hf_helix.planning.recompute import FULL, NONE, SELECTIVE, recomputed
 from hf_helix.planning.tiling import tile_graph
@@ -144,6 +145,35 @@ def test_tiles_keep_no_more(mode: str) -> None:
     assert tiled.kept == derive_backward(whole).kept
     assert {"mlp.gather.cut.again", "mlp.gather.0.again", "mlp.gather.1.again"} <= set(names(tiled))
     assert tiled["mlp.down.1.W"].reads == ("d.mlp.down.1", "r.mlp.down.cut.1")
+
+
+@pytest.mark.parametrize("num_layers", [4, 8])
+@pytest.mark.parametrize("mode", [SELECTIVE, FULL])
+def test_flows_hold_two_layers_of_what_ran_again_at_most(mode: str, num_layers: int) -> None:
+    """Where weight gradients are the least urgent, and would keep what they read of every layer."""
+    layer = GraphPair.of(recomputed(llama_layer(), mode))
+    layout = by_hand.layout_of({**by_hand.LLAMA, "layer": layer}, num_layers)
+    times = by_hand.efforts(layout)
+    bias = {name: 1.0 for name in times if name[1].endswith(".W")}
+    (program,) = flow_order(by_hand.schedule_of(3), layout, Flow(times, bias))
+    last = {(i.microbatch, key): place for place, i in enumerate(program) for key in (*i.reads, *i.writes)}
+    alive: set[tuple[int, tuple[int, str]]] = set()
+    most = 0
+    for place, i in enumerate(program):
+        alive |= {(i.microbatch, key) for key in i.writes if key[1].startswith("r.")}
+        most = max(most, len(alive))
+        alive = {value for value in alive if last[value] > place}
+    in_a_layer = sum(op.part is Part.R for op in layer.backward.operators)
+    assert in_a_layer / 2 < most <= 2 * in_a_layer
+
+
+def test_flows_let_forward_go_on_as_far_as_without() -> None:
+    """What may be alive is counted in what a layer keeps, whatever its mode."""
+    for mode in RECOMPUTE:
+        layer = GraphPair.of(recomputed(llama_layer(), mode))
+        layout = by_hand.layout_of({**by_hand.LLAMA, "layer": layer}, 4)
+        (program,) = flow_order(by_hand.schedule_of(5), layout, Flow(by_hand.efforts(layout), {}, extra_layers=1))
+        assert 4 <= by_hand.most_layers_alive(program, layout) <= 5 + 1e-3
 
 
 def test_the_digest_tells_modes_apart() -> None:

@@ -94,8 +94,8 @@ LLAMA = {"embedding": EMBEDDING, "layer": GraphPair.of(llama_layer()), "head": H
 
 SMALL_LAYER = pair(
     "layer",
-    compute("norm", "x"),
-    collective("gather", "norm", effort=4),
+    segment("norm", "x"),
+    collective("gather", "norm", cheap=True, effort=4),
     linear("up", "gather", effort=4),
     linear("down", "up", effort=4),
     collective("scatter", "down", kind=Kind.CROSS, effort=4),
@@ -222,16 +222,34 @@ def check_whole_and_in_order(program: Sequence[Instruction], made: Sequence[Inst
 
 
 def most_layers_alive(program: Iterable[Instruction], layout: Layout) -> float:
-    """A layer's activations in equal shares, one for each of its computations, which its whole backward or its weight
+    """What forward keeps of a layer in equal shares, one for each computation, which its whole backward or its weight
     gradient gives back; and as much for the gradient that a weight gradient waits with."""
-    shares = [op.name for op in layout.graphs["layer"].forward.operators if op.kind is Kind.COMPUTE]
+    shares = kept_by_forward(layout.graphs["layer"])
     alive = most = 0
     for instruction in program:
         if layout.units[instruction.unit] == "layer" and instruction.operator.of in shares:
-            alive += {Part.F: 1, Part.I: 1, Part.W: -2, Part.R: 0}.get(instruction.operator.part, -1)
+            alive += {Part.F: 1, Part.I: 1, Part.W: -2}.get(instruction.operator.part, -1)
             most = max(most, alive) if instruction.operator.part is Part.F else most  # only forward is held up
     assert alive == 0
-    return most / len(shares)
+    return most / max(1, len(shares))
+
+
+def kept_by_forward(layer: GraphPair) -> list[str]:
+    """The computations of a layer that do not run again, nor does what their weight gradients read."""
+    backward = {op.name: op for op in layer.backward.operators}
+    writers = {value: op for op in layer.backward.operators for value in op.writes if op.part is Part.R}
+
+    def computed(values: Iterable[str]) -> bool:
+        found = [writers[value] for value in values if value in writers]
+        return any(op.kind is Kind.COMPUTE or computed(op.reads) for op in found[:1])
+
+    return [
+        op.name
+        for op in layer.forward.operators
+        if op.kind is Kind.COMPUTE
+        and f"{op.name}.again" not in backward
+        and not (op.split and computed(backward[f"{op.name}.W"].reads))
+    ]
 
 
 # Random ones
