@@ -44,8 +44,14 @@ def goes_on(found: dict[str, Any], expected: dict[str, Any], *, exactly: bool = 
 
 
 def test_the_run_itself_is_the_stock_trainers(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
-    _, ranks = whole
+    saved, ranks = whole
     goes_on(ranks[0], {**run(str(tmp_path), None), "flos": ranks[0]["flos"]})
+    own = ("log_history", "total_flos")
+    mine, theirs = (
+        {key: value for key, value in state_of(folder).items() if key not in own}
+        for folder in (saved, tmp_path / "checkpoint-3")
+    )
+    assert mine == theirs
 
 
 def test_the_same_layout_goes_on_bit_for_bit(whole: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path) -> None:
@@ -82,6 +88,17 @@ def test_one_process_goes_on(whole: tuple[Path, list[Any]], tmp_path: Path) -> N
     goes_on(run(str(tmp_path), {"plan": "greedy"}, resume=True), expected[0])
 
 
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    expected = run(str(tmp_path), {"plan": "greedy"})
+    before = (tmp_path / "checkpoint-6").stat().st_ino
+    goes_on(run(str(tmp_path), {"plan": "greedy"}, resume=f"{tmp_path}/checkpoint-3"), expected, exactly=True)
+    assert (
+        expected["checkpoints"] == sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]
+    )
+    assert (tmp_path / "checkpoint-6").stat().st_ino != before
+    assert manifest.Manifest.read(tmp_path / "checkpoint-6")
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "tied embeddings, fused projections": {"model": {"family": "gpt2"}},
     "frozen parameters": {"freeze": ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"]},
@@ -94,6 +111,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "training": {"train_sampling_strategy": "group_by_length", "max_steps": 8, "save_steps": 6},
         "data": {"lengths": (17, 5, 11, 8, 14), "padding": "right"},
     },
+    "a stream": {"streamed": True},
     "at the end of an epoch": {"training": {"max_steps": 8, "save_steps": 4}},
 }
 
@@ -330,6 +348,13 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"0\.000 GB of room, and a checkpoint needs .* GB or more"):
         trainer.train()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_hosts_that_do_not_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(str(tmp_path), {"plan": "greedy"})
+    monkeypatch.setattr("hf_helix.resume.hooks._probe", lambda *_: tmp_path / "on another host")
+    with pytest.raises(ValueError, match="not the folder that rank 0 has written to; give one that all hosts share"):
+        trainer.train()
 
 
 # -- whole or not there --------------------------------------------------------------------------------------------

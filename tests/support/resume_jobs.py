@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from support import jobs
 from support.models import arguments, llama, sequences
+from support.more_jobs import Stream
 from support.tuning_jobs import hasty
 from transformers import TrainerCallback
 
@@ -56,6 +57,8 @@ def run(folder: str, helix: dict[str, Any] | None, resume: Any = None, **options
 def make(folder: str, helix: dict[str, Any] | None, **options: Any) -> Any:
     training = {**TRAINING, **options.pop("training", {})}
     data = {"count": 16, **options.pop("data", {})}
+    if options.pop("streamed", False):
+        options["train_dataset"] = Stream(sequences(40))
     # Batches of as many tokens, so that their mean does not depend on how they are shared out.
     evaluated = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in sequences(4, seed=9)]
     options.setdefault("eval_dataset", evaluated)
