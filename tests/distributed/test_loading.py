@@ -65,7 +65,7 @@ def test_a_folder_gives_what_from_pretrained_gives(
         assert rank["differences"] == {"named": [], "meta": [], "again": []}
         assert len(rank["losses"][0]) == 2
         assert all(found == rank["losses"][0] for found in rank["losses"])
-        assert rank["generation"][0] == rank["generation"][1]
+        assert rank["configurations"][0] == rank["configurations"][1]
         assert rank["bytes"] > 0
 
 
@@ -249,6 +249,21 @@ def test_models_that_cannot_be_filled(
         assert all(word in failure.message for word in words), failure.message
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "gpt2"}, ["model='gpt2'", "no folder", "hf download"]),
+        ({"name": "here", "weights": "there"}, ["model='here'", "weights='there'", "leave it out"]),
+    ],
+    ids=str,
+)
+def test_names_that_are_no_folders(options: dict[str, Any], words: list[str], cluster_of: Any, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, **options}
+    for failure in cluster_of(2).errors(f"{JOB}construct_by_name", **job):
+        assert failure.kind == "ValueError"
+        assert all(word in failure.message for word in words), failure.message
+
+
 # -- at random ---------------------------------------------------------------------------------------------------
 
 
@@ -300,9 +315,9 @@ def test_random_weights_depend_on_no_layout_and_are_spread_as_the_models_own(
         assert expected[name].std().item() == pytest.approx(value.std().item(), rel=0.25), name
         assert (expected[name] == 0).sum() == (value == 0).sum()  # the row of padding
     assert drawn > 10
-    layers = [name for name in expected if ".0." in name and stock[name].std() > 1e-12]
-    for name in layers:
-        assert not torch.equal(expected[name], expected[name.replace(".0.", ".1.", 1)]), "layers differ"
+    pairs = [(name, name.replace(".1.", ".2.", 1)) for name in expected if ".1." in name and stock[name].std() > 1e-12]
+    assert len(pairs) >= 4
+    assert not any(torch.equal(expected[one], expected[other]) for one, other in pairs), "layers differ"
 
 
 def test_a_model_that_draws_from_outside_of_its_layers_is_refused() -> None:

@@ -70,7 +70,7 @@ def start_in_every_way(
     ours = [id(parameter) for parameter in empty.parameters()]
     meta = trainer_of(folder, helix, empty, weights=source)
     assert ours == [id(parameter) for parameter in meta.model.parameters()], "parameters stay the same objects"
-    other = tiny(family, dtype=str(whole.model.dtype).removeprefix("torch."), **changes)
+    other = AutoModelForCausalLM.from_config(whole.model.config, dtype=whole.model.dtype)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.fill_(7.0)
@@ -80,7 +80,9 @@ def start_in_every_way(
     return {
         "differences": {how: differences(held(trainer.model), expected) for how, trainer in found.items()},
         "losses": [losses(trainer) for trainer in (whole, named, meta, again)],
-        "generation": [trainer.model.generation_config.to_dict() for trainer in (whole, named)],
+        "configurations": [
+            [made.model.config.to_dict(), made.model.generation_config.to_dict()] for made in (whole, named)
+        ],
         "bytes": sum(value.nbytes for value, _ in expected.values()),
     }
 
@@ -115,6 +117,10 @@ def construct(
         with torch.device("meta"):
             made = get_peft_model(made, LoraConfig(target_modules=["q_proj"]))
     trainer_of(folder, helix, made, **options)
+
+
+def construct_by_name(folder: str, helix: dict[str, Any], name: str, **options: Any) -> None:
+    trainer_of(folder, helix, name, **options)
 
 
 def draw(folder: str, helix: dict[str, Any], family: str, changes: dict[str, Any], dtype: str = "float32") -> list[str]:
