@@ -356,6 +356,21 @@ def test_a_model_in_bf16_with_adapters_in_fp32(cluster_of: Any, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("training", [{}, {"packing": True, "gradient_checkpointing": True}], ids=str)
+def test_fine_tuning_with_trl(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+    from support import sft_jobs  # TRL takes seconds to import
+
+    sft_jobs.save_tokenizer(tmp_path / "tokenizer")
+    job = {"tokenizer": str(tmp_path / "tokenizer"), **training}
+    wanted = peft_jobs.fine_tune(str(tmp_path / "theirs"), helix=None, **job)
+    for found in cluster_of(2).run(f"{JOB}fine_tune", folder=str(tmp_path / "ours"), helix={"tp_size": 2}, **job):
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4)
+        assert found["eval"] == pytest.approx(wanted["eval"], abs=1e-5)
+    compare_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("helix", [{"tp_size": 2, "plan": "auto"}, {"pp_size": 2, "plan": "auto"}], ids=str)
 def test_measured_plans(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """What is measured knows no weight gradients of frozen linears, and trains the same bits."""

@@ -46,6 +46,14 @@ def go_on(folder: str, helix: dict[str, Any] | None, source: str, model: dict[st
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, **training: Any) -> dict[str, Any]:
+    """As `sft_jobs.train`, with adapters."""
+    from support import sft_jobs  # TRL takes seconds to import
+
+    sizes = {"num_hidden_layers": 4, "vocab_size": sft_jobs.VOCABULARY, "max_position_embeddings": 512}
+    return sft_jobs.train(folder, tokenizer, helix, kind="completions", training=training, model=tiny(lora={}, **sizes))
+
+
 def resume(folder: str, helix: dict[str, Any], model: dict[str, Any], source: str = "") -> list[float]:
     """Train six steps, with checkpoints; from a checkpoint where one is given. The losses."""
     args = arguments(folder, max_steps=6, save_strategy="steps", save_steps=3, gradient_accumulation_steps=2)
