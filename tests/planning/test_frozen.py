@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.graphs import LLAMA, layout_of, llama_layer, random_times
 
-from hf_helix.planning.flow import _shares
 from hf_helix.planning.graph import Graph, GraphPair, Part, derive_backward, digest
 from hf_helix.planning.profile import Profile, load_profile, named_operators, rough_profile
 from hf_helix.planning.recompute import recomputed
+from hf_helix.planning.room import held, shares_of
 from hf_helix.planning.rules import RULES, make_plan
 from hf_helix.planning.schedule import build_schedule
 from hf_helix.planning.tiling import tile_graph
@@ -93,10 +93,13 @@ def test_every_rule_plans_without_weight_gradients(rule: str) -> None:
     assert plan.orders or plan.flow
 
 
-def test_a_frozen_layer_gives_back_all_that_it_takes() -> None:
-    graphs = {**LLAMA, "layer": GraphPair.of(trained(0))}
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("frozen", [LINEARS, ("attn.qkv", "mlp.down")])
+def test_a_frozen_layer_gives_back_all_that_it_takes(frozen: tuple[str, ...], mode: str) -> None:
+    graphs = {**LLAMA, "layer": GraphPair.of(recomputed(trained(0, *frozen), mode))}
     layout = layout_of(graphs, 3)
     program = window_instructions(build_schedule("w", 1, 2), layout)
-    takes, gives = _shares(program, layout)
-    assert sum(takes) > 0
-    assert sum(takes) == pytest.approx(sum(gives))
+    for again in (False, True):
+        found = held(program, layout, {"layer": shares_of(graphs["layer"])}, again)
+        assert (sum(found.takes) > 0) == (not again or mode != "none")
+        assert sum(found.takes) == pytest.approx(sum(found.gives))
