@@ -194,6 +194,11 @@ def check_trainer(trainer: Any, args: Any) -> None:
             f"{type(trainer).__name__} overrides compute_loss, which is never called: the loss is computed over a cut "
             "vocabulary; remove the override"
         )
+    if trainer.model is not trainer._engine.model:
+        raise ValueError(
+            f"{type(trainer).__name__} has replaced the model after it was cut, by a {type(trainer.model).__name__}; "
+            "change it before, such as with peft.get_peft_model(model, config)"
+        )
     _check_optimizer(trainer)
     accelerator = trainer.accelerator
     if accelerator.mixed_precision != args.mixed_precision:

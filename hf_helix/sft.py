@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 SFT_TRAINER = "trl.trainer.sft_trainer.SFTTrainer"
 
 # Field of SFTConfig, whether its value is refused, what to do instead.
@@ -53,10 +55,17 @@ def check_sft(kind: type, given: Mapping[str, Any], args: Any) -> None:
         for field, bad, instead in _REFUSED
         if bad(getattr(args, field, None))
     ]
-    if given.get("peft_config") is not None:
-        problems.append("peft_config=...: use peft.get_peft_model(model, peft_config) before")
+    if given.get("peft_config") is not None and not isinstance(given.get("model"), nn.Module):
+        problems.append("peft_config=... with a model that is not there yet: use from_pretrained(folder) before")
     if problems:
         raise ValueError(f"{name} cannot honour:\n  " + "\n  ".join(problems))
+
+
+def adapted(model: Any, config: Any) -> Any:
+    """The model with adapters, as SFTTrainer would make them: it would after the cut."""
+    from peft import get_peft_model
+
+    return get_peft_model(model, config)
 
 
 def check_routers(model: Any, args: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, set_seed
 from transformers.utils.logging import get_logger
 
 from hf_helix.adapters.builder import Additions
@@ -42,7 +42,7 @@ from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import prepare_cuda
 from hf_helix.runtime.tuning import Tuning
-from hf_helix.sft import check_routers, check_sft, is_sft
+from hf_helix.sft import adapted, check_routers, check_sft, is_sft
 from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
@@ -115,8 +115,11 @@ class HelixTrainerMixin(CheckpointHooks):
         self._weights = weights
         if isinstance(model, (str, os.PathLike)):
             model = self._outline(model, arguments)
-            args, kwargs = ((model, *args[1:]), kwargs) if args else (args, {**kwargs, "model": model})
+        if kwargs.get("peft_config") is not None and is_sft(type(self)):
+            set_seed(arguments.seed)
+            model, kwargs = adapted(model, kwargs["peft_config"]), {**kwargs, "peft_config": None}
         if model is not None:
+            args, kwargs = ((model, *args[1:]), kwargs) if args else (args, {**kwargs, "model": model})
             self._take(model, arguments)
         super().__init__(*args, **kwargs)
         check_trainer(self, arguments)

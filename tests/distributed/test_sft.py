@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file
 from support import sft_jobs
 from support.models import arguments, llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_helix import HelixConfig, HelixTrainerMixin
 
 JOBS = "support.sft_jobs:"
 KINDS: dict[str, dict[str, Any]] = {
@@ -92,12 +95,12 @@ def refused(folder: Path, tokenizer: str, **options: Any) -> str:
 def test_what_is_refused(tmp_path: Path, tokenizer: str) -> None:
     """Before the model is touched, all at once."""
     training = {"loss_type": "dft", "activation_offloading": True, "chat_template_path": "Qwen/Qwen3-8B"}
-    said = refused(tmp_path, tokenizer, training=training, peft_config=LoraConfig())
+    said = refused(tmp_path, tokenizer, training=training, model="folder", peft_config=LoraConfig())
     for words in (
         "loss_type='dft': use loss_type='nll'",
         "activation_offloading=True: use activation_offloading=False",
         "chat_template_path='Qwen/Qwen3-8B': use the path of a .jinja file",
-        "peft_config=...: use peft.get_peft_model(model, peft_config) before",
+        "peft_config=... with a model that is not there yet: use from_pretrained(folder) before",
     ):
         assert words in said
     said = refused(tmp_path, tokenizer, args=arguments(str(tmp_path)))
@@ -139,3 +142,32 @@ def test_from_the_name_of_a_folder(dtype: str | None, cluster_of: Any, tmp_path:
         np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-2 if dtype else 1e-5)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "helix")
     assert saved.dtype is (torch.bfloat16 if dtype else torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("helix", [TP, PP], ids=str)
+def test_adapters(helix: dict[str, Any], cluster_of: Any, tmp_path: Path, tokenizer: str) -> None:
+    """`peft_config=` as for TRL. The adapters are saved as PEFT saves them."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    options = {"kind": "completions", "training": {"packing": True}, "peft_config": lora}
+    wanted = sft_jobs.train(str(tmp_path / "stock"), tokenizer, None, **options)
+    given = {"folder": str(tmp_path / "helix"), "tokenizer": tokenizer, "helix": helix, **options}
+    for found in cluster_of(2).run(JOBS + "train", **given):
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4)
+    saved, whole = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("helix", "stock"))
+    assert saved.keys() == whole.keys()
+    for key, value in whole.items():
+        assert torch.linalg.norm(saved[key] - value) <= 1e-4 * torch.linalg.norm(value), key
+
+
+def test_a_model_that_is_replaced_after_the_cut(tmp_path: Path) -> None:
+    class Replacing(Trainer):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "model": llama()})
+
+    class Mine(HelixTrainerMixin, Replacing):
+        pass
+
+    with pytest.raises(ValueError, match="Mine has replaced the model after it was cut, by a LlamaForCausalLM"):
+        Mine(model=llama(), args=arguments(str(tmp_path)), helix_config=HelixConfig())
