@@ -97,23 +97,27 @@ def test_every_layout_equals_the_unsplit_model(
 
 
 def test_a_layer_keeps_what_its_mode_says(cluster_of: Any, tmp_path: Path) -> None:
-    """In counted bytes of two layers more: `full` keeps the input, `selective` what linears give, too."""
+    """In counted bytes of eight layers more: `full` keeps the input, `selective` what linears give, too."""
     hidden, intermediate, length, tp = 64, 176, 64, 2
+    shard = hidden / tp * length * 4  # of one value, in bytes
     model = {"hidden_size": hidden, "intermediate_size": intermediate}  # four heads, two of keys and values
-    job = {"folder": str(tmp_path), "helix": {"tp_size": tp}, "plans": ["sequential", "greedy"], "count": 2}
+    job = {"folder": str(tmp_path), "helix": {"tp_size": tp}, "count": 2, "length": length}
     few, many = (
-        cluster_of(2).run("support.recompute_jobs:peaks", model={**model, "num_hidden_layers": n}, length=length, **job)
-        for n in (4, 6)
+        cluster_of(2).run("support.recompute_jobs:peaks", model={**model, "num_hidden_layers": n}, plans=plans, **job)
+        for n, plans in ((2, ["sequential"]), (10, ["sequential", "greedy"]))
     )
-    full = hidden
-    selective = 2 * hidden + 2 * hidden + 2 * intermediate  # the residuals; queries, keys and values; gate and up
+    # The residuals; queries, keys and values; gate and up.
+    expected = {"full": shard, "selective": (2 * hidden + 2 * hidden + 2 * intermediate) / hidden * shard}
     for before, after in zip(few, many, strict=True):
-        for plan in ("sequential", "greedy"):
-            layer = {mode: (after[plan][mode] - before[plan][mode]) / 2 for mode in MODES}
-            assert layer["full"] == pytest.approx(full / tp * length * 4, rel=0.02), plan
-            assert layer["selective"] == pytest.approx(selective / tp * length * 4, rel=0.02), plan
-            assert layer["selective"] < 0.6 * layer["none"], plan
-            assert after[plan]["full"] < after[plan]["selective"] < after[plan]["none"]
+        one_strand, two_strands = after["sequential"], after["greedy"]
+        layer = {mode: (one_strand[mode] - before["sequential"][mode]) / 8 for mode in MODES}
+        for mode, kept in expected.items():  # communication that ends a little later holds a value or two
+            assert layer[mode] == pytest.approx(kept, abs=2 * shard / 8)
+        assert layer["selective"] < 0.6 * layer["none"]
+        assert one_strand["full"] < one_strand["selective"] < one_strand["none"]
+        assert two_strands["full"] < two_strands["selective"] < two_strands["none"]
+        # A flow may be a layer ahead, and have two layers' worth of what ran again.
+        assert all(two_strands[mode] <= one_strand[mode] + 2 * layer["none"] for mode in MODES)
 
 
 # What users say
