@@ -13,6 +13,7 @@ from hf_helix.config import (
     ABLATIONS,
     CONFIG_FILE_VARIABLE,
     PLANS,
+    RECOMPUTE,
     SCHEDULES,
     HelixConfig,
     config_file_of,
@@ -118,6 +119,17 @@ def test_options_of_context_parallelism():
         HelixConfig(cross_node=("dp",))
     with pytest.raises(TypeError, match=r"cross_node must be a list, such as cross_node=\['cp'\], or None; got 'cp'"):
         HelixConfig(cross_node="cp")
+
+
+@pytest.mark.parametrize("mode", [None, *RECOMPUTE])
+def test_recompute(mode: str | None):
+    assert HelixConfig.from_mapping({"recompute": mode}, "here").recompute == mode
+
+
+@pytest.mark.parametrize("mode", ["ful", True, "", 1])
+def test_other_ways_to_recompute_are_refused(mode: object):
+    with pytest.raises(ValueError, match=r"recompute=.* is unknown; use one of none, selective, full"):
+        HelixConfig(recompute=mode)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
