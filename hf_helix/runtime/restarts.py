@@ -5,9 +5,9 @@ Out:  a rendezvous in which every start of the processes has names of its own.
 Must hold: a first start is left alone. Called on import, since training arguments and the Accelerator make the process
 group before anything of ours is called.
 
-Without `--rdzv-backend`, torchrun (and `accelerate launch`) keeps one store over all restarts, and torch from 2.13 at the
-latest does not tell the starts apart in it: ranks then read the addresses of processes that are gone, and wait for them
-until `ddp_timeout`, half an hour. `torchrun --standalone` and `--rdzv-backend=c10d` make a new store each time.
+Without `--rdzv-backend`, torchrun (and `accelerate launch`) keeps one store over all restarts, and torch 2.13 does not
+tell the starts apart in it: ranks read the addresses of processes that are gone, and wait for them until `ddp_timeout`,
+half an hour. `torchrun --standalone` and `--rdzv-backend=c10d` make a new store each time.
 """
 
 from __future__ import annotations
