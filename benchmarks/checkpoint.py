@@ -101,7 +101,7 @@ def work(options: argparse.Namespace) -> None:
 def make(folder: str, helix: dict[str, Any] | None, steps: int, options: argparse.Namespace) -> tuple[Any, Any]:
     """A trainer that notes its costs in a dictionary: seconds, and bytes above what the process had."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
     from hf_helix import HelixConfig, HelixTrainer
 
@@ -155,8 +155,11 @@ def make(folder: str, helix: dict[str, Any] | None, steps: int, options: argpars
     )
     common: dict[str, Any] = {"model": LlamaForCausalLM(config), "args": args, "train_dataset": rows}
     if helix is None:
-        return type("Stock", (Noted, Trainer), {})(**common), costs
-    return type("Ours", (Noted, HelixTrainer), {})(**common, helix_config=HelixConfig(**helix)), costs
+        trainer = type("Stock", (Noted, Trainer), {})(**common)
+    else:
+        trainer = type("Ours", (Noted, HelixTrainer), {})(**common, helix_config=HelixConfig(**helix))
+    trainer.remove_callback(PrinterCallback)
+    return trainer, costs
 
 
 def resident(set_back: bool = False) -> int:
@@ -185,14 +188,14 @@ def describe(found: dict[str, list[Any]], sizes: dict[str, int], parameters: int
     lines = [
         f"{parameters / 1e6:.1f} M parameters in fp32, {4 * parameters / 1e6:.0f} MB, with AdamW's states "
         f"{12 * parameters / 1e6:.0f} MB; on the disk {', '.join(f'{n}: {s / 1e6:.0f} MB' for n, s in sizes.items())}",
-        f"  {'':<56}{'s':>7}   of                 peak MB above, by rank",
+        f"  {'':<66}{'s':>7}   of                 peak MB above, by rank",
     ]
     for name, runs in sorted(found.items(), key=lambda item: item[0].startswith("resume")):
         seconds = [max(cost[0] for cost in ranks) for ranks in runs]
         peaks = [max(ranks[rank][1] for ranks in runs) for rank in range(2)]
         every = " ".join(f"{value:.2f}" for value in seconds)
         above = " ".join(f"{value / 1e6:.0f}" for value in peaks)
-        lines.append(f"  {name:<56}{statistics.median(seconds):7.2f}   {every:<18} {above}")
+        lines.append(f"  {name:<66}{statistics.median(seconds):7.2f}   {every:<18} {above}")
     return "\n".join(lines)
 
 

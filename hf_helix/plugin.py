@@ -18,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.runtime.mesh import Mesh, build_mesh, check_joined
+from hf_helix.runtime.restarts import separate_starts
+
+separate_starts()
 
 
 class HelixPlugin(ParallelismConfig):

@@ -8,6 +8,7 @@ replaces one of the same step; what an unfinished save has left goes with the ne
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -55,5 +56,8 @@ def _sync(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot do it for folders
+            raise
     finally:
         os.close(number)

@@ -142,9 +142,9 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     sound, killed = tmp_path / "sound", tmp_path / "killed"
     for folder in (sound, killed):
         folder.mkdir()
-    run: tuple[Any, ...] = ("--steps", "200", "--save-steps", "1")
-    torchrun(sound, 0, *run)
-    output = torchrun(killed, 25, *run, "--kills", "20")
+    steps = ("--steps", "200")
+    torchrun(sound, 0, *steps, "--save-steps", "200")
+    output = torchrun(killed, 25, *steps, "--save-steps", "1", "--kills", "20")
     assert output.count("killed after") == 20
     assert "after 20 restarts" in output
     assert losses(killed, 200) == losses(sound, 200)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 import torch
 from support.resume_jobs import make, push, run, state_of
 
+from hf_helix.operators.unit import Placement
 from hf_helix.resume import manifest, staging
+from hf_helix.resume.states import Held, load_states, save_states
 
 JOB = "support.resume_jobs:"
 TP2 = {"tp_size": 2, "plan": "greedy"}
@@ -167,6 +170,52 @@ def test_four_ranks_change_their_layout(case: str, cluster_of: Any, tmp_path: Pa
     again = cluster_of(4).run(f"{JOB}run", resume=saved, **job("same", before, count))
     for mine, theirs in zip(again, expected, strict=True):
         goes_on(mine, theirs, exactly=True)
+
+
+# -- states ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (1, 1), (0, 3), (1, 2), (None, 1)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_pieces_fill_the_whole_once(dim: int | None, blocks: int, size: int) -> None:
+    whole = torch.arange(15 * 10).view(15, 10)
+    placement = Placement(dim=dim, length=0 if dim is None else whole.shape[dim], blocks=blocks)
+    filled = torch.zeros_like(whole)
+    for rank in range(size):
+        held = held_by(rank, size, placement)
+        local = placement.cut(whole, size, rank)
+        assert held.whole_shape(local) == whole.shape
+        for offset, piece in held.pieces(local).items():
+            place = tuple(slice(first, first + length) for first, length in zip(offset, piece.shape, strict=True))
+            assert torch.equal(piece, whole[place])
+            filled[place] += 1
+    assert (filled == (size if dim is None else 1)).all()
+
+
+def held_by(rank: int, size: int, placement: Placement) -> Held:
+    return Held("weight", placement, SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
+
+
+def with_row_sums(rows: int) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    """An optimizer with a state that is not of its parameter's shape."""
+    weight = torch.nn.Parameter(torch.zeros(rows, 2))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight]["sums"] = torch.arange(float(rows), dtype=torch.float64)
+    return weight, optimizer
+
+
+def test_states_that_cannot_be_cut(tmp_path: Path) -> None:
+    weight, optimizer = with_row_sums(4)
+    placement = Placement(dim=0, length=4)
+    save_states(optimizer, {weight: held_by(0, 1, placement)}, tmp_path)
+    sums = optimizer.state[weight]["sums"].clone()
+    optimizer.state[weight]["sums"] = torch.zeros(1)
+    load_states(optimizer, {weight: held_by(0, 1, placement)}, tmp_path)
+    assert torch.equal(optimizer.state[weight]["sums"], sums)  # its own type, too
+    half, other = with_row_sums(2)
+    with pytest.raises(ValueError, match=r"state 'sums' of weight has the shape \[4\].*\[4, 2\].*another tp_size"):
+        load_states(other, {half: held_by(0, 2, placement)}, tmp_path)
+    assert other.state[half]["sums"].shape == (2,)
 
 
 # -- what stays, what is best, what is uploaded --------------------------------------------------------------------
