@@ -7,7 +7,8 @@ the ranks are connected.
 
 `anonymous` is memory of the process's own (RssAnon), sampled every 2 ms. `resident` is the kernel's own peak of all
 that was mapped (VmHWM), with pages of the checkpoint's files that the page cache holds anyway, one copy for all
-processes, and gives up under pressure. `held` is what the rank's parameters take. The ways:
+processes, and gives up under pressure. `held` is what the rank's parameters take. `CPU` is the time that the slowest
+rank computed, beside the time that passed: it says more where other work runs on the machine. The ways:
 
     whole    from_pretrained(folder) on every rank, then HelixTrainer cuts it
     folder   HelixTrainer(model=folder): every rank reads its slices
@@ -141,7 +142,8 @@ def work(options: argparse.Namespace) -> None:
     with Peak() as peak:
         made = ways[options.way]()
     held = sum(parameter.nbytes for parameter in (trainer if made is None else made).model.parameters())
-    mine = {"held": held, "anonymous": peak.anonymous, "resident": peak.resident, "seconds": peak.seconds}
+    times = {"seconds": peak.seconds, "cpu": peak.cpu}
+    mine = {"held": held, "anonymous": peak.anonymous, "resident": peak.resident, **times}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     if dist.get_rank() == 0:
@@ -158,11 +160,11 @@ class Peak:
         self.anonymous = self.resident = 0
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self._sampler.start()
-        self._start = time.perf_counter()
+        self._start, self._start_cpu = time.perf_counter(), time.process_time()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.seconds = time.perf_counter() - self._start
+        self.seconds, self.cpu = time.perf_counter() - self._start, time.process_time() - self._start_cpu
         self._stop.set()
         self._sampler.join()
         self.resident = status()["VmHWM"] - self._before["VmRSS"]
@@ -186,12 +188,13 @@ def describe(found: dict[str, Any], stored: int, largest: int, options: argparse
     lines = [
         f"tp={options.tp} pp={options.pp}: a Llama of {megabytes(stored)} MB in fp32 ({shape}), "
         f"largest tensor {megabytes(largest)} MB",
-        f"  {'':8}{'held':^24}{'anonymous, peak':^24}{'resident, peak':^24}{'seconds':>8}",
+        f"  {'':8}{'held':^24}{'anonymous, peak':^24}{'resident, peak':^24}{'seconds':>8}{'CPU':>8}",
     ]
     for way, ranks in found.items():
         columns = (" ".join(megabytes(rank[name]) for rank in ranks) for name in ("held", "anonymous", "resident"))
         cells = "".join(f"{column:^24}" for column in columns)
-        lines.append(f"  {way:8}{cells}{max(rank['seconds'] for rank in ranks):8.1f}")
+        times = "".join(f"{max(rank[name] for rank in ranks):8.1f}" for name in ("seconds", "cpu"))
+        lines.append(f"  {way:8}{cells}{times}")
     return "\n".join([*lines, "  MB by rank, beyond what a process takes with everything imported"])
 
 
