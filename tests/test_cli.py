@@ -536,6 +536,7 @@ def test_profile_measures_and_traces(model_folder: Path, tmp_path: Path, two_rul
 
 
 @cpu_only
+@pytest.mark.slow
 def test_profile_of_a_pipeline(tmp_path: Path, two_rules: None, capsys: Any) -> None:
     """Two ranks, each with two of four layers; what they send each other is measured, too, and plans go by it."""
     sizes = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -597,7 +598,8 @@ def test_profile_keeps_the_best_number_of_channels(model_folder: Path, tmp_path:
 
 
 @cpu_only
-@pytest.mark.parametrize("there", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.slow
 def test_profile_of_no_model_fails(there: bool, tmp_path: Path) -> None:
     if there:
         (tmp_path / "model").write_text("{}")

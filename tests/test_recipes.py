@@ -366,6 +366,7 @@ def test_the_shape_of_a_large_model_made_small(tmp_path: Path):
     run_recipe(tmp_path, "cpu_tp2", *flags, "--sequence_length", "32", "--max_steps", "3")
 
 
+@pytest.mark.slow
 def test_the_loop_around_accelerate(tmp_path: Path):
     """Its layout is the launcher's, it learns, and what it saves loads. The page lists it."""
     output = launched(tmp_path, "cpu_tp2", "accelerate_loop.py", "6")

@@ -9,6 +9,7 @@ written; counters, rotation, uploads and the choice of the best model stay the s
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -203,8 +204,9 @@ class CheckpointHooks:
                 manifest = self._describe(None if self.args.save_only_model else _unwrapped(self.optimizer))
                 decide_on_rank_0(lambda: self._publish(aside, Path(folder), manifest))
             except BaseException:
-                if rank() == 0:
-                    shutil.rmtree(self._staging, ignore_errors=True)
+                if rank() == 0:  # unless it was complete but for its place, what there is goes
+                    with contextlib.suppress(OSError):
+                        staging.recover(Path(folder), _is_complete)
                 raise
             finally:
                 self._staging = None

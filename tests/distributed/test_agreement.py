@@ -21,7 +21,7 @@ def test_windows_of_one_length(count: int, cluster_of: Any) -> None:
     assert cluster_of(2).run(JOB, counts=[count, count]) == [None, None]
 
 
-@pytest.mark.parametrize("counts", [[2, 1], [0, 1], [3, 3, 3, 2]], ids=str)
+@pytest.mark.parametrize("counts", [[2, 1], [0, 1], pytest.param([3, 3, 3, 2], marks=pytest.mark.slow)], ids=str)
 def test_windows_of_different_length_are_refused_on_every_rank(counts: list[int], cluster_of: Any) -> None:
     """Some ranks would wait for the others in the middle of a step."""
     failures = cluster_of(len(counts)).errors(JOB, counts=counts)

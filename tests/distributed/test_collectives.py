@@ -14,7 +14,7 @@ from hf_helix.operators.unit import cut_bounds
 JOB = "support.more_jobs:"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_collectives(ranks: int, dtype: str, seed: int, cluster_of: Any) -> None:

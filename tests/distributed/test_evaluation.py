@@ -44,6 +44,7 @@ def test_predict_and_evaluate(case: str, ranks: int, tp_size: int, cluster_of: A
 ACCUMULATING = {"gradient_accumulation_steps": 2, "max_steps": 4}
 
 
+@pytest.mark.slow
 def test_callbacks_hear_what_they_hear_from_the_stock_trainer(cluster_of: Any, tmp_path: Any) -> None:
     expected = train_with(str(tmp_path), None, ACCUMULATING)
     assert expected["counts"]["on_log"] == 4 + 1  # every step, and once at the end

@@ -36,7 +36,7 @@ def test_gradients_equal_the_unsplit_models(
     compare(found[0]["gradients"], expected["gradients"])
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_every_plan_gives_the_same_bits(dropout: float, cluster_of: Any, tmp_path: Any) -> None:
     cluster = cluster_of(2)
     # Six layers, so that blocks of two layers follow each other and operators run a block late.

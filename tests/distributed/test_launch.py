@@ -77,6 +77,7 @@ def test_the_plugin_comes_before_the_environment(tmp_path: Path) -> None:
     assert "done: tp_size=2 plan=greedy" in output
 
 
+@pytest.mark.slow
 def test_options_given_nowhere(tmp_path: Path) -> None:
     process = accelerate(launch_config(tmp_path, None))
     output = output_of(process)
@@ -85,6 +86,7 @@ def test_options_given_nowhere(tmp_path: Path) -> None:
     assert "parallelism_config:" in output
 
 
+@pytest.mark.slow
 def test_unknown_option_in_the_yaml(tmp_path: Path) -> None:
     output = output_of(accelerate(launch_config(tmp_path, {"tp_sise": 2})))
     assert "launch.yaml: unknown option 'tp_sise' (did you mean 'tp_size'?)" in output

@@ -67,7 +67,9 @@ def assert_same_bits(found: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp"), [(1, 2, 1), (2, 2, 1), pytest.param(1, 4, 1, marks=pytest.mark.slow), (1, 2, 2)]
+)
 def test_a_pipeline_equals_the_unsplit_model(
     tp: int, pp: int, dp: int, tied: bool, cluster_of: Any, expected: Any, tmp_path: Any
 ) -> None:

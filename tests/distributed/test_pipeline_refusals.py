@@ -224,7 +224,7 @@ def test_a_dataset_that_ends_between_windows(cluster_of: Any, tmp_path: Path) ->
 # A rank that fails inside a window
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("how", ["raise", pytest.param("kill", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_in_a_window_ends_all(victim: int, how: str, tmp_path: Path) -> None:
     """As on several hosts, where nobody kills the survivors: they find out by themselves."""

@@ -62,6 +62,7 @@ def test_every_plan_gives_the_same_bits_of_tied_embeddings(cluster_of: Any, tmp_
         check_same(PLANS, rank["rows"])
 
 
+@pytest.mark.slow
 def test_every_ablation_gives_the_same_bits(cluster_of: Any, tmp_path: Any) -> None:
     """With dropout, whose numbers depend on no plan either."""
     options = {"model": {"attention_dropout": 0.2, "num_hidden_layers": 4}, "data": PADDED}

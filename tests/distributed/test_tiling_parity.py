@@ -17,7 +17,9 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
         (2, 2, (16, 16, 16), {}),
         (2, 2, (17, 9, 12), BIASED),  # shards of 9, 5 and 6 rows
         (2, 4, (17, 3, 5), {}),  # shards of 9, 2 and 3 rows: the last tiles are empty
-        (4, 4, (16, 23, 7, 16), {"num_key_value_heads": 4}),  # shards of 4, 6, 2 and 4
+        pytest.param(
+            4, 4, (16, 23, 7, 16), {"num_key_value_heads": 4}, marks=pytest.mark.slow
+        ),  # shards of 4, 6, 2 and 4
     ],
     ids=["even", "uneven, biases", "empty tiles", "four ranks"],
 )

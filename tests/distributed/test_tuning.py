@@ -148,6 +148,7 @@ def test_gradients_are_counted_to_the_byte(kept: Any) -> None:
     assert kept[1]["search"]["gradient_bytes"] == [4 * whole] * 2
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_where_that_is_not_wanted(cluster_of: Any, tmp_path: Path) -> None:
     assert tune(cluster_of(2), tmp_path, "search", helix={"cache": False})["measured"] == 1
     assert not (tmp_path / "cache").exists()
@@ -163,9 +164,8 @@ OTHER_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (n > 0)) for n, c in enumerate(OTHER_CASES)]
-)
+@pytest.mark.parametrize("case", OTHER_CASES)
+@pytest.mark.slow
 def test_other_cases_are_measured_anew(case: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
     cache = Path(shutil.copytree(kept[0], tmp_path / "cache"))
     found = tune(cluster_of(2), tmp_path, "search", cache, **OTHER_CASES[case])
@@ -250,6 +250,7 @@ def test_what_makes_no_sense_is_not_read(harm: str, kept: Any, tmp_path: Path, m
     assert not loads(UNREAD[harm], kept, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_said(cluster_of: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     found = tune(cluster_of(2), tmp_path, "search", tmp_path / "file" / "cache")
@@ -298,6 +299,7 @@ def test_a_given_profile_and_an_ablation(profile: Path, cluster_of: Any, tmp_pat
     assert found["rule"] == "search"
 
 
+@pytest.mark.slow
 def test_another_profile_at_the_same_path_is_another_case(
     profile: Path, cluster_of: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

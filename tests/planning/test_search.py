@@ -94,6 +94,7 @@ def test_never_longer_than_greedy(few_steps: None, seed: int, interference: bool
     assert predict(flow, profile, schedule).seconds <= predict(greedy(profile, extra_layers), profile, schedule).seconds
 
 
+@pytest.mark.slow
 def test_longer_windows_gain_nearly_as_much(few_steps: None):
     """Not judged by, so it may be a little longer there."""
     for seed in range(4):
@@ -152,6 +153,7 @@ def test_progress_goes_from_none_to_nearly_all(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("interference", [False, True])
+@pytest.mark.slow
 def test_a_search_takes_less_than_ten_seconds(interference: bool):
     profile = llama_profile(32, 0, interference)
     began = time.process_time()

@@ -133,8 +133,9 @@ def main() -> None:
     )
     trainer = HelixTrainer(model=llama(), args=args, train_dataset=rows)
     if flags.fault and args.process_index == flags.victim:
-        # A save comes after the second step and the fourth one; steps count from 0 here.
-        trainer.add_callback(AtStep(3, lambda: FAULTS[flags.fault](rows)))
+        # A save comes after the second step and the fourth one; steps count from 0 here. Data are read a step ahead.
+        step = 2 if flags.fault == "in the data" else 3
+        trainer.add_callback(AtStep(step, lambda: FAULTS[flags.fault](rows)))
     last = get_last_checkpoint(OUT) if Path(OUT).is_dir() else None
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if start < flags.kills:
