@@ -54,6 +54,7 @@ class CheckpointHooks:
     lr_scheduler: Any
     processing_class: Any
     data_collator: Any
+    train_dataset: Any
     _engine: Engine
     _mesh: Mesh
     _health: Health
@@ -87,6 +88,7 @@ class CheckpointHooks:
         self._resumed = self._first_epoch = None
         if given is None or given is False:
             return None
+        self._check_stream()
         run = self._describe()
 
         def find() -> tuple[str, Manifest]:
@@ -98,6 +100,17 @@ class CheckpointHooks:
         folder, self._resumed = decide_on_rank_0(find)
         self._first_epoch = Path(folder)
         return folder
+
+    def _check_stream(self) -> None:
+        """Accelerate 1.15 forgets which ranks share a batch when it skips what a stream has given already."""
+        is_stream = isinstance(self.train_dataset, torch.utils.data.IterableDataset)
+        handed_out = getattr(self.args.accelerator_config, "dispatch_batches", None) is not False
+        if is_stream and handed_out and self._mesh.batch_group is not None and not self.args.ignore_data_skip:
+            raise ValueError(
+                "resume_from_checkpoint with an iterable dataset whose batches rank 0 hands out: ranks that share a "
+                "batch would get different ones; use accelerator_config={'dispatch_batches': False}, so that every "
+                "rank reads the stream, or ignore_data_skip=True"
+            )
 
     def _last_checkpoint(self) -> Path:
         """The newest complete one in `output_dir`."""

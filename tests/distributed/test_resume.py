@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.cluster import JobFailed
 from support.resume_jobs import make, push, run, state_of
 
 from hf_helix.operators.unit import Placement
@@ -114,9 +115,15 @@ WAYS: dict[str, dict[str, Any]] = {
         "training": {"train_sampling_strategy": "group_by_length", "max_steps": 8, "save_steps": 6},
         "data": {"lengths": (17, 5, 11, 8, 14), "padding": "right"},
     },
-    "a stream": {"streamed": True},
+    "a stream": {"streamed": True, "training": {"accelerator_config": {"dispatch_batches": False}}},
     "at the end of an epoch": {"training": {"max_steps": 8, "save_steps": 4}},
 }
+
+
+@pytest.mark.slow
+def test_a_stream_that_rank_0_hands_out_is_refused(cluster_of: Any, tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match="dispatch_batches"):
+        cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(tmp_path), helix=TP2, streamed=True)
 
 
 @pytest.mark.slow
