@@ -101,7 +101,7 @@ def work(options: argparse.Namespace) -> None:
 def make(folder: str, helix: dict[str, Any] | None, steps: int, options: argparse.Namespace) -> tuple[Any, Any]:
     """A trainer that notes its costs in a dictionary: seconds, and bytes above what the process had."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
+    from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
     from hf_helix import HelixConfig, HelixTrainer
 
@@ -130,15 +130,7 @@ def make(folder: str, helix: dict[str, Any] | None, steps: int, options: argpars
             load = super()._load_optimizer_and_scheduler  # type: ignore[misc]
             return noted("resume", lambda: load(checkpoint))
 
-    config = LlamaConfig(
-        vocab_size=options.vocabulary,
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 11 // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=64,
-    )
+    config = shaped_link.llama(options, options.vocabulary, heads=8, max_position_embeddings=64)
     torch.manual_seed(0)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, options.vocabulary, (32, 32))]
     args = TrainingArguments(

@@ -176,18 +176,10 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
 
 def workload(options: argparse.Namespace, pp: int, schedule: str, mesh: Any = None) -> Any:
     import torch
-    from transformers import LlamaConfig
 
     from hf_helix.workload import Workload
 
-    config = LlamaConfig(
-        vocab_size=options.vocabulary,
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 11 // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-    )
+    config = shaped_link.llama(options, options.vocabulary, heads=8)
     return Workload(config, options.tp, torch.device("cpu"), pp, schedule, mesh)
 
 

@@ -77,7 +77,6 @@ def work(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operators of every mode, make the plans, time everything in turn, count bytes."""
     import torch
-    from transformers import LlamaConfig
 
     from hf_helix.runtime.measure import measure_overlap, over_ranks, time_steps
     from hf_helix.runtime.memory import peak_bytes
@@ -85,15 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from hf_helix.runtime.tuning import planned
     from hf_helix.workload import Workload
 
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 11 // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-    )
-    work = Workload(config, 2, torch.device("cpu"))
+    work = Workload(shaped_link.llama(options), 2, torch.device("cpu"))
     window = work.window(options.microbatches, options.batch, options.sequence)
     runners: dict[str, dict[str, Any]] = {}
     overlaps, peaks = {}, {}

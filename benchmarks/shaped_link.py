@@ -150,6 +150,21 @@ def start_rank(
     return subprocess.Popen(command, env=environment, preexec_fn=begin)
 
 
+def llama(options: argparse.Namespace, vocabulary: int = 4096, heads: int = 16, **more: Any) -> Any:
+    """The configuration of a Llama of `options.layers` layers and `options.hidden` features, all heads with keys."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 11 // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        **more,
+    )
+
+
 def join(host: int) -> None:
     """What a rank does first: one thread, the core of its host, the group of all."""
     import torch
@@ -247,7 +262,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
         from alternatives import build_models
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
         from hf_helix.adapters import family_of
         from hf_helix.adapters.builder import Sharing
@@ -262,16 +277,7 @@ class Bench:
 
         torch.manual_seed(0)
         self.options = options
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=4096,
-                hidden_size=options.hidden,
-                intermediate_size=options.hidden * 11 // 4,
-                num_hidden_layers=options.layers,
-                num_attention_heads=16,
-                num_key_value_heads=16,
-            )
-        ).train()
+        self.model = LlamaForCausalLM(llama(options)).train()
         self.alternatives = build_models(self.model, 2, Path(tempfile.gettempdir()) / "model")  # see start_rank
         mesh = build_mesh(2, "cpu")
         self.family = family_of(self.model)

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from pretrain import DEFAULTS, card_of, check_sizes, pack, read_documents, split
+from pretrain import DEFAULTS, card_of, check_sizes, generate, pack, read_documents, split
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     HfArgumentParser,
+    PreTrainedModel,
     TrainingArguments,
     default_data_collator,
     set_seed,
@@ -88,17 +89,13 @@ def main() -> None:
         print(f"\nloss on held-out text: {before:.3f} before, {after:.3f} after")
         print(format_scorecard(overlap, trainer.plan.rule))
         print(f"adapters: {args.output_dir}")
-        print(f"merged, it writes: {generate(recipe.model_name_or_path, args.output_dir, recipe.prompt)!r}")
+        model = merged(recipe.model_name_or_path, args.output_dir)
+        print(f"merged, it writes: {generate(model, args.output_dir, recipe.prompt)!r}")
 
 
-def generate(model_name: str, folder: str, prompt: str) -> str:
-    """What the model with its adapters merged writes, loaded as anybody would load it."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_name), folder).merge_and_unload()
-    inputs = tokenizer(prompt, return_tensors="pt")
-    set_seed(0)
-    output = model.generate(**inputs, max_new_tokens=40, do_sample=True, temperature=0.7, top_k=40)
-    return tokenizer.decode(output[0], skip_special_tokens=True)
+def merged(model_name: str, folder: str) -> PreTrainedModel:
+    """The model with its adapters merged, loaded as anybody would load it."""
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_name), folder).merge_and_unload()
 
 
 if __name__ == "__main__":

@@ -122,7 +122,8 @@ def main() -> None:
         print(f"\nloss on held-out text: {metrics['eval_loss']:.3f}")
         print(format_scorecard(overlap, trainer.plan.rule))
         print(f"checkpoint: {args.output_dir}")
-        print(f"loaded back, it writes: {generate(args.output_dir, recipe.prompt)!r}")
+        loaded = AutoModelForCausalLM.from_pretrained(args.output_dir)  # as anybody would load it
+        print(f"loaded back, it writes: {generate(loaded, args.output_dir, recipe.prompt)!r}")
 
 
 def has_checkpoint(args: TrainingArguments) -> bool:
@@ -224,10 +225,9 @@ def make_model(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def generate(folder: str, prompt: str) -> str:
-    """What the saved model writes, loaded as anybody would load it."""
+def generate(model: PreTrainedModel, folder: str, prompt: str) -> str:
+    """What a model writes with the tokenizer of a folder."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(prompt, return_tensors="pt")
     set_seed(0)
     output = model.generate(**inputs, max_new_tokens=40, do_sample=True, temperature=0.7, top_k=40)

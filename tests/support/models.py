@@ -191,15 +191,21 @@ def sequences(
     return rows
 
 
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": [],
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+"""Training arguments of a run that writes nothing by itself."""
+
+
 def arguments(folder: str, **changes: Any) -> TrainingArguments:
     """Training arguments for a short quiet run on CPU."""
     options = {
         "output_dir": folder,
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
+        **QUIET,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
         "max_steps": 20,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from support.models import FAMILIES
+from support.models import FAMILIES, QUIET
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -69,11 +69,7 @@ def make(
     """The stock trainer where `helix` is None."""
     usual: dict[str, Any] = {
         "output_dir": folder,
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
+        **QUIET,
         "bf16": False,
         "gradient_checkpointing": False,
         "per_device_train_batch_size": 3,
