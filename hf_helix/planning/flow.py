@@ -5,7 +5,8 @@ Out:  the order of issue.
 Must hold: a pure function of its inputs, the same on every rank. Values are written before they are read; micro-batches
 go through every unit in the schedule's order, forward and backward; every parameter's gradients accumulate in that
 order. Forward goes on only while what waits for backward stays within the limit: activations, and the gradients that
-weight gradients read. Nothing runs again for one more layer while what ran again for others is still held.
+weight gradients read. Nothing runs again for one more layer while what ran again for others is still held, unless
+nothing else is left to do; and no layer is left before all of it has run again that weight gradients read.
 
 Nothing is aligned to layers or slots: what one layer leaves open the next may fill, and the ends of a stage are
 scheduled like its middle. Two micro-batches of a rank are under way at a time: a forward and a backward one, and where
@@ -99,8 +100,12 @@ class Window:
                 if rank.stale:
                     self._choose(rank, arrives, weight, left)
             rank = ranks[0] if len(ranks) == 1 else min(ranks, key=lambda rank: rank.start)
+            if rank.start == math.inf:
+                # Gradients that wait for their weights' have filled the room of what these read.
+                rank = min(ranks, key=self._oldest_again)
+                rank.chosen = self._oldest_again(rank)
             chosen = rank.chosen
-            assert chosen >= 0, "the oldest action of a valid schedule can always go on"
+            assert chosen < len(self.program), "the oldest action of a valid schedule can always go on"
             if streams[chosen] == COMPUTE:
                 rank.computing.remove(chosen)
                 end = rank.now = max(rank.now, arrives[chosen]) + seconds[chosen]
@@ -143,6 +148,10 @@ class Window:
                 chosen, best = place, score
         rank.chosen = chosen
         rank.start = math.inf if chosen < 0 else max(now, arrives[chosen])
+
+    def _oldest_again(self, rank: _Rank) -> int:
+        """What would run again first, whatever room it needs; behind everything where nothing waits to."""
+        return min((place for place in rank.computing if self.again.takes[place]), default=len(self.program))
 
     def _keep_order(self, layout: Layout) -> dict[Visit, list[int]]:
         """Needs beyond values: what must keep the schedule's order although nothing of it is read.
@@ -220,11 +229,15 @@ class Window:
                             self._enter_after(visits[first[0]], visits[last[0]])
 
     def _enter_after(self, places: list[int], earlier: list[int]) -> None:
-        """Nothing of a unit before the strand has left an earlier one."""
+        """Nothing of a unit before the strand has left an earlier one, and that has run again.
+
+        Else what only weight gradients read could wait for room that these take up, and they for it.
+        """
         inside = set(places)
+        left = [place for place in earlier if self.again.takes[place] or place == earlier[-1]]
         for place in places:
             if not inside.intersection(self.needs[place]):
-                self.needs[place].append(earlier[-1])
+                self.needs[place] += left
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from support.graphs import (
 )
 
 from hf_helix.planning.flow import Flow, flow_order
-from hf_helix.planning.graph import GraphPair, Part
+from hf_helix.planning.graph import Graph, GraphPair, Part
 from hf_helix.planning.program import build_programs, validate_program
 from hf_helix.planning.schedule import Action, Schedule, Slot
 from hf_helix.planning.search import greedy
@@ -192,3 +192,34 @@ def test_a_rank_may_hold_nothing_but_layers():
     layout = Layout(["layer"] * 2, {0: [0], 1: [1]}, {"layer": LLAMA["layer"]})
     for seed in range(20):
         check_whole_and_in_order(*ordered(flow_of(layout, seed, extra_layers=0), layout, schedule_of(3)))
+
+
+def test_what_only_weight_gradients_read_runs_again_in_time():
+    """Backward reaches the other end of this layer without anything that runs again."""
+    layer = Graph(
+        "layer",
+        (compute("enter", "x", again=True), linear("up", "enter", "up.a up.b"), compute("leave", "up.a up.b")),
+        inputs=("x",),
+        outputs=("leave",),
+        repeats=True,
+    )
+    layout = layout_of({**SMALL, "layer": GraphPair.of(layer)}, 2)
+    for seed in range(40):
+        program, made = ordered(flow_of(layout, seed, extra_layers=0), layout, schedule_of(4))
+        check_whole_and_in_order(program, made)
+        waiting = most = 0
+        for i in program:
+            if layout.units[i.unit] == "layer" and i.operator.of == "up":
+                waiting += {Part.F: 0, Part.I: 1, Part.W: -1}[i.operator.part]
+                most = max(most, waiting)
+        assert most <= 4, "two strands in a layer each, and what ran again for two layers more"
+
+
+def test_gradients_may_fill_the_room_of_what_their_weights_read():
+    """Eight linears read one value that runs again; each of their gradients takes more room than it."""
+    linears = [linear(f"up.{n}", "enter", f"up.{n}.a up.{n}.b up.{n}.c") for n in range(8)]
+    leave = compute("leave", " ".join(value for op in linears for value in op.writes))
+    layer = Graph("layer", (compute("enter", "x", again=True), *linears, leave), ("x",), ("leave",), repeats=True)
+    layout = layout_of({**SMALL, "layer": GraphPair.of(layer)}, 3)
+    for seed in range(20):
+        check_whole_and_in_order(*ordered(flow_of(layout, seed, extra_layers=0), layout, schedule_of(4)))
