@@ -14,7 +14,7 @@ slowed rate, until one of them ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hf_helix.planning.graph import Kind, Operator, Part
 from hf_helix.planning.window import Instruction, Layout
@@ -67,6 +67,11 @@ class Work:
         ranks, lanes = self.ranks or [0] * len(self), self.lanes or [0] * len(self)
         numbers: dict[tuple[int, int, int], int] = {}
         return [numbers.setdefault(key, len(numbers)) for key in zip(ranks, self.streams, lanes, strict=True)]
+
+    def paced(self, pace: float) -> Work:
+        """The same, with computations that take so many times as long."""
+        seconds = [each * pace if at == COMPUTE else each for each, at in zip(self.seconds, self.streams, strict=True)]
+        return replace(self, seconds=seconds)
 
     def loads(self) -> dict[Kind, float]:
         """Seconds of work on each stream of the rank that has most."""

@@ -38,6 +38,16 @@ class Pair:
     first: float
     second: float
 
+    @staticmethod
+    def of(first: float, second: float, slowdown: float, slowdown_of_second: float) -> Pair:
+        """Of two operators that take so long alone, and slow each other down so much while both run."""
+        a, b = first * slowdown, second * slowdown_of_second
+        if a <= b:
+            b = a + second - a / slowdown_of_second
+        else:
+            a = b + first - b / slowdown
+        return Pair(max(a, b), a, b)
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -69,7 +79,7 @@ class Profile:
         by_kind: dict[tuple[Kind, Kind], list[tuple[float, float]]] = {}
         for (a, b), pair in self.pairs.items():
             for name, other, seconds, rest in ((a, b, pair.first, pair.second), (b, a, pair.second, pair.first)):
-                factor = measured[name, other] = _slowdown(self.times[name], seconds, rest)
+                factor = measured[name, other] = slowdown_of(self.times[name], seconds, rest)
                 by_kind.setdefault((self.kind(name), self.kind(other)), []).append((factor, self.times[name]))
         object.__setattr__(self, "_measured", measured)
         object.__setattr__(self, "_by_kind", {kinds: _weighted_mean(found) for kinds, found in by_kind.items()})
@@ -319,7 +329,7 @@ def _graph_from(name: str, data: Mapping[str, Any]) -> Graph:
     return Graph(name, operators, tuple(data["inputs"].split()), tuple(data["outputs"].split()), data["repeats"])
 
 
-def _slowdown(alone: float, beside: float, other: float) -> float:
+def slowdown_of(alone: float, beside: float, other: float) -> float:
     """From the seconds that an operator takes alone, and beside another that runs for `other` seconds."""
     shared = min(beside, other)
     done_meanwhile = alone - (beside - shared)  # of its own work, in seconds alone

@@ -3,12 +3,14 @@
 In:   what the ranks hold, a schedule, and a profile.
 Out:  a `Flow`, with its predicted time and the bound that no order can beat.
 Must hold: within the memory that `extra_layers` allows; on the window that it is made for never longer, by the cost
-function, than `greedy` on the same profile.
+function, than `greedy` on the same profile by more than `CLOSE`.
 
 Annealing over the biases of a flow, on one rank: first on a chain of layers, the forward of one micro-batch beside the
 backward of another, where only the steady state counts; then, from what was found, on a short window with its ends and
-the boundaries between its units. A candidate is judged by the cost function, contention included. Of what comes out,
-and of `greedy`, the best on the whole window, on all ranks, is kept.
+the boundaries between its units. Of what comes out, and of `greedy`, the best on the whole window, on all ranks, is
+kept. The cost function judges candidates, contention included: at the times that were measured, and with computations
+that take less. No machine keeps to what was measured, and where computation takes longest, an order may leave
+communication for late at no cost, and at a high one as soon as it does not.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from __future__ import annotations
 import functools
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hf_helix.planning.cost import Timeline, Work, simulate, work_of
+from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate, work_of
 from hf_helix.planning.flow import EXTRA_LAYERS, Bias, Flow, Window
 from hf_helix.planning.graph import Graph, Part
 from hf_helix.planning.profile import Name, Profile, named_operators
@@ -33,11 +36,13 @@ from hf_helix.planning.schedule import (
 )
 from hf_helix.planning.window import Layout, window_instructions
 
-EFFORT = 1_200_000  # of one annealing: instructions ordered and simulated, twice as dear where they slow each other
+EFFORT = 1_800_000  # of one annealing: instructions ordered and simulated, see `_Judge.effort`
 MOST_STEPS = 6000
 CHAIN_LAYERS, CHAIN_STARTS = 10, 2
 SHORT_LAYERS, SHORT_MICROBATCHES = 3, 5  # of a chunk, and of the window; more of the same need no search of their own
 USUAL_MICROBATCHES = 8
+PACES = (1.0, 0.8)  # how long computations take, in parts of what was measured; the first is that
+CLOSE = 1.005  # of two windows that differ by less at the first pace, the better at all of them
 
 Progress = Callable[[float], object]
 """Told how much of a search is done, from 0 to 1."""
@@ -82,10 +87,15 @@ def search(
     name = "w" if len(profile.layout.chunks) > num_ranks else "1f1b"
     usual = schedule or build_schedule(name, num_ranks, USUAL_MICROBATCHES)
 
-    def best(flows: Sequence[Flow]) -> Flow:
-        return min(flows, key=lambda flow: predict(flow, profile, usual).seconds)
-
     found = [greedy(profile, extra_layers)]
+    judge = _Judge(found[0], profile, profile.layout, usual)
+
+    def best(flows: Sequence[Flow]) -> Flow:
+        judged = [judge.paced(flow.bias) for flow in flows]
+        shortest = min(measured for measured, *_ in judged)
+        close = [number for number, (measured, *_) in enumerate(judged) if measured <= CLOSE * shortest]
+        return flows[min(close, key=lambda number: sum(judged[number]))]
+
     views = [(*view, seed) for view in chains(profile.layout) for seed in range(CHAIN_STARTS)]
     if num_ranks == 1:
         short = without_microbatches(usual, SHORT_MICROBATCHES)
@@ -111,21 +121,41 @@ def _improve(
     start: Flow, profile: Profile, layout: Layout, schedule: Schedule, seed: int, progress: Progress | None
 ) -> Flow:
     """The flow with the biases that annealing finds for a window."""
-    window = Window(schedule, layout, profile.times, start.extra_layers)
-    slowdown = profile.slowdown if profile.pairs else None
-
-    def cost(bias: Bias) -> float:
-        return simulate(window.work, slowdown, window.order(bias)).seconds
-
+    judge = _Judge(start, profile, layout, schedule)
     annealer = _Annealer(
-        names=window.work.names,
+        names=judge.window.work.names,
         scale=max(profile.times.values()),
-        cost=cost,
-        steps=min(MOST_STEPS, EFFORT // (len(window.program) * (2 if slowdown is None else 4))),
-        goal=bound(window.work, layout),
+        cost=judge,
+        steps=min(MOST_STEPS, EFFORT // judge.effort),
         dice=random.Random(seed),
     )
     return replace(start, bias=annealer.run(start.bias, progress))
+
+
+class _Judge:
+    """How long a window is, in parts of the bound: the mean over `PACES`."""
+
+    def __init__(self, flow: Flow, profile: Profile, layout: Layout, schedule: Schedule) -> None:
+        self.window = Window(schedule, layout, flow.times, flow.extra_layers)
+        self._slowdown = profile.slowdown if profile.pairs else None
+        work = self.window.work
+        paces = PACES if any(stream != COMPUTE for stream in work.streams) else PACES[:1]
+        self._works = [work.paced(pace) for pace in paces]
+        self._bounds = [bound(work, layout) for work in self._works]
+
+    @property
+    def effort(self) -> int:
+        """Instructions ordered and simulated for one answer, those that slow each other counted three times."""
+        return len(self.window.program) * (1 + len(self._works) * (1 if self._slowdown is None else 3))
+
+    def __call__(self, bias: Bias) -> float:
+        return statistics.fmean(self.paced(bias))
+
+    def paced(self, bias: Bias) -> list[float]:
+        """The same for each of `PACES`."""
+        order = self.window.order(bias)
+        found = (simulate(work, self._slowdown, order).seconds for work in self._works)
+        return [seconds / limit for seconds, limit in zip(found, self._bounds, strict=True)]
 
 
 def _tell(progress: Progress, number: int, count: int, share: float) -> None:
@@ -214,13 +244,12 @@ def shorten(layout: Layout) -> Layout:
 
 @dataclass(frozen=True)
 class _Annealer:
-    """One operator's bias changes at a time; what is longer is taken now and then, ever more rarely."""
+    """One operator's bias changes at a time; what is worse is taken now and then, ever more rarely; best is 1."""
 
     names: Sequence[Name]
     scale: float
     cost: Callable[[Bias], float]
     steps: int
-    goal: float
     dice: random.Random
 
     def run(self, start: Bias, progress: Progress | None) -> Bias:
@@ -230,7 +259,7 @@ class _Annealer:
         for step in range(self.steps):
             if progress is not None and step % 50 == 0:
                 progress(step / self.steps)
-            if lowest <= self.goal * (1 + 1e-4):
+            if lowest <= 1 + 1e-4:
                 break
             candidate = self._neighbour(current)
             seconds = self.cost(candidate)

@@ -107,7 +107,7 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
     pairs = {}
     for a, b in profile.pairs:
         beside = profile.slowdown(a, b), profile.slowdown(b, a)
-        pairs[first[a], first[b]] = _pair(times[first[a]], times[first[b]], *beside)
+        pairs[first[a], first[b]] = Pair.of(times[first[a]], times[first[b]], *beside)
     return Profile({**profile.about, "tiled": "derived, not measured"}, layout, times, spread, pairs, like)
 
 
@@ -184,13 +184,3 @@ def _source(name: Name, op: Operator, profile: Profile, tiles: int) -> tuple[Nam
     local = list(_local_operators(whole))
     cheapest = min(((unit, f"F.{other.name}") for other in local or whole.operators), key=profile.times.__getitem__)
     return cheapest, 1 if local else tiles
-
-
-def _pair(first: float, second: float, slowdown: float, slowdown_of_second: float) -> Pair:
-    """What would be measured of two operators that take so long alone, and slow each other down so much."""
-    a, b = first * slowdown, second * slowdown_of_second
-    if a <= b:
-        b = a + second - a / slowdown_of_second
-    else:
-        a = b + first - b / slowdown
-    return Pair(max(a, b), a, b)

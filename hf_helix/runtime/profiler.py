@@ -3,9 +3,10 @@
 In:   a runner and a window of micro-batches.
 Out:  a `Profile`, the same on every rank.
 Must hold: operators are timed through the executor's own issue code, on the rank's own streams. Computations are timed
-in a running step; collectives, and pairs, in trains of repeats, since a single collective can look faster than a link
-is. Of a computation the slowest rank counts; of a collective the fastest, since the others only wait for the last to
-arrive. Gradients are left as between two optimizer steps.
+in a running step; collectives in trains of repeats, since a single one can look faster than a link is; of a pair, the
+shorter as often as fits beside the longer, since in a step what starts costs is spread over all that is beside it. Of a
+computation the slowest rank counts; of a collective the fastest, since the others only wait for the last to arrive.
+Gradients are left as between two optimizer steps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Call
 from hf_helix.planning.graph import SEND, Kind, Operator, Part
-from hf_helix.planning.profile import Name, Pair, Profile, named_operators
+from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
 from hf_helix.planning.program import build_programs
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
 from hf_helix.runtime.measure import forget_gradients, over_ranks, trace_window
@@ -156,14 +157,25 @@ def _measure_pairs(
     couples += [(a, b) for a in longest for b in longest if a.name <= b.name]
     found = {}
     for place, (a, b) in enumerate(couples):
-        spans = bench.together(a, b)
-        mine = [(max(x.end, y.end) - min(x.start, y.start), x.seconds, y.seconds) for x, y in spans]
-        ranks = over_ranks([statistics.median(column) for column in zip(*mine, strict=True)])
-        together, first, second = zip(*ranks, strict=True)
-        found[a.name, b.name] = Pair(max(together), _agreed(a.op.kind, first), _agreed(b.op.kind, second))
+        counts = _counts(a, b, times)
+        mine = [statistics.median(column) for column in zip(*bench.together(a, b, counts), strict=True)]
+        first, second = zip(*over_ranks(mine), strict=True)
+        alone = times[a.name], times[b.name]
+        trains = [count * seconds for count, seconds in zip(counts, alone, strict=True)]
+        beside = _agreed(a.op.kind, first), _agreed(b.op.kind, second)
+        slow = slowdown_of(trains[0], *beside), slowdown_of(trains[1], *reversed(beside))
+        found[a.name, b.name] = Pair.of(*alone, *slow)
         if progress is not None:
             progress((place + 1) / len(couples))
     return found
+
+
+def _counts(a: _Timed, b: _Timed, times: Mapping[Name, float]) -> tuple[int, int]:
+    """How often each of a pair runs beside the other."""
+    if a.op.kind is b.op.kind:
+        return 1, 1
+    first, second = times[a.name], times[b.name]
+    return min(TRAIN, max(1, int(second / first))), min(TRAIN, max(1, int(first / second)))
 
 
 class _Bench:
@@ -204,24 +216,30 @@ class _Bench:
         label = self._label(timed)
         return [span.seconds for span in self._run(program) if span.label == label][1:]
 
-    def together(self, first: _Timed, second: _Timed) -> list[tuple[Span, Span]]:
-        """The spans of two operators that start together on every rank, `TRAIN` times."""
+    def together(self, first: _Timed, second: _Timed, counts: tuple[int, int]) -> list[tuple[float, float]]:
+        """Seconds of two operators that start together on every rank, each so many times in a row; `TRAIN` times."""
         if first.op.kind is second.op.kind:
             # Two that draw random numbers at once would leave each other's state behind.
             device = self.runner.mesh.device
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 return self._aside(first, second)
+        trains = [
+            (timed, repeat) for timed, count in zip((first, second), counts, strict=True) for repeat in range(count)
+        ]
         # Communication is issued first: a computation issued before it would hold it up.
-        issue = sorted((first, second), key=lambda timed: timed.op.kind is Kind.COMPUTE)
-        program = [*self._before(0, first), *self._before(0, second), BARRIER_INSTRUCTION]
-        program += [self._instruction(0, timed, ends=timed is issue[-1]) for timed in issue]
+        trains.sort(key=lambda each: each[0].op.kind is Kind.COMPUTE)
+        program = [before for timed, repeat in trains for before in self._before(repeat, timed)]
+        issued = [self._instruction(repeat, timed) for timed, repeat in trains]
+        program += [BARRIER_INSTRUCTION, *issued, BARRIER_INSTRUCTION]
+        labels = [self._label(first), self._label(second)]
         rows = []
         for _ in range(TRAIN):
-            spans = {span.label: span for span in self._run(program)}
-            rows.append((spans[self._label(first)], spans[self._label(second)]))
+            spans = self._run(program)
+            ran = [[span.seconds for span in spans if span.label == label] for label in labels]
+            rows.append((sum(ran[0][-counts[0] :]), sum(ran[1][-counts[1] :])))
         return rows[1:]
 
-    def _aside(self, first: _Timed, second: _Timed) -> list[tuple[Span, Span]]:
+    def _aside(self, first: _Timed, second: _Timed) -> list[tuple[float, float]]:
         """Two operators of one kind: the second goes through the stream of another kind."""
         streams = self.runner.executor.streams
         rows = []
@@ -240,7 +258,7 @@ class _Bench:
                 streams.synchronize()
             finally:
                 streams.trace = None
-            by_label = {span.label: span for span in trace.spans}
+            by_label = {span.label: span.seconds for span in trace.spans}
             rows.append((by_label["first"], by_label["second"]))
         return rows[1:]
 

@@ -1,4 +1,4 @@
-"""The search: never behind list scheduling, within the memory, above the bound, the same every time, in seconds."""
+"""The search: hardly ever behind list scheduling, within the memory, above the bound, the same every time, soon."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from support.graphs import (
     LLAMA,
     SMALL,
     SMALL_LAYER,
+    collective,
     compute,
     layers,
     layers_only,
@@ -22,17 +23,18 @@ from support.graphs import (
     random_bias,
     random_times,
     schedule_of,
+    segment,
 )
 
 from hf_helix.planning import search as searching
 from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.flow import Flow, Window, flow_order
-from hf_helix.planning.graph import GraphPair
-from hf_helix.planning.profile import Name, Pair, Profile
+from hf_helix.planning.graph import GraphPair, Kind
+from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.planning.program import build_programs
 from hf_helix.planning.rules import RULES, TILED, make_plan
 from hf_helix.planning.schedule import Action, Slot
-from hf_helix.planning.search import bound, greedy, longest_way, predict, search, shorten
+from hf_helix.planning.search import CLOSE, bound, greedy, longest_way, lower_bound, predict, search, shorten
 from hf_helix.planning.window import window_instructions
 
 UNTILED = [rule for rule in RULES if rule != TILED]
@@ -86,12 +88,13 @@ def test_greedy_is_between_the_bound_and_everything_in_a_row(
 @pytest.mark.parametrize("interference", [False, True])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("extra_layers", [0, 1, 2])
-def test_never_longer_than_greedy(few_steps: None, seed: int, interference: bool, extra_layers: int):
+def test_hardly_ever_longer_than_greedy(few_steps: None, seed: int, interference: bool, extra_layers: int):
     """On the window it is judged by: at most three layers a chunk."""
     profile, schedule = llama_profile(5, seed, interference), schedule_of(4)
     flow = search(profile, schedule, extra_layers)
     assert flow.extra_layers == extra_layers
-    assert predict(flow, profile, schedule).seconds <= predict(greedy(profile, extra_layers), profile, schedule).seconds
+    longest = CLOSE * predict(greedy(profile, extra_layers), profile, schedule).seconds
+    assert predict(flow, profile, schedule).seconds <= longest
 
 
 @pytest.mark.slow
@@ -105,14 +108,48 @@ def test_longer_windows_gain_nearly_as_much(few_steps: None):
         assert ratio <= 1.003
 
 
-def test_never_longer_than_greedy_on_a_longer_window(few_steps: None):
+def test_hardly_longer_than_greedy_on_a_longer_window(few_steps: None):
     profile, schedule = llama_profile(8, 29), schedule_of(8)
-    assert predict(search(profile), profile, schedule).seconds <= predict(greedy(profile), profile, schedule).seconds
+    longest = CLOSE * predict(greedy(profile), profile, schedule).seconds
+    assert predict(search(profile), profile, schedule).seconds <= longest
+
+
+def ring_profile(slower: float) -> Profile:
+    """A layer that sends keys around, as much communication as computation; computation may take longer."""
+    layer = pair(
+        "layer",
+        linear("qkv", "x", "q kv", effort=3),
+        collective("ring", "kv", kind=Kind.CROSS),
+        segment("local", "q"),
+        segment("remote", "q ring local"),
+        linear("out", "remote"),
+        linear("up", "out", effort=6),
+        linear("down", "up", effort=3),
+        compute("add", "x down"),
+        repeats=True,
+    )
+    layout = layout_of({**SMALL, "layer": layer}, 2)
+    times = {
+        name: 15e-3 if op.kind is Kind.CROSS else slower * op.effort * 1e-3 for name, op in named_operators(layout)
+    }
+    return profile_of(layout, times)
+
+
+def test_communication_is_early_even_where_computation_takes_longest(monkeypatch: pytest.MonkeyPatch):
+    """Planned with computations 1.4 times as long as they are then, most orders leave communication for late."""
+    monkeypatch.setattr(searching, "MOST_STEPS", 1000)
+    slow, then, schedule = ring_profile(1.4), ring_profile(1.0), schedule_of(8)
+    limit = lower_bound(then, schedule)
+    assert predict(greedy(slow), then, schedule).seconds > 1.08 * limit
+    assert predict(search(slow, schedule), then, schedule).seconds < 1.05 * limit
+    monkeypatch.setattr(searching, "PACES", (1.0,))
+    assert predict(search(slow, schedule), then, schedule).seconds > 1.05 * limit
 
 
 def test_interference_is_searched_around(monkeypatch: pytest.MonkeyPatch):
     """What is best where nothing interferes is not best where a computation slows the transfer beside it down."""
     monkeypatch.setattr(searching, "MOST_STEPS", 400)
+    monkeypatch.setattr(searching, "PACES", (1.0,))
     profile, schedule = llama_profile(1, 3, interference=True), schedule_of(3)
     blind = profile_of(profile.layout, profile.times)
     assert (
