@@ -6,6 +6,8 @@ row plans may use more: first nothing runs beside anything; then tensor-parallel
 the ring of keys and values too, then both kinds at once, then weight gradients move. The operators are measured once,
 on the links, and each row has the plan that `search` makes of them. All times of a length come from one run, in turn;
 medians, the slowest rank counts. A step is forward, backward and gradient sums of a window, without the optimizer.
+With `--rate even` the link is as fast as lets communication alone take as long as the computation that was measured
+before, since the speed of a shared machine changes from hour to hour.
 
     sudo python benchmarks/context_parallel.py --lengths 1024 2048 --rate 200
     sudo python benchmarks/context_parallel.py --lengths 1024 2048 --rate 200 --tp 2 --local_rate 1500
@@ -26,6 +28,7 @@ from typing import Any
 import shaped_link
 
 CP = 2
+EVEN = "even"
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "nothing beside anything": ("sequential", ("local", "cross", "comm_beside_comm", "wgrad")),
     "one strand": ("sequential", ()),
@@ -40,7 +43,7 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048], help="tokens of a sequence")
-    parser.add_argument("--rate", type=int, default=200, help="Mbit/s each way between the hosts")
+    parser.add_argument("--rate", default="200", help="Mbit/s each way between the hosts, or `even`")
     parser.add_argument("--tp", type=int, default=1, help="ranks of a host")
     parser.add_argument("--local_rate", type=int, default=1500, help="Mbit/s inside a host")
     parser.add_argument("--microbatches", type=int, default=8)
@@ -53,6 +56,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.rate == EVEN and options.tp > 1:
+        parser.error(f"--rate {EVEN}: needs --tp 1, where all communication is between the hosts")
     if options.rank is None:
         launch(options)
     else:
@@ -76,15 +81,18 @@ def work(options: argparse.Namespace) -> None:
     host = options.rank // options.tp
     shaped_link.join(host)
     bench = Bench(options)
-    if options.rank % options.tp == 0:  # the first of its host
-        shaped_link.shape(host, options.rate)
-        if options.tp > 1:
-            shaper = ["tbf", "rate", f"{options.local_rate}mbit", "burst", shaped_link.BURST, "latency", "200ms"]
-            subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *shaper], check=True)
+    first = options.rank % options.tp == 0  # of its host
+    if first and options.tp > 1:
+        shaper = ["tbf", "rate", f"{options.local_rate}mbit", "burst", shaped_link.BURST, "latency", "200ms"]
+        subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *shaper], check=True)
     dist.barrier()
     results = []
     for length in options.lengths:
-        results.append(bench.measure(length))
+        rate = bench.even_rate(length) if options.rate == EVEN else int(options.rate)
+        if first:
+            shaped_link.shape(host, rate)
+        dist.barrier()
+        results.append(bench.measure(length, rate))
         if options.rank == 0:
             print("\n" + describe(results[-1]), flush=True)
             if options.json:
@@ -155,7 +163,15 @@ class Bench:
             for place, one in enumerate(ids)
         ]
 
-    def measure(self, length: int) -> dict[str, Any]:
+    def even_rate(self, length: int) -> int:
+        """Mbit/s at which communication takes as long as computation."""
+        from hf_helix.runtime.measure import measure_overlap
+
+        found = measure_overlap({"": self.runners[()]}, self.window(length), 1)[""]
+        sums = sum(parameter.nbytes for parameter in self.runners[()].stage.placements)  # all-reduce of two ranks
+        return round(8 * (found.bytes_moved + sums) / found.computation / 1e6)
+
+    def measure(self, length: int, rate: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
         from hf_helix.runtime.measure import measure_overlap
         from hf_helix.runtime.profiler import measure_profile
@@ -174,7 +190,7 @@ class Bench:
             predicted[name] = predict_window(runners[name], known, len(window))
         overlaps = measure_overlap(runners, window, self.options.repeats)
         rows = {name: dataclasses.asdict(found) for name, found in overlaps.items()}
-        return {"length": length, "rate": self.options.rate, "rows": rows, "predicted": predicted}
+        return {"length": length, "rate": rate, "rows": rows, "predicted": predicted}
 
 
 def describe(result: dict[str, Any]) -> str:
