@@ -114,7 +114,14 @@ def found(profile: Profile, schedule: Schedule) -> int:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("size", "num_layers", "num_microbatches"), [(3, 1, 1), (3, 1, 2), (3, 2, 1), (5, 1, 1), (5, 1, 2), (5, 2, 1)]
+    ("size", "num_layers", "num_microbatches"),
+    [
+        (3, 1, 1),
+        (3, 1, 2),
+        (3, 2, 1),
+        (5, 1, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, 1, 2), (5, 2, 1))),
+    ],
 )
 def test_the_search_finds_the_shortest_window(size: int, num_layers: int, num_microbatches: int, seed: int):
     profile, schedule, most_layers = whole_window(size, num_layers, num_microbatches, seed)
@@ -135,10 +142,7 @@ def test_the_search_finds_the_shortest_pair_of_strands(size: int, num_layers: in
 
 @pytest.mark.parametrize(
     ("size", "num_layers", "num_microbatches", "seed"),
-    [
-        (5, 1, 3, 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, 1, 3, 3), (5, 2, 1, 2), (5, 2, 1, 5))),
-    ],
+    [pytest.param(*case, marks=pytest.mark.slow) for case in ((5, 1, 3, 0), (5, 1, 3, 3), (5, 2, 1, 2), (5, 2, 1, 5))],
 )
 def test_where_it_does_not_it_is_close(size: int, num_layers: int, num_microbatches: int, seed: int):
     """Of 80 windows like these, the four that the search leaves longer: by 0.5, 1.3, 0.6 and 0.6 %."""

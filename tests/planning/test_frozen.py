@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.graphs import LLAMA, layout_of, llama_layer, random_times
 
+from hf_helix.planning import search
 from hf_helix.planning.graph import Graph, GraphPair, Part, derive_backward, digest
 from hf_helix.planning.profile import Profile, load_profile, named_operators, rough_profile
 from hf_helix.planning.recompute import recomputed
@@ -81,8 +82,9 @@ def test_profiles_keep_it(share: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_plans_without_weight_gradients(rule: str) -> None:
+def test_every_rule_plans_without_weight_gradients(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen layers below trained ones, under names of their own."""
+    monkeypatch.setattr(search, "MOST_STEPS", 60)
     frozen = replace(trained(0), name="layer.2")
     graphs = {**LLAMA, "layer.2": GraphPair.of(frozen)}
     layout = layout_of(graphs, 4)
