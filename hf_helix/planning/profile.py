@@ -26,7 +26,7 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two operators started together.
+    """Two operators started together, one of each, whatever was repeated to measure it.
 
     Attributes:
         together: seconds until both are done (P_ij of the paper's equation 1).

@@ -76,6 +76,17 @@ def test_slowdown_by_hand(alone: float, beside: float, other: float, expected: f
     assert profile_of(LAYOUT, times, pairs=mirrored).slowdown(UP, GATHER) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("alone", "other"), [(10, 4), (4, 10), (7, 7)])
+@pytest.mark.parametrize(("slow", "other_slow"), [(1.0, 1.0), (1.5, 1.2), (1.0, 2.0), (3.0, 1.1)])
+def test_a_pair_of_slowdowns_says_them(alone: float, other: float, slow: float, other_slow: float):
+    times = {**efforts(LAYOUT), UP: alone * 1e-3, GATHER: other * 1e-3}
+    made = Pair.of(times[UP], times[GATHER], slow, other_slow)
+    assert made.together == max(made.first, made.second)
+    profile = profile_of(LAYOUT, times, pairs={(UP, GATHER): made})
+    assert profile.slowdown(UP, GATHER) == pytest.approx(slow)
+    assert profile.slowdown(GATHER, UP) == pytest.approx(other_slow)
+
+
 def test_pairs_that_were_not_measured_get_the_mean_of_their_kinds():
     """Weighted by time: computations beside communication 1.2 (10 ms) and 2.0 (2 ms)."""
     pairs = {(UP, GATHER): Pair(20e-3, 12e-3, 20e-3), (ACT, GATHER): Pair(20e-3, 4e-3, 20e-3)}
