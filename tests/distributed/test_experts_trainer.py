@@ -47,7 +47,7 @@ def test_training_equals_the_stock_trainer(
         folder = str(tmp_path / "stock")
         expected = cluster_of(2).run("train", folder=folder, helix=None, **case)[0]
     ours = str(tmp_path / "helix")
-    for result in cluster_of(ranks).run("train", folder=ours, helix=helix, **case):
+    for result in cluster_of(ranks).run("support.tuning_jobs:train", folder=ours, helix=helix, **case):
         compare_runs(result, expected)
         for entry in result["logs"]:
             assert entry["helix/router_z"] > 0

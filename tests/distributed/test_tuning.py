@@ -31,7 +31,7 @@ def runs(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(plan: str) -> list[dict[str, Any]]:
         folder = str(tmp_path_factory.mktemp(plan))
         helix = {"tp_size": 2, "plan": plan, "cache": False}
-        return cluster_of(2).run("train", folder=folder, helix=helix, **CASE)
+        return cluster_of(2).run("support.tuning_jobs:train", folder=folder, helix=helix, **CASE)
 
     return {plan: run(plan) for plan in ("auto", "search", "sequential")}
 
