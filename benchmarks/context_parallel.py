@@ -43,7 +43,7 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048], help="tokens of a sequence")
-    parser.add_argument("--rate", default="200", help="Mbit/s each way between the hosts, or `even`")
+    parser.add_argument("--rate", type=rate_of, default=200, help="Mbit/s each way between the hosts, or `even`")
     parser.add_argument("--tp", type=int, default=1, help="ranks of a host")
     parser.add_argument("--local_rate", type=int, default=1500, help="Mbit/s inside a host")
     parser.add_argument("--microbatches", type=int, default=8)
@@ -62,6 +62,11 @@ def main() -> None:
         launch(options)
     else:
         work(options)
+
+
+def rate_of(text: str) -> int | str:
+    """What `--rate` takes."""
+    return text if text == EVEN else int(text)
 
 
 def launch(options: argparse.Namespace) -> None:
@@ -83,12 +88,11 @@ def work(options: argparse.Namespace) -> None:
     bench = Bench(options)
     first = options.rank % options.tp == 0  # of its host
     if first and options.tp > 1:
-        shaper = ["tbf", "rate", f"{options.local_rate}mbit", "burst", shaped_link.BURST, "latency", "200ms"]
-        subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *shaper], check=True)
+        shaped_link.shape(host, options.local_rate, "lo")
     dist.barrier()
     results = []
     for length in options.lengths:
-        rate = bench.even_rate(length) if options.rate == EVEN else int(options.rate)
+        rate = bench.even_rate(length) if options.rate == EVEN else options.rate
         if first:
             shaped_link.shape(host, rate)
         dist.barrier()

@@ -231,10 +231,10 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def shape(rank: int, rate: int) -> None:
-    """Set the speed of this host's end."""
+def shape(rank: int, rate: int, device: str | None = None) -> None:
+    """Set the speed of this host's end, or of another of its devices."""
     shaper = ["tbf", "rate", f"{rate}mbit", "burst", BURST, "latency", "200ms"]
-    subprocess.run(["tc", "qdisc", "replace", "dev", DEVICES[rank], "root", *shaper], check=True)
+    subprocess.run(["tc", "qdisc", "replace", "dev", device or DEVICES[rank], "root", *shaper], check=True)
 
 
 def work(options: argparse.Namespace) -> None:

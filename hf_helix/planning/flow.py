@@ -100,12 +100,11 @@ class Window:
                 if rank.stale:
                     self._choose(rank, arrives, weight, left)
             rank = ranks[0] if len(ranks) == 1 else min(ranks, key=lambda rank: rank.start)
-            if rank.start == math.inf:
-                # Gradients that wait for their weights' have filled the room of what these read.
-                rank = min(ranks, key=self._oldest_again)
-                rank.chosen = self._oldest_again(rank)
             chosen = rank.chosen
-            assert chosen < len(self.program), "the oldest action of a valid schedule can always go on"
+            if chosen < 0:  # gradients that wait for their weights' have filled the room of what these read
+                chosen = min(map(self._oldest_again, ranks))
+                assert chosen < len(self.program), "the oldest action of a valid schedule can always go on"
+                rank = ranks[of[chosen]]
             if streams[chosen] == COMPUTE:
                 rank.computing.remove(chosen)
                 end = rank.now = max(rank.now, arrives[chosen]) + seconds[chosen]

@@ -87,14 +87,14 @@ def search(
     name = "w" if len(profile.layout.chunks) > num_ranks else "1f1b"
     usual = schedule or build_schedule(name, num_ranks, USUAL_MICROBATCHES)
 
-    found = [greedy(profile, extra_layers)]
-    judge = _Judge(found[0], profile, profile.layout, usual)
+    first = greedy(profile, extra_layers)
+    judge = _Judge(first, profile, profile.layout, usual)
+    found = [(first, judge.at_paces(first.bias))]
 
-    def best(flows: Sequence[Flow]) -> Flow:
-        judged = [judge.paced(flow.bias) for flow in flows]
-        shortest = min(measured for measured, *_ in judged)
-        close = [number for number, (measured, *_) in enumerate(judged) if measured <= CLOSE * shortest]
-        return flows[min(close, key=lambda number: sum(judged[number]))]
+    def best() -> Flow:
+        shortest = min(measured for _, (measured, *_) in found)
+        close = [(flow, judged) for flow, judged in found if judged[0] <= CLOSE * shortest]
+        return min(close, key=lambda each: sum(each[1]))[0]
 
     views = [(*view, seed) for view in chains(profile.layout) for seed in range(CHAIN_STARTS)]
     if num_ranks == 1:
@@ -103,10 +103,11 @@ def search(
         short = build_schedule("w", 1, min(num_microbatches_of(usual), SHORT_MICROBATCHES))
     views.append((shorten(profile.layout), short, 0))
     for number, (layout, few, seed) in enumerate(views):
-        start = found[0] if number < len(views) - 1 else best(found)
+        start = first if number < len(views) - 1 else best()
         told = None if progress is None else functools.partial(_tell, progress, number, len(views))
-        found.append(_improve(start, profile, layout, few, seed, told))
-    return best(found)
+        flow = _improve(start, profile, layout, few, seed, told)
+        found.append((flow, judge.at_paces(flow.bias)))
+    return best()
 
 
 def chains(layout: Layout) -> list[tuple[Layout, Schedule]]:
@@ -149,9 +150,9 @@ class _Judge:
         return len(self.window.program) * (1 + len(self._works) * (1 if self._slowdown is None else 3))
 
     def __call__(self, bias: Bias) -> float:
-        return statistics.fmean(self.paced(bias))
+        return statistics.fmean(self.at_paces(bias))
 
-    def paced(self, bias: Bias) -> list[float]:
+    def at_paces(self, bias: Bias) -> list[float]:
         """The same for each of `PACES`."""
         order = self.window.order(bias)
         found = (simulate(work, self._slowdown, order).seconds for work in self._works)
