@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help install demo test test-slow lint format bench clean
+.PHONY: help install demo test test-slow fuzz lint format bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,9 @@ test: $(STAMP)  ## run the tests
 
 test-slow: $(STAMP)  ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+fuzz: $(STAMP)  ## run the tests of properties on cases drawn anew; repeat at will
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=default
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check .
