@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hf_helix.adapters import family_of
 from hf_helix.adapters.builder import Additions
 from hf_helix.adapters.lora import adapter_weights, base_of, check_adapters
 from hf_helix.operators.unit import Placement
@@ -43,6 +44,7 @@ def check_model(model: Any, additions: Additions, weights: str | Path | None = N
         )
     _check_device(model, weights)
     check_adapters(model)
+    family_of(base_of(model))
     dtype, may_differ = base_of(model).dtype, adapter_weights(model)
     for name, parameter in model.named_parameters():
         if parameter.dtype not in (torch.float32, torch.bfloat16):

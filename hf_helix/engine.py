@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_helix.adapter_files import load_adapters, save_adapters
 from hf_helix.adapters import family_of
 from hf_helix.adapters.builder import Additions, Sharing
+from hf_helix.adapters.forwards import check_forwards
 from hf_helix.adapters.lora import base_of, is_peft
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters, save_pretrained
@@ -119,6 +120,7 @@ class Engine:
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self.overlap: Overlap | None = None
         self.last_window: list[MicroBatch] = []
+        self._looked_again = False
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
         self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
         stage = self._place(additions, modes)
@@ -136,6 +138,8 @@ class Engine:
         ways = config.cp_method, config.expert_capacity_factor
         sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device)
         units = recompute_units(self.family.units(self.base, sharing, additions), modes)
+        self._called = [*self.family.side_modules(self.base), *(module for unit in units for module in unit.called)]
+        check_forwards(self.model, self.base, self.family, self._called)
         units = [unit.without(config.without) for unit in units]
         check_placements(self.model, {p: placement for unit in units for p, placement in unit.placements.items()})
         return place_units(
@@ -146,6 +150,12 @@ class Engine:
             self.family.head_cost(self.base),
             config.layers_per_stage,
         )
+
+    def _look_again(self) -> None:
+        """Hooks may have come between construction and the first batch."""
+        if not self._looked_again:
+            check_forwards(self.model, self.base, self.family, self._called)
+            self._looked_again = True
 
     def _agreed_plan(self, stage: Stage, microbatches: int) -> Plan:
         """The plan to start with. Collective: layout, schedule and plan are those of every rank."""
@@ -194,6 +204,7 @@ class Engine:
         """
         if not self.last_window:
             check_trained(self.model, self.runner.whole, self._trains)
+            self._look_again()
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self.model.train()
@@ -289,6 +300,7 @@ class Engine:
         Returns:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
+        self._look_again()
         self.model.eval()
         pieces = pieces_of(batch, self.runner) if self.family.loss_adds_up(self.base) else [batch]
         with torch.no_grad():
@@ -366,4 +378,5 @@ def _refuse_forward(forward: Callable[..., Any], instead: str) -> Callable[..., 
             f"this model's weights are cut over several ranks, so it cannot be called directly; use {instead}"
         )
 
+    refuse.is_refusal = True  # type: ignore[attr-defined]
     return refuse

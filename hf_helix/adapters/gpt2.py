@@ -71,6 +71,9 @@ class GPT2(Family):
         lengths = {"vocab_size": config.vocab_size, "n_inner": config.n_inner or 4 * config.n_embd}
         check_cuts(tp_size, {"attention heads (n_head)": config.n_head}, lengths)
 
+    def num_positions(self, model: Any) -> int | None:
+        return int(model.transformer.wpe.weight.shape[0])
+
     def check_context(self, model: Any) -> None:
         check_shared(model, "attn_pdrop")
 
