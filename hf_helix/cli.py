@@ -180,8 +180,8 @@ def _measure(options: argparse.Namespace) -> None:
     """One process of the measurement."""
     import torch
     import torch.distributed as dist
-    from tqdm.auto import tqdm
 
+    from hf_helix.report.progress import progress_bar
     from hf_helix.runtime.profiler import measure_profile
     from hf_helix.runtime.streams import prepare_cuda
     from hf_helix.workload import Workload
@@ -211,9 +211,9 @@ def _measure(options: argparse.Namespace) -> None:
     about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
     if "NCCL_MAX_NCHANNELS" in os.environ:
         about["NCCL_MAX_NCHANNELS"] = os.environ["NCCL_MAX_NCHANNELS"]
-    with tqdm(total=100, desc="measuring operators", unit="%", disable=dist.get_rank() != 0) as bar:
+    with progress_bar(dist.get_rank() == 0) as progress:
         profile = measure_profile(
-            work.runner, window, about, progress=lambda share: bar.update(round(100 * share) - bar.n)
+            work.runner, window, about, progress=lambda share: progress("measuring operators", share)
         )
     if dist.get_rank() == 0:
         profile.save(options.output)
@@ -277,19 +277,18 @@ def _profile(options: argparse.Namespace) -> Profile:
 
 
 def _plan(rule: str, profile: Profile, schedule: Schedule) -> Plan:
-    from tqdm.auto import tqdm
-
     from hf_helix.planning.rules import make_plan
+    from hf_helix.report.progress import progress_bar
 
     model, mesh = _made_for(profile)
-    with tqdm(total=100, desc=rule, unit="%", leave=False) as bar:
+    with progress_bar() as progress:
         return make_plan(
             rule,
             profile,
             model=model,
             mesh=mesh,
             schedule=schedule,
-            progress=lambda share: bar.update(round(100 * share) - bar.n),
+            progress=lambda share: progress(f"planning ({rule})", share),
         )
 
 
