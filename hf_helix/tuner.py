@@ -12,8 +12,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from hf_helix.planning.recompute import NONE
 from hf_helix.planning.rules import RULES
 from hf_helix.planning.scheduler import Scheduler, candidates, stage_costs
 from hf_helix.planning.window import Layout
+from hf_helix.report.progress import progress_bar
 from hf_helix.report.scorecard import format_tuning
 from hf_helix.runtime.agreement import agree_on_text
 from hf_helix.runtime.measure import over_ranks
@@ -37,7 +37,7 @@ from hf_helix.runtime.mesh import Mesh, rank
 from hf_helix.runtime.profiler import machine
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
-from hf_helix.runtime.tuning import BASELINE, CANDIDATES, Progress, Tuning, make_plans, tune
+from hf_helix.runtime.tuning import BASELINE, CANDIDATES, Tuning, make_plans, tune
 
 # Rules that wait for a measurement in the first window; until then, a plan that needs none serves.
 MEASURED = {"auto": CANDIDATES, "search": ("search",), "dhelix": ("dhelix",)}
@@ -169,7 +169,7 @@ class Tuner:
         about: Mapping[str, str],
         case: Mapping[str, str],
     ) -> tuple[Runner, Tuning]:
-        with _progress_bar() as progress:
+        with progress_bar(rank() == 0) as progress:
             chosen, tuning = tune(
                 runner,
                 window,
@@ -210,16 +210,3 @@ class Tuner:
                 f"hf_helix: plan={self.config.plan!r} waits for a window of two micro-batches; until then "
                 f"{runner.plan.rule} serves. Set gradient_accumulation_steps to 2 or more"
             )
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """One bar for everything that tuning does, on rank 0."""
-    with tqdm(total=100, desc="hf_helix", unit="%", disable=rank() != 0, leave=False) as bar:
-
-        def show(what: str, share: float) -> None:
-            bar.set_description(f"hf_helix: {what}", refresh=False)
-            bar.n = round(100 * share)
-            bar.refresh()
-
-        yield show

@@ -73,17 +73,16 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _plan(rule: str, profile: Profile, schedule: Schedule) -> Plan:
-    from tqdm.auto import tqdm
-
     from hf_helix.planning.rules import make_plan
+    from hf_helix.report.progress import progress_bar
 
     model, mesh = made_for(profile)
-    with tqdm(total=100, desc=rule, unit="%", leave=False) as bar:
+    with progress_bar() as progress:
         return make_plan(
             rule,
             profile,
             model=model,
             mesh=mesh,
             schedule=schedule,
-            progress=lambda share: bar.update(round(100 * share) - bar.n),
+            progress=lambda share: progress(f"planning ({rule})", share),
         )
