@@ -26,7 +26,15 @@ from hf_helix.adapters.forwards import check_forwards
 from hf_helix.adapters.lora import base_of, is_peft
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.checkpoint import cut_parameters, save_pretrained
-from hf_helix.checks import check_batch, check_model, check_placements, check_trained
+from hf_helix.checks import (
+    check_batch,
+    check_model,
+    check_placements,
+    check_sizes,
+    check_trained,
+    limits_of,
+    say_what_surprises,
+)
 from hf_helix.config import HelixConfig
 from hf_helix.evaluation import pieces_of, whole_logits
 from hf_helix.loading import initialize_parameters, load_parameters
@@ -39,6 +47,7 @@ from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
+from hf_helix.runtime.extents import extents
 from hf_helix.runtime.gradients import gradient_norm
 from hf_helix.runtime.liveness import watched
 from hf_helix.runtime.measure import Overlap, measure_overlap, over_ranks, trace_window
@@ -84,6 +93,7 @@ class Engine:
     Attributes:
         model: as it was given, perhaps a `PeftModel`.
         base: the Transformers model, which is inside it then.
+        limits: how far the ids, labels and positions of batches may reach.
         num_weights: of the whole model, without embeddings.
         overlap: what `measure_overlap` found last.
         last_window: the micro-batches of the last window that was trained.
@@ -108,11 +118,13 @@ class Engine:
     ) -> None:
         additions = additions or Additions()
         check_model(model, additions, weights)
+        check_sizes(model, config)
         self.model = model
         self.base = base = base_of(model)
         self.config = config
         self.mesh = mesh
         self.family = family_of(base)
+        self.limits = limits_of(base)
         self.cut = SequenceCut.of(mesh.tp, mesh.cp)
         modes = modes_of(self.family.layers(base), checkpointing, config)
         self.tuner = Tuner(config, type(base).__name__, describe(base, mesh, products, modes))
@@ -123,6 +135,7 @@ class Engine:
         self._looked_again = False
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
         self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
+        say_what_surprises(model, config, microbatches)
         stage = self._place(additions, modes)
         with watched():
             plan = self._agreed_plan(stage, microbatches)
@@ -191,6 +204,10 @@ class Engine:
         return self.tuner.tuning
 
     # -- training ------------------------------------------------------------------------------------------------
+
+    def extents(self, batches: Sequence[Any]) -> Tensor:
+        """How far the ids, labels and positions of a window reach, for `limits.judge`. Nothing waits for it."""
+        return extents(batches, self.mesh.device)
 
     def train_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[Tensor]:
         """Forward and backward of a window; gradients are added to `parameter.grad`. Collective.
@@ -301,6 +318,7 @@ class Engine:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
         self._look_again()
+        self.limits.judge([self.extents([batch]).tolist()])  # evaluation may wait for the device
         self.model.eval()
         pieces = pieces_of(batch, self.runner) if self.family.loss_adds_up(self.base) else [batch]
         with torch.no_grad():

@@ -140,7 +140,7 @@ class HelixModel:
         while window := list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps)):
             yield window
         with watched():
-            agree_on_number(0, self.engine.mesh.device)  # elsewhere there may be a window
+            agree_on_number(0, self.engine.mesh.device, self.engine.extents([]))  # elsewhere there may be a window
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Forward and backward of the micro-batches of an optimizer step; gradients are added to `parameter.grad`.
@@ -157,7 +157,7 @@ class HelixModel:
         """
         mesh = self.engine.mesh
         with watched():
-            agree_on_number(len(batches), mesh.device)
+            self.engine.limits.judge(agree_on_number(len(batches), mesh.device, self.engine.extents(batches)))
             if not batches:
                 raise ValueError("train_window needs the batches of an optimizer step, such as [batch]; got none")
             batches = [self._checked(batch) for batch in batches]

@@ -24,6 +24,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.utils.logging import get_logger
 
 from hf_helix.adapters.builder import Additions
+from hf_helix.checks import check_sizes
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.engine import Engine, Scale
 from hf_helix.evaluation import gather_samples
@@ -107,8 +108,10 @@ class HelixTrainerMixin(CheckpointHooks):
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(arguments)}"
         agree_on_text(f"{options_of(config)}\n{shared}", "options")
         self.helix_config = config
+        check_sizes(model, config)
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
         self._window: list[Any] | None = None
+        self._nothing = torch.zeros((), device=arguments.device)  # what a call of `training_step` adds to the first
         self._health = Health(arguments.device)
         start_watch()
         make_output_dir(arguments)
@@ -214,7 +217,10 @@ class HelixTrainerMixin(CheckpointHooks):
         """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         with watched():
-            self._health.judge(agree_on_number(len(batches), device, self._health.state()))
+            states = torch.cat((self._health.state().reshape(1), self._engine.extents(batches)))
+            found = agree_on_number(len(batches), device, states)
+            self._health.judge([state for state, *_ in found])
+            self._engine.limits.judge([reach for _, *reach in found])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = list(samples)
         return samples, num_items
@@ -222,14 +228,17 @@ class HelixTrainerMixin(CheckpointHooks):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The first call of a window runs all of it and returns the sum of its losses; the others return zero."""
         if self._window is None:
-            return torch.zeros((), device=self.args.device)
+            return self._nothing
         window, self._window = self._window, None
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode, too
         batches = [self._prepare_inputs(batch) for batch in window]  # type: ignore[attr-defined]
         step = self.state.global_step
-        losses = torch.stack(self._engine.train_window(batches, self._scale(num_items_in_batch), step))
-        self._health.note_losses(losses, step + 1)
+        scale = self._scale(num_items_in_batch)
+        losses = torch.stack(self._engine.train_window(batches, scale, step))
+        # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
+        self._nothing = 0 * scale.tokens
+        self._health.note_losses(losses.where(self._nothing.isfinite(), 0.0), step + 1)
         return losses.sum()
 
     def _scale(self, num_items: Any) -> Scale:

@@ -1,4 +1,4 @@
-"""What a user has put in the place of Transformers' code is run, or refused by name at construction; the rest passes."""
+"""What stands in the place of Transformers' code is run, or refused by name at construction."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def check_class(model: Any, model_class: str) -> None:
 def _problems_of_loss(base: Any, is_own: bool) -> Iterator[str]:
     """A loss that is not computed: any but that of causal language models."""
     given = vars(base).get("_loss_function")
-    of_type = LOSS_MAPPING.get(getattr(base, "loss_type", None), ForCausalLMLoss)
+    of_type = LOSS_MAPPING.get(str(getattr(base, "loss_type", None)), ForCausalLMLoss)
     owner = _owner(type(base), "loss_function")
     if given not in (None, ForCausalLMLoss):
         yield (
@@ -131,8 +131,8 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
         of_hub = kernels and hasattr(kind, "kernel_layer_name")
         if not of_hub and not getattr(given, "is_refusal", False) and _root(_home(given)) not in OWN:
             yield (
-                f"{where}.forward was replaced by {_named(given)}: pass the model without the patch, or declare what it "
-                "computes in a family of your own (docs/adding_a_model.md)"
+                f"{where}.forward was replaced by {_named(given)}: pass the model without the patch, or declare what "
+                "it computes in a family of your own (docs/adding_a_model.md)"
             )
         return
     owner = _owner(kind, "forward")
@@ -146,8 +146,8 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
         )
     elif not _is_written_there(vars(owner)["forward"], owner):
         yield (
-            f"{owner.__module__}.{owner.__qualname__}.forward was replaced by {_named(vars(owner)['forward'])}: load the "
-            f"model without the patch, or declare what it computes in a family of your own (docs/adding_a_model.md)"
+            f"{owner.__module__}.{owner.__qualname__}.forward was replaced by {_named(vars(owner)['forward'])}: load "
+            "the model without the patch, or declare what it computes in a family of your own (docs/adding_a_model.md)"
         )
 
 

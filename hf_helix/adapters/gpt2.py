@@ -98,4 +98,5 @@ def _attention(attn: Any) -> Attention:
         return attn._upcast_and_reordered_attn(q, k, v, mask)
 
     eager = upcast if attn.reorder_and_upcast_attn else eager_attention_forward
-    return Attention(attn, heads, eager=eager, dropout=attn.attn_dropout.p)
+    # Upcast, it is the same in another precision.
+    return Attention(attn, heads, eager=eager, dropout=attn.attn_dropout.p, is_plain=True)
