@@ -48,7 +48,7 @@ from hf_helix.report.live import LiveScore
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
 from hf_helix.runtime.extents import extents
-from hf_helix.runtime.gradients import gradient_norm
+from hf_helix.runtime.gradients import gradient_norm, set_aside
 from hf_helix.runtime.liveness import watched
 from hf_helix.runtime.measure import Overlap, measure_overlap, over_ranks, trace_window
 from hf_helix.runtime.memory import peak_bytes
@@ -61,6 +61,7 @@ from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.trace import Trace
 from hf_helix.runtime.tuning import Tuning
+from hf_helix.sizes import Sizes
 from hf_helix.tuner import Tuner, describe
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Engine:
         model: as it was given, perhaps a `PeftModel`.
         base: the Transformers model, which is inside it then.
         limits: how far the ids, labels and positions of batches may reach.
-        num_weights: of the whole model, without embeddings.
+        sizes: of the whole model's parameters.
         overlap: what `measure_overlap` found last.
         last_window: the micro-batches of the last window that was trained.
 
@@ -128,7 +129,7 @@ class Engine:
         self.cut = SequenceCut.of(mesh.tp, mesh.cp)
         modes = modes_of(self.family.layers(base), checkpointing, config)
         self.tuner = Tuner(config, type(base).__name__, describe(base, mesh, products, modes))
-        self.num_weights = base.num_parameters(exclude_embeddings=True)
+        self.sizes = Sizes(model)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self.overlap: Overlap | None = None
         self.last_window: list[MicroBatch] = []
@@ -144,6 +145,7 @@ class Engine:
         for whole in {model, base} if mesh.batch_group is not None else ():
             whole._is_cut_by_helix = True
             whole.forward = _refuse_forward(whole.forward, instead)
+            self.sizes.put_on(whole)
 
     def _place(self, additions: Additions, modes: Sequence[str]) -> Stage:
         """Which units are on this rank. `modes`: see `modes_of`."""
@@ -226,8 +228,9 @@ class Engine:
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self.model.train()
         window = self.last_window = self._microbatches(batches, scale, step)
-        self.runner = self.tuner.decide(self.runner, window)
-        return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
+        with set_aside(self.runner.stage.placements):
+            self.runner = self.tuner.decide(self.runner, window)
+            return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
 
     def _train_counted(self, window: list[MicroBatch], length: int) -> list[Tensor]:
         """Train, counted for the logs; the first window after each log is traced."""

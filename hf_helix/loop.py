@@ -26,8 +26,7 @@ from transformers.utils.logging import get_logger
 
 from hf_helix.checks import check_batch
 from hf_helix.engine import Engine, Scale
-from hf_helix.evaluation import gather_samples
-from hf_helix.operators.vocabulary import IGNORED
+from hf_helix.evaluation import count_targets, gather_samples
 from hf_helix.refusals import check_accelerator, check_loader, check_optimizer
 from hf_helix.runtime.agreement import agree_on_number, agree_on_text
 from hf_helix.runtime.liveness import start_watch, watched
@@ -161,7 +160,7 @@ class HelixModel:
             if not batches:
                 raise ValueError("train_window needs the batches of an optimizer step, such as [batch]; got none")
             batches = [self._checked(batch) for batch in batches]
-            items = sum(_targets_in(batch) for batch in batches)
+            items = sum(count_targets(batch) for batch in batches)
             assert isinstance(items, Tensor)
             if mesh.dp_group is not None:
                 dist.all_reduce(items, group=mesh.dp_group)
@@ -180,7 +179,7 @@ class HelixModel:
         """
         with watched():
             batch = self._checked(batch)
-            found, whole = self.engine.evaluate(batch, Scale(1 / _targets_in(batch)), self._step, keep_logits=logits)
+            found, whole = self.engine.evaluate(batch, Scale(1 / count_targets(batch)), self._step, keep_logits=logits)
         return CausalLMOutput(loss=found, logits=whole)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -234,12 +233,6 @@ class _Scheduler(AcceleratedScheduler):
         for _ in range(self._steps):
             if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
                 super().step(*args, **kwargs)
-
-
-def _targets_in(batch: Mapping[str, Any]) -> Tensor:
-    """Tokens that count in the loss."""
-    targets = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
-    return (targets != IGNORED).sum()
 
 
 def _refuse(name: str, instead: str) -> Callable[..., Any]:
