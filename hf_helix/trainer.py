@@ -25,6 +25,7 @@ from transformers.utils.logging import get_logger
 
 from hf_helix.adapters.builder import Additions
 from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.direct_use import Instead
 from hf_helix.engine import Engine, Scale
 from hf_helix.evaluation import gather_samples
 from hf_helix.loading import outline_of
@@ -47,10 +48,7 @@ from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
 
-INSTEAD = (
-    "trainer.train(), trainer.evaluate() or trainer.predict(), or save it with trainer.save_model(folder) and load it "
-    "with from_pretrained(folder)"
-)
+INSTEAD = Instead("trainer.train(), trainer.evaluate() or trainer.predict()", "trainer.save_model(folder)")
 
 
 class HelixTrainerMixin(CheckpointHooks):
