@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from hf_helix.adapters.builder import Additions, Sharing
 from hf_helix.adapters.forwards import check_forwards
 from hf_helix.adapters.lora import base_of, is_peft
 from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.checkpoint import cut_parameters, save_pretrained
+from hf_helix.checkpoint import cut_parameters, is_cut
 from hf_helix.checks import (
     check_batch,
     check_model,
@@ -36,6 +36,7 @@ from hf_helix.checks import (
     say_what_surprises,
 )
 from hf_helix.config import HelixConfig
+from hf_helix.direct_use import Instead, refuse_calls, refuse_parts
 from hf_helix.evaluation import pieces_of, whole_logits
 from hf_helix.loading import initialize_parameters, load_parameters
 from hf_helix.operators.experts import SHARD_TOKENS
@@ -61,6 +62,7 @@ from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.trace import Trace
 from hf_helix.runtime.tuning import Tuning
+from hf_helix.saving import save_pretrained
 from hf_helix.sizes import Sizes
 from hf_helix.tuner import Tuner, describe
 
@@ -89,7 +91,7 @@ class Engine:
         additions: what the run adds to the mathematics of the model.
         checkpointing: options of activation checkpointing, where the run asks for it in the words of Transformers.
         weights: a checkpoint folder, for a model on the meta device; without one, such a model starts at random.
-        instead: for the error of who calls the cut model: what to call.
+        instead: for the errors of who calls the cut model, or asks it for its weights: what to call.
 
     Attributes:
         model: as it was given, perhaps a `PeftModel`.
@@ -111,7 +113,7 @@ class Engine:
         *,
         seed: int,
         microbatches: int,
-        instead: str,
+        instead: Instead,
         products: torch.dtype | None = None,
         additions: Additions | None = None,
         checkpointing: Mapping[str, Any] | None = None,
@@ -142,10 +144,13 @@ class Engine:
             plan = self._agreed_plan(stage, microbatches)
             self._fill(stage, weights, seed)
         self.runner = Runner(stage, plan, mesh, make_streams(mesh.device), self.tuner.scheduler, seed, products)
-        for whole in {model, base} if mesh.batch_group is not None else ():
+        has_parts = is_cut(stage, mesh)
+        for whole in {model, base} if has_parts or mesh.batch_group is not None else ():
             whole._is_cut_by_helix = True
-            whole.forward = _refuse_forward(whole.forward, instead)
+            refuse_calls(whole, instead)
             self.sizes.put_on(whole)
+        if has_parts:
+            refuse_parts(model, instead)
 
     def _place(self, additions: Additions, modes: Sequence[str]) -> Stage:
         """Which units are on this rank. `modes`: see `modes_of`."""
@@ -335,11 +340,17 @@ class Engine:
 
     # -- saving and measuring ------------------------------------------------------------------------------------
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """An ordinary Hugging Face checkpoint, gathered unit by unit; of a PEFT model the adapters. Collective."""
-        save = save_adapters if is_peft(self.model) else save_pretrained
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
+        """An ordinary Hugging Face checkpoint, each rank writing its part; of a PEFT model the adapters. Collective.
+
+        Args:
+            max_shard_size: of a file, such as "5GB"; None for the default of Transformers. Adapters are one file.
+        """
         with watched():
-            save(self.model, self.runner.whole, self.mesh, folder)
+            if is_peft(self.model):
+                save_adapters(self.model, self.runner.whole, self.mesh, folder)
+            else:
+                save_pretrained(self.model, self.runner.whole, self.mesh, folder, max_shard_size)
 
     def load_weights(self, folder: str | Path) -> None:
         """What `save_pretrained` wrote, from any layout: each rank reads its slices. Collective.
@@ -388,16 +399,3 @@ class Engine:
             raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
         self.model.train()
         return self.last_window
-
-
-def _refuse_forward(forward: Callable[..., Any], instead: str) -> Callable[..., Any]:
-    """Keeps the signature, by which the Trainer chooses columns."""
-
-    @functools.wraps(forward)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"this model's weights are cut over several ranks, so it cannot be called directly; use {instead}"
-        )
-
-    refuse.is_refusal = True  # type: ignore[attr-defined]
-    return refuse

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.logging import get_logger
 
 from hf_helix.checks import check_batch
+from hf_helix.direct_use import Instead
 from hf_helix.engine import Engine, Scale
 from hf_helix.evaluation import count_targets, gather_samples
 from hf_helix.refusals import check_accelerator, check_loader, check_optimizer
@@ -35,9 +36,9 @@ from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
 
-INSTEAD = (
-    "model.train_window(batches) or model.evaluate(batch) of what HelixPlugin.prepare returned, or save it with "
-    "model.save_pretrained(folder) and load it with from_pretrained(folder)"
+INSTEAD = Instead(
+    "model.train_window(batches) or model.evaluate(batch) of what HelixPlugin.prepare returned",
+    "save_pretrained(folder) of what HelixPlugin.prepare returned",
 )
 
 # Methods of the Accelerator that would do something else than their name says.
@@ -187,16 +188,16 @@ class HelixModel:
         with watched():
             return self.engine.clip_gradients(max_norm)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write an ordinary Hugging Face checkpoint."""
-        self.engine.save_pretrained(folder)
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
+        """Write an ordinary Hugging Face checkpoint, as the method of Transformers would of the unsplit model."""
+        self.engine.save_pretrained(folder, max_shard_size)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of the model: this rank's part of each, empty where another rank of the pipeline holds it."""
         return self.module.parameters()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"a model that HelixPlugin.prepare has cut cannot be called directly; use {INSTEAD}")
+        raise RuntimeError(f"a model that HelixPlugin.prepare has cut cannot be called directly; use {INSTEAD.calling}")
 
     def _checked(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         check_batch(batch)

@@ -24,6 +24,7 @@ from transformers.utils.logging import get_logger
 from hf_helix.adapters.builder import Additions
 from hf_helix.checks import check_sizes
 from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.direct_use import Instead
 from hf_helix.engine import Engine, Scale
 from hf_helix.evaluation_hooks import EvaluationHooks
 from hf_helix.loading import outline_of
@@ -47,10 +48,10 @@ from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
 
-INSTEAD = (
+INSTEAD = Instead(
     "trainer.train(), trainer.evaluate() or trainer.predict(), for one batch trainer.training_step(model, inputs) or "
-    "trainer.prediction_step(model, inputs, prediction_loss_only=True), or save it with trainer.save_model(folder) and "
-    "load it with from_pretrained(folder)"
+    "trainer.prediction_step(model, inputs, prediction_loss_only=True)",
+    "trainer.save_model(folder)",
 )
 
 
