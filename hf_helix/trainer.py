@@ -24,6 +24,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.utils.logging import get_logger
 
 from hf_helix.adapters.builder import Additions
+from hf_helix.cache import export
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.engine import Engine, Scale
 from hf_helix.evaluation import gather_samples
@@ -33,6 +34,7 @@ from hf_helix.planning.plan import Plan
 from hf_helix.plugin import HelixPlugin
 from hf_helix.recompute import asked_by
 from hf_helix.refusals import check_arguments, check_evaluation, check_trainer
+from hf_helix.report.notices import say
 from hf_helix.resume.hooks import CheckpointHooks, make_output_dir
 from hf_helix.runtime.agreement import agree_on_number, agree_on_text
 from hf_helix.runtime.health import Health
@@ -127,6 +129,11 @@ class HelixTrainerMixin(CheckpointHooks):
     # -- the engine ----------------------------------------------------------------------------------------------
 
     @property
+    def helix(self) -> Engine:
+        """The cut model: its plan, its tuning, what can be measured, and `figures`, all of the last log's."""
+        return self._engine
+
+    @property
     def mesh(self) -> Mesh:
         """Which ranks share what."""
         return self._mesh
@@ -143,7 +150,7 @@ class HelixTrainerMixin(CheckpointHooks):
 
     @property
     def tuning(self) -> Tuning | None:
-        """What `plan="auto"` measured, or an earlier run of the same case; None before the first window."""
+        """What `plan="auto"` measured, or an earlier run of the same case; None as long as nothing was. `print` it."""
         return self._engine.tuning
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
@@ -227,10 +234,20 @@ class HelixTrainerMixin(CheckpointHooks):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode, too
         batches = [self._prepare_inputs(batch) for batch in window]  # type: ignore[attr-defined]
-        step = self.state.global_step
-        losses = torch.stack(self._engine.train_window(batches, self._scale(num_items_in_batch), step))
+        step, scale = self.state.global_step, self._scale(num_items_in_batch)
+        self._tune(batches, scale, step)
+        losses = torch.stack(self._engine.train_window(batches, scale, step))
         self._health.note_losses(losses, step + 1)
         return losses.sum()
+
+    def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
+        """Let the engine choose a plan, if it is time to; what it finds is said and written. Collective."""
+        steps_left = self.state.max_steps - step
+        found = self._engine.tune(batches, scale, step, steps_left if steps_left > 0 else None)
+        if found is not None and self.args.process_index == 0:
+            folder = Path(self.args.output_dir, "helix")
+            export(folder, found, self.plan.to_json())
+            say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
 
     def _scale(self, num_items: Any) -> Scale:
         # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
