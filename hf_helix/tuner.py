@@ -211,9 +211,7 @@ class Tuner:
         self._warn_alone(count)
         if self.is_settled:
             return runner
-        if self._pace.is_due:
-            runner.executor.streams.synchronize()  # so that the clock tells the time of the device, too
-        is_due = self._pace.begin_step()
+        is_due = self._pace.begin_step(runner.executor.streams.synchronize)
         if self._case is None and count > 1:
             self._case = self._case_of(runner, make_window())
             runner = self._recall(runner) if self.config.cache else runner
@@ -223,7 +221,7 @@ class Tuner:
             return self._measure(runner, dataclasses.replace(FULL, rules=MEASURED[self.config.plan]))
         if self.config.tuning_share == 1:
             return self._measure(runner, FULL)
-        left = self._pace.steps if steps_left is None else steps_left
+        left = self._pace.steps_done if steps_left is None else steps_left
         effort = decide_on_rank_0(lambda: self._affordable(runner, left)) if is_due else None
         if effort is not None:
             return self._measure(runner, effort, None if steps_left is None else left * self._pace.seconds_per_step)

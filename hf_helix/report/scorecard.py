@@ -110,7 +110,7 @@ def format_tuning(tuning: Tuning, share_of_step: float = 1.0) -> str:
     sentences = [
         f"Plan {tuning.kept} is kept{gain}{when}.",
         f"A window takes: {others}; its computation alone {_ms(kept.computation)}{_bubbles(kept)}{_alone(kept)}.",
-        *([_hidden(kept)] if tuning.kept != baseline or not kept.communication else []),
+        _hidden(kept),
         *_why_small(tuning),
         *_alternative(tuning, share_of_step),
     ]

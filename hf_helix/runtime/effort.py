@@ -116,28 +116,32 @@ class Pace:
 
     Args:
         clock: seconds.
+
+    Attributes:
+        steps_done: before the step that has begun last.
+        seconds_per_step: the mean over the steps since it was found before; 0 as long as it is not known.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.steps = 0
+        self.steps_done = -1
         self.seconds_per_step = 0.0
         self._clock = clock
         self._next = 2
         self._since = (0, 0.0)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the step that begins now is one that starts or ends a measurement of the pace."""
-        return self.steps in (1, self._next)
+    def begin_step(self, synchronize: Callable[[], object]) -> bool:
+        """Call it when a step begins; whether there is a new pace. On every rank after the same steps.
 
-    def begin_step(self) -> bool:
-        """Call it when a step begins; whether there is a new pace. On every rank after the same steps."""
-        found = self.steps == self._next
-        if self.is_due:
+        Args:
+            synchronize: waits for the device; called before the clock is read.
+        """
+        self.steps_done += 1
+        is_new = self.steps_done == self._next
+        if is_new or self.steps_done == 1:
+            synchronize()
             now, (steps, before) = self._clock(), self._since
-            if found:
-                self.seconds_per_step = (now - before) / (self.steps - steps)
+            if is_new:
+                self.seconds_per_step = (now - before) / (self.steps_done - steps)
                 self._next *= 2
-            self._since = (self.steps, now)
-        self.steps += 1
-        return found
+            self._since = (self.steps_done, now)
+        return is_new

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from support.models import sequences, tiny
 from support.tuning_jobs import hasty
 
 from hf_helix import HelixConfig, HelixPlugin
+from hf_helix.engine import Engine
 from hf_helix.runtime import effort, tuning
 from hf_helix.runtime.effort import FULL, QUICK, SHORT, Effort
 
@@ -25,14 +25,14 @@ MODEL = {"num_hidden_layers": 2, "attention_dropout": 0.1}
 
 @contextlib.contextmanager
 def counted(cache: str, costs: dict[Effort, float]) -> Iterator[tuple[list[int], list[int], io.StringIO]]:
-    """Under a clock that ticks once for each question, and estimates that are known: work is counted, not timed.
+    """Under a clock by which every step takes a second, and estimates that are known: work is counted, not timed.
 
     Yields:
         What grows by one with every measurement of operators, and with every gathering of objects; what is printed.
     """
     measured: list[int] = []
     gathered: list[int] = []
-    usual, gather, ticks = tuning.measure_profile, dist.all_gather_object, itertools.count()
+    usual, gather, train_window, clock = tuning.measure_profile, dist.all_gather_object, Engine.train_window, [0.0]
 
     def measure(*args: Any, **kwargs: Any) -> Any:
         measured.append(1)
@@ -42,6 +42,13 @@ def counted(cache: str, costs: dict[Effort, float]) -> Iterator[tuple[list[int],
         gathered.append(1)
         gather(*args, **kwargs)
 
+    def train_for_a_second(*args: Any, **kwargs: Any) -> Any:
+        clock[0] += 1.0
+        return train_window(*args, **kwargs)
+
+    def pace() -> effort.Pace:
+        return effort.Pace(clock=lambda: clock[0])
+
     def cost(wanted: Effort, *args: Any, **kwargs: Any) -> float:
         return costs[wanted]
 
@@ -50,7 +57,8 @@ def counted(cache: str, costs: dict[Effort, float]) -> Iterator[tuple[list[int],
         mock.patch.object(tuning, "measure_profile", measure),
         mock.patch.object(dist, "all_gather_object", all_gather_object),
         mock.patch("hf_helix.tuner.tuning_cost", cost),
-        mock.patch("hf_helix.tuner.Pace", lambda: effort.Pace(clock=lambda: float(next(ticks)))),
+        mock.patch("hf_helix.tuner.Pace", pace),
+        mock.patch.object(Engine, "train_window", train_for_a_second),
         hasty(),
         contextlib.redirect_stdout(io.StringIO()) as output,
     ):
@@ -86,7 +94,7 @@ def train(folder: str, share: float, cache: str, training: dict[str, Any]) -> di
 
 def loop(cache: str, steps: int) -> dict[str, Any]:
     """A loop of one's own that adds up gradients: how often was measured until each step, and how much they grow."""
-    with counted(cache, {QUICK: 1.6, SHORT: 2.1, FULL: 2.2}) as (measured, _, output):
+    with counted(cache, {QUICK: 1.6, SHORT: 2.1, FULL: 4.1}) as (measured, _, output):
         plugin = HelixPlugin(HelixConfig(tp_size=2, tuning_share=0.5))
         accelerator = Accelerator(cpu=True, parallelism_config=plugin, gradient_accumulation_steps=2)
         model = plugin.prepare(accelerator, tiny(num_hidden_layers=2), seed=3)
