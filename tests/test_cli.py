@@ -15,8 +15,9 @@ import torch
 from support.profiles import GATHER, MODEL, UP, broken, tiny_profile
 from transformers import LlamaConfig
 
-from hf_helix import cli
-from hf_helix.cli import EVERY, main
+from hf_helix.cli import main
+from hf_helix.cli import plan as plan_command
+from hf_helix.cli.plan import EVERY
 from hf_helix.config import ABLATIONS
 from hf_helix.planning import search
 from hf_helix.planning.plan import load_plan
@@ -37,7 +38,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def two_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command predicts these only, for what is not about the others: they take seconds."""
-    monkeypatch.setattr(cli, "EVERY", ("sequential", "greedy"))
+    monkeypatch.setattr(plan_command, "EVERY", ("sequential", "greedy"))
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def test_the_table_is_what_the_cost_function_says(file: Path, tmp_path: Path, ca
 
 def test_search_is_saved_where_nothing_else_is_asked_for(file: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "EVERY", ("sequential", "search"))
+    monkeypatch.setattr(plan_command, "EVERY", ("sequential", "search"))
     run("plan", file)
     assert json.loads((tmp_path / "plan.json").read_text())["rule"] == "search"
 

@@ -1,0 +1,74 @@
+"""hf-helix plan: make plans from a profile, and predict their times.
+
+In:   a profile.
+Out:  a table of every rule's predicted time; the plan of one rule, as JSON.
+Must hold: it works from the file alone, without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_helix.cli.files import made_for, profile_of, schedule_for
+from hf_helix.config import ABLATIONS, RECOMPUTE
+
+if TYPE_CHECKING:
+    from hf_helix.cli.main import Commands
+    from hf_helix.planning.plan import Plan
+    from hf_helix.planning.profile import Profile
+    from hf_helix.planning.schedule import Schedule
+
+EVERY = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
+
+
+def add_command(commands: Commands) -> None:
+    """Declare the command and its options."""
+    parser = commands.add_parser("plan", help="make a plan from a profile, and predict every rule's time")
+    parser.add_argument("profile", type=Path)
+    parser.add_argument("--rule", choices=EVERY, default="search")
+    parser.add_argument("--microbatches", type=int, default=8, help="of the window that is predicted")
+    parser.add_argument("--schedule", default="w", help="of a pipeline: w, dualpipe_v, 1f1b, auto, or an action file")
+    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="what plans must not use")
+    parser.add_argument("--recompute", choices=RECOMPUTE[1:], help="as if the profile had been measured so")
+    parser.add_argument("--output", type=Path, default=Path("plan.json"))
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Predict every rule, print the table, save the plan of one."""
+    from hf_helix.planning.rules import predict_plan
+    from hf_helix.planning.search import lower_bound
+
+    profile = profile_of(options)
+    schedule = schedule_for(profile, options.microbatches, options.schedule)
+    limit = lower_bound(profile, schedule)
+    plans = {rule: _plan(rule, profile, schedule) for rule in EVERY}
+    predicted = {rule: predict_plan(plan, profile, schedule)[1].seconds for rule, plan in plans.items()}
+    print(f"a window of {options.microbatches} micro-batches; no plan can beat {limit * 1e3:,.1f} ms")
+    print(f"{'plan':<12} {'predicted':>13} {'speed-up':>9} {'of bound':>9}")
+    for rule, seconds in predicted.items():
+        print(
+            f"{rule:<12} {seconds * 1e3:10,.1f} ms {predicted['sequential'] / seconds:8.2f}x {limit / seconds:9.2f}"
+            f"{'  <- saved' if rule == options.rule else ''}"
+        )
+    plans[options.rule].save(options.output)
+    print(f"{options.rule}: {options.output}")
+
+
+def _plan(rule: str, profile: Profile, schedule: Schedule) -> Plan:
+    from tqdm.auto import tqdm
+
+    from hf_helix.planning.rules import make_plan
+
+    model, mesh = made_for(profile)
+    with tqdm(total=100, desc=rule, unit="%", leave=False) as bar:
+        return make_plan(
+            rule,
+            profile,
+            model=model,
+            mesh=mesh,
+            schedule=schedule,
+            progress=lambda share: bar.update(round(100 * share) - bar.n),
+        )
