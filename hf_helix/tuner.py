@@ -17,14 +17,12 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from hf_helix import __version__, cache
 from hf_helix.config import SCHEDULES, HelixConfig
@@ -35,6 +33,7 @@ from hf_helix.planning.rules import RULES
 from hf_helix.planning.scheduler import Scheduler, candidates, schedule_names, stage_costs
 from hf_helix.planning.window import Layout
 from hf_helix.report.notices import about_time, say
+from hf_helix.report.progress import progress_bar
 from hf_helix.report.scorecard import format_tuning, format_verdict
 from hf_helix.runtime.agreement import agree_on_text, decide_on_rank_0
 from hf_helix.runtime.effort import (
@@ -53,7 +52,7 @@ from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.profiler import machine
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
-from hf_helix.runtime.tuning import Progress, Tuning, make_plans, tune
+from hf_helix.runtime.tuning import Tuning, make_plans, tune
 
 # Rules that wait for a measurement; until then, a plan that needs none serves.
 MEASURED = {"auto": CANDIDATES, "search": ("search",), "dhelix": ("dhelix",)}
@@ -276,7 +275,7 @@ class Tuner:
         with without_gradients(runner):
             (seconds,) = time_steps({"": runner}, case.window, 1)[""]
             self._say_before(self._cost(runner, seconds, effort), run_seconds)
-            with _progress_bar() as progress:
+            with progress_bar(rank() == 0) as progress:
                 chosen, tuning = tune(
                     runner,
                     case.window,
@@ -350,16 +349,3 @@ class Tuner:
                 f"{start}: gradient_accumulation_steps is {self._microbatches}, but the data set has only one batch "
                 "for this rank; use a smaller batch size or more data"
             )
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """One bar for everything that tuning does, on rank 0."""
-    with tqdm(total=100, desc="hf_helix", unit="%", disable=rank() != 0, leave=False) as bar:
-
-        def show(what: str, share: float) -> None:
-            bar.set_description(f"hf_helix: {what}", refresh=False)
-            bar.n = round(100 * share)
-            bar.refresh()
-
-        yield show
