@@ -245,7 +245,7 @@ class HelixTrainerMixin(CheckpointHooks):
         steps_left = self.state.max_steps - step
         found = self._engine.tune(batches, scale, step, steps_left if steps_left > 0 else None)
         if found is not None and self.args.process_index == 0:
-            folder = Path(self.args.output_dir, "helix")
+            folder = Path(str(self.args.output_dir), "helix")
             export(folder, found, self.plan.to_json())
             say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
 

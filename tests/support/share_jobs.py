@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from support.jobs import make_trainer
 from support.models import sequences, tiny
 from support.tuning_jobs import hasty
@@ -95,6 +96,7 @@ def train(folder: str, share: float, cache: str, training: dict[str, Any]) -> di
 def loop(cache: str, steps: int) -> dict[str, Any]:
     """A loop of one's own that adds up gradients: how often was measured until each step, and how much they grow."""
     with counted(cache, {QUICK: 1.6, SHORT: 2.1, FULL: 4.1}) as (measured, _, output):
+        AcceleratorState._reset_state()
         plugin = HelixPlugin(HelixConfig(tp_size=2, tuning_share=0.5))
         accelerator = Accelerator(cpu=True, parallelism_config=plugin, gradient_accumulation_steps=2)
         model = plugin.prepare(accelerator, tiny(num_hidden_layers=2), seed=3)
