@@ -246,8 +246,11 @@ class HelixTrainerMixin(CheckpointHooks):
         found = self._engine.tune(batches, scale, step, steps_left if steps_left > 0 else None)
         if found is not None and self.args.process_index == 0:
             folder = Path(str(self.args.output_dir), "helix")
-            export(folder, found, self.plan.to_json())
-            say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
+            try:
+                export(folder, found, self.plan.to_json())
+                say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
+            except OSError as error:
+                say(f"{found.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
     def _scale(self, num_items: Any) -> Scale:
         # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides

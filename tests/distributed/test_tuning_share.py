@@ -10,10 +10,13 @@ import pytest
 from hf_helix.runtime.effort import FULL, SHORT
 
 
-def run(cluster: Any, folder: Path, share: float, cache: Path | None = None, **training: Any) -> dict[str, Any]:
+def run(
+    cluster: Any, folder: Path, share: float, cache: Path | None = None, helix: Any = None, **training: Any
+) -> dict[str, Any]:
     """Five steps of one (imagined) second; of rank 0, where every rank has decided the same."""
     training = {"gradient_accumulation_steps": 2, "max_steps": 5, **training}
     job = {"folder": str(folder), "share": share, "cache": str(cache or folder / "cache"), "training": training}
+    job["helix"] = helix
     first, second = cluster.run("support.share_jobs:train", **job)
     for key in ("effort", "rule", "measured", "losses"):
         assert first[key] == second[key], key
@@ -67,3 +70,15 @@ def test_a_loop_is_tuned_once_it_has_lasted(cluster_of: Any, tmp_path: Path) -> 
     assert first["growth"] == pytest.approx(6.0, rel=1e-4)
     assert first["said"][0] == "hf_helix: measuring and searching plans, about 2 s; cached afterwards"
     assert first["said"][1].endswith("(details: print(model.engine.tuning))")
+
+
+@pytest.mark.slow
+def test_a_pipeline_changes_its_schedule_in_the_midst(cluster_of: Any, tmp_path: Path) -> None:
+    """Plan and schedule are those that were measured from the third step on; the losses are as if they were not."""
+    helix = {"pp_size": 2, "schedule": "auto"}
+    plain = run(cluster_of(2), tmp_path / "plain", share=0.0, helix=helix)
+    found = run(cluster_of(2), tmp_path / "tuned", share=0.9, helix=helix)
+    assert (plain["measured"], found["measured"]) == ([0] * 5, [0, 0, 1, 1, 1])
+    assert f"plan `{found['rule']}` on the schedule `{found['schedule']}`" in found["said"][1]
+    assert found["losses"] == plain["losses"]
+    assert found["eval"] == plain["eval"]

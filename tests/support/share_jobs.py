@@ -21,7 +21,7 @@ from hf_helix.engine import Engine
 from hf_helix.runtime import effort, tuning
 from hf_helix.runtime.effort import FULL, QUICK, SHORT, Effort
 
-MODEL = {"num_hidden_layers": 2, "attention_dropout": 0.1}
+MODEL = {"num_hidden_layers": 4, "attention_dropout": 0.1}
 
 
 @contextlib.contextmanager
@@ -66,10 +66,12 @@ def counted(cache: str, costs: dict[Effort, float]) -> Iterator[tuple[list[int],
         yield measured, gathered, output
 
 
-def train(folder: str, share: float, cache: str, training: dict[str, Any]) -> dict[str, Any]:
+def train(
+    folder: str, share: float, cache: str, training: dict[str, Any], helix: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """What a run found, and for every step how often was measured until then and objects were gathered in it."""
     with counted(cache, {QUICK: 0.05, SHORT: 1.2, FULL: 2.4}) as (measured, gathered, output):
-        helix = {"tp_size": 2, "tuning_share": share}
+        helix = {**(helix or {"tp_size": 2}), "tuning_share": share}
         trainer: Any = make_trainer(folder, helix, model=MODEL, data={"lengths": (9,)}, training=training)
         steps: list[tuple[int, int]] = []
         usual = trainer.training_step
@@ -88,6 +90,8 @@ def train(folder: str, share: float, cache: str, training: dict[str, Any]) -> di
         "gathered": [count for _, count in steps],
         "effort": trainer.tuning and trainer.tuning.effort,
         "rule": trainer.plan.rule,
+        "schedule": trainer.runner.scheduler.name,
+        "eval": trainer.evaluate()["eval_loss"],
         "said": said(output),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
