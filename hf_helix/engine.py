@@ -45,7 +45,7 @@ from hf_helix.planning.plan import Plan
 from hf_helix.planning.schedule import format_schedule
 from hf_helix.recompute import modes_of, recompute_units
 from hf_helix.report.flops import peak_tflops, token_flops
-from hf_helix.report.live import LiveScore
+from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
 from hf_helix.runtime.extents import extents
@@ -100,6 +100,7 @@ class Engine:
         sizes: of the whole model's parameters.
         overlap: what `measure_overlap` found last.
         last_window: the micro-batches of the last window that was trained.
+        figures: all that the last `log_entries` found.
 
     Raises:
         ValueError: the model, or what other ranks bring, does not fit.
@@ -130,12 +131,13 @@ class Engine:
         self.limits = limits_of(base)
         self.cut = SequenceCut.of(mesh.tp, mesh.cp)
         modes = modes_of(self.family.layers(base), checkpointing, config)
-        self.tuner = Tuner(config, type(base).__name__, describe(base, mesh, products, modes))
+        self.tuner = Tuner(config, type(base).__name__, describe(base, mesh, products, modes), microbatches)
         self.sizes = Sizes(model)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self.overlap: Overlap | None = None
         self.last_window: list[MicroBatch] = []
         self._looked_again = False
+        self.figures: dict[str, float] = {}
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
         self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
         say_what_surprises(model, config, microbatches)
@@ -207,7 +209,7 @@ class Engine:
 
     @property
     def tuning(self) -> Tuning | None:
-        """What was measured to choose the plan; None before the first window."""
+        """What was measured to choose the plan; None as long as nothing was."""
         return self.tuner.tuning
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -226,16 +228,37 @@ class Engine:
         Returns:
             The loss of every micro-batch, on every rank.
         """
+        window = self.last_window = self._checked_window(batches, scale, step)
+        with set_aside(self.runner.stage.placements):
+            return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
+
+    def tune(
+        self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int, steps_left: int | None = None
+    ) -> Tuning | None:
+        """Measure and choose a plan, if the rest of the run is worth it. Collective, before `train_window`.
+
+        Args:
+            batches, scale, step: of the window that comes next, see `train_window`.
+            steps_left: of the run; None where that is not known.
+
+        Returns:
+            What was found, if that has just happened.
+        """
+        before = self.tuning
+        with watched(), set_aside(self.runner.stage.placements):
+            make = functools.partial(self._checked_window, batches, scale, step)
+            self.runner = self.tuner.update(self.runner, make, len(batches), steps_left)
+        return self.tuning if self.tuning is not before else None
+
+    def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
+        """The micro-batches of a window that can be trained. Collective."""
         if not self.last_window:
             check_trained(self.model, self.runner.whole, self._trains)
             self._look_again()
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self.model.train()
-        window = self.last_window = self._microbatches(batches, scale, step)
-        with set_aside(self.runner.stage.placements):
-            self.runner = self.tuner.decide(self.runner, window)
-            return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
+        return self._microbatches(batches, scale, step)
 
     def _train_counted(self, window: list[MicroBatch], length: int) -> list[Tensor]:
         """Train, counted for the logs; the first window after each log is traced."""
@@ -253,14 +276,17 @@ class Engine:
         self._live.add_trace(trace, tokens, time.perf_counter() - start)
         return losses
 
-    def log_entries(self) -> dict[str, float]:
-        """The figures of the windows since the last call. Collective."""
+    def log_entries(self, full: bool = False) -> dict[str, float]:
+        """The figures of the windows since the last call. Collective.
+
+        Args:
+            full: all of them, which `figures` keeps in any case; otherwise what a log line has room for.
+        """
         tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
         capped = self.config.expert_capacity_factor is not None
-        return {
-            **self._live.entries(self.overlap or tuned),
-            **router_entries(self.runner.whole, self.mesh, capped),
-        }
+        routers = router_entries(self.runner.whole, self.mesh, capped)
+        self.figures = {**self._live.entries(self.overlap or tuned), **routers}
+        return self.figures if full else {**short_entries(self.figures), **routers}
 
     def _microbatches(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
         shared = self._share_lengths(batches)

@@ -29,6 +29,7 @@ from hf_helix.direct_use import Instead
 from hf_helix.engine import Engine, Scale
 from hf_helix.evaluation import count_targets, gather_samples
 from hf_helix.refusals import check_accelerator, check_loader, check_optimizer
+from hf_helix.report.notices import say
 from hf_helix.runtime.agreement import agree_on_number, agree_on_text
 from hf_helix.runtime.liveness import start_watch, watched
 from hf_helix.runtime.streams import prepare_cuda
@@ -166,6 +167,9 @@ class HelixModel:
             if mesh.dp_group is not None:
                 dist.all_reduce(items, group=mesh.dp_group)
             scale = Scale(mesh.dp_size / items, 1 / len(batches))
+            found = self.engine.tune(batches, scale, self._step)
+            if found is not None:
+                say(f"{found.verdict} (details: print(model.engine.tuning))")
             loss = torch.stack(self.engine.train_window(batches, scale, self._step)).sum()
             if mesh.dp_group is not None:
                 dist.all_reduce(loss, group=mesh.dp_group)

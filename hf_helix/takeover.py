@@ -125,7 +125,8 @@ class WindowHooks:
             raise RuntimeError(
                 f"{type(self).__name__}.training_step got a micro-batch that is not the one, or not as, "
                 "get_batch_samples returned it: the micro-batches of an optimizer step run together, so a change would "
-                "come too late for the others; change batches in the data collator, or use gradient_accumulation_steps=1"
+                "come too late for the others; change batches in the data collator, or use "
+                "gradient_accumulation_steps=1"
             )
         if window.losses is None:
             window.losses = self._run_window(window.batches, self._scale(num_items_in_batch))
@@ -141,11 +142,17 @@ class WindowHooks:
             self.optimizer.train()  # schedule-free optimizers have a mode, too
         ready = [self._prepare_inputs(batch) for batch in batches]  # type: ignore[attr-defined]
         step = self.state.global_step
+        if self._window is not None:
+            self._tune(ready, scale, step)
         losses = torch.stack(self._engine.train_window(ready, scale, step))
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         has_labels = scale.tokens.isfinite()
         self._health.note_losses(losses.where(has_labels, 0.0), step + 1)
         return losses
+
+    def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
+        """Choose a plan, if it is time to. Collective."""
+        raise NotImplementedError
 
     def _scale(self, num_items: Any) -> Scale:
         """What the losses of a window with so many tokens that count are multiplied with."""

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.utils.logging import get_logger
 
 from hf_helix.adapters.builder import Additions
+from hf_helix.cache import export
 from hf_helix.checks import check_sizes
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.direct_use import Instead
@@ -33,6 +34,7 @@ from hf_helix.planning.plan import Plan
 from hf_helix.plugin import HelixPlugin, keep_layout, shared_layout
 from hf_helix.recompute import asked_by
 from hf_helix.refusals import check_arguments, check_trainer
+from hf_helix.report.notices import say
 from hf_helix.resume.hooks import CheckpointHooks, make_output_dir
 from hf_helix.runtime.agreement import agree_on_text
 from hf_helix.runtime.health import Health
@@ -130,6 +132,11 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, CheckpointHooks):
     # -- the engine ----------------------------------------------------------------------------------------------
 
     @property
+    def helix(self) -> Engine:
+        """The cut model: its plan, its tuning, what can be measured, and `figures`, all of the last log's."""
+        return self._engine
+
+    @property
     def mesh(self) -> Mesh:
         """Which ranks share what."""
         return self._mesh
@@ -146,7 +153,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, CheckpointHooks):
 
     @property
     def tuning(self) -> Tuning | None:
-        """What `plan="auto"` measured, or an earlier run of the same case; None before the first window."""
+        """What `plan="auto"` measured, or an earlier run of the same case; None as long as nothing was. `print` it."""
         return self._engine.tuning
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
@@ -212,6 +219,18 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, CheckpointHooks):
         model._is_accelerate_prepared = True  # nothing is left to wrap
 
     # -- training ------------------------------------------------------------------------------------------------
+
+    def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
+        """Let the engine choose a plan, if it is time to; what it finds is said and written. Collective."""
+        steps_left = self.state.max_steps - step
+        found = self._engine.tune(batches, scale, step, steps_left if steps_left > 0 else None)
+        if found is not None and self.args.process_index == 0:
+            folder = Path(str(self.args.output_dir), "helix")
+            try:
+                export(folder, found, self.plan.to_json())
+                say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
+            except OSError as error:
+                say(f"{found.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
     def _scale(self, num_items: Any) -> Scale:
         # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
