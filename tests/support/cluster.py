@@ -36,7 +36,7 @@ class Cluster:
     def __init__(self, size: int) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["support.jobs"])
+        context.set_forkserver_preload(["support.tuning_jobs"])
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -101,8 +101,14 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         OMP_NUM_THREADS="1",
     )
     import torch
+    from support.tuning_jobs import hasty
 
     torch.set_num_threads(1)
+    with hasty():
+        _work(pipe)
+
+
+def _work(pipe: Connection) -> None:
     while True:
         try:
             job, arguments = pipe.recv()

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,21 +17,22 @@ from support import jobs
 from support.jobs import _microbatches, make_trainer, window_gradients
 from support.models import arguments
 
-from hf_helix.planning import search
+from hf_helix.planning import pairing, search
 from hf_helix.planning.graph import Kind
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
-from hf_helix.runtime import tuning
+from hf_helix.runtime import profiler, tuning
 from hf_helix.runtime.profiler import measure_profile
 
 
 @contextlib.contextmanager
 def hasty() -> Iterator[None]:
-    """Searches of a few steps."""
-    usual, search.EFFORT = search.EFFORT, 20_000
-    try:
+    """Plans need not be good: searches of a few steps, and operators timed once. Every `Cluster` works like this."""
+    with (
+        mock.patch.object(search, "EFFORT", 20_000),
+        mock.patch.object(pairing, "STATES", 100),
+        mock.patch.object(profiler, "TRAIN", 2),
+    ):
         yield
-    finally:
-        search.EFFORT = usual
 
 
 def train(**case: Any) -> dict[str, Any]:
