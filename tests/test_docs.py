@@ -129,6 +129,12 @@ def test_what_is_generated_is_up_to_date() -> None:
         assert made.filled(page) == (ROOT / "docs" / page).read_text(), f"run `python docs/generate.py`: docs/{page}"
 
 
+def test_the_file_to_copy_has_every_option() -> None:
+    text = (ROOT / "accelerate_configs" / "helix.yaml").read_text()
+    for option in generator().dataclasses.fields(generator().HelixConfig):
+        assert re.search(rf"^ +(# )?{option.name}: ", text, re.MULTILINE), option.name
+
+
 def test_every_option_is_described() -> None:
     """A field without a word in the docstring is an error, not a gap."""
     made = generator()
