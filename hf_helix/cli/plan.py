@@ -1,8 +1,8 @@
 """hf-helix plan: make plans from a profile, and predict their times.
 
 In:   a profile.
-Out:  a table of every rule's predicted time; the plan of one rule, as JSON.
-Must hold: it works from the file alone, without torch.
+Out:  a table of every rule's predicted time; one plan, as JSON: the fastest, or that of the rule that is asked for.
+Must hold: it works from the file alone, without torch; a slower plan than the fastest is never saved without a word.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_helix.planning.profile import Profile
     from hf_helix.planning.schedule import Schedule
 
+FASTEST = "fastest"
 EVERY = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
 
 
@@ -40,7 +41,8 @@ def add_command(commands: Commands) -> None:
     summary = "make plans from a profile, and predict the time of a window under each"
     parser = add_parser(commands, "plan", run, summary, EXAMPLES)
     parser.add_argument("profile", type=Path, help="a file made with `hf-helix profile`")
-    parser.add_argument("--rule", choices=EVERY, default="search", help="the rule whose plan is saved")
+    rule = f"the rule whose plan is saved; {FASTEST}: whichever is predicted to be fastest"
+    parser.add_argument("--rule", choices=(FASTEST, *EVERY), default=FASTEST, help=rule)
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches in the window that is predicted")
     order = "the order of micro-batches in a pipeline: w, dualpipe_v, 1f1b, auto, or the path of an action file"
     parser.add_argument("--schedule", default="w", help=order)
@@ -52,7 +54,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Predict every rule, print the table, save the plan of one."""
+    """Predict every rule, print the table, save one plan."""
     from hf_helix.planning.rules import predict_plan
     from hf_helix.planning.search import lower_bound
 
@@ -61,29 +63,33 @@ def run(options: argparse.Namespace) -> None:
     limit = lower_bound(profile, schedule)
     plans = {rule: _plan(rule, profile, schedule) for rule in EVERY}
     predicted = {rule: predict_plan(plan, profile, schedule)[1].seconds for rule, plan in plans.items()}
+    fastest = min(predicted, key=lambda rule: predicted[rule])
+    saved = fastest if options.rule == FASTEST else options.rule
     print(f"a window of {options.microbatches} micro-batches; no plan can beat {limit * 1e3:,.1f} ms")
     print(f"{'plan':<12} {'predicted':>13} {'speed-up':>9} {'of bound':>9}")
     for rule, seconds in predicted.items():
         print(
             f"{rule:<12} {seconds * 1e3:10,.1f} ms {predicted['sequential'] / seconds:8.2f}x {limit / seconds:9.2f}"
-            f"{'  <- saved' if rule == options.rule else ''}"
+            f"{'  <- saved' if rule == saved else ''}"
         )
-    plans[options.rule].save(options.output)
-    print(f"{options.rule}: {options.output}")
+    plans[saved].save(options.output)
+    print(f"{saved}: {options.output}")
+    gain = predicted[saved] / predicted[fastest] - 1
+    if gain > 0:
+        print(f"{fastest} is predicted to be {gain:.1%} faster: --rule {fastest}")
 
 
 def _plan(rule: str, profile: Profile, schedule: Schedule) -> Plan:
-    from tqdm.auto import tqdm
-
     from hf_helix.planning.rules import make_plan
+    from hf_helix.report.progress import progress_bar
 
     model, mesh = made_for(profile)
-    with tqdm(total=100, desc=rule, unit="%", leave=False) as bar:
+    with progress_bar() as progress:
         return make_plan(
             rule,
             profile,
             model=model,
             mesh=mesh,
             schedule=schedule,
-            progress=lambda share: bar.update(round(100 * share) - bar.n),
+            progress=lambda share: progress(f"planning ({rule})", share),
         )

@@ -128,8 +128,8 @@ def _measure(options: argparse.Namespace) -> None:
     """One process of the measurement."""
     import torch
     import torch.distributed as dist
-    from tqdm.auto import tqdm
 
+    from hf_helix.report.progress import progress_bar
     from hf_helix.runtime.profiler import measure_profile
     from hf_helix.runtime.streams import prepare_cuda
     from hf_helix.workload import Workload
@@ -159,9 +159,9 @@ def _measure(options: argparse.Namespace) -> None:
     about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
     if "NCCL_MAX_NCHANNELS" in os.environ:
         about["NCCL_MAX_NCHANNELS"] = os.environ["NCCL_MAX_NCHANNELS"]
-    with tqdm(total=100, desc="measuring operators", unit="%", disable=dist.get_rank() != 0) as bar:
+    with progress_bar(dist.get_rank() == 0) as progress:
         profile = measure_profile(
-            work.runner, window, about, progress=lambda share: bar.update(round(100 * share) - bar.n)
+            work.runner, window, about, progress=lambda share: progress("measuring operators", share)
         )
     if dist.get_rank() == 0:
         profile.save(options.output)

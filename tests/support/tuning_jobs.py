@@ -119,7 +119,7 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
     output = io.StringIO()
     try:
         with hasty(), contextlib.redirect_stdout(output):
-            trainer = make_trainer(folder, {"tp_size": 2, **helix}, **options)
+            trainer = make_trainer(folder, {"tp_size": 2, "tuning_share": 1.0, **helix}, **options)
             first = trainer.plan.rule
             trainer.train()
     finally:
@@ -133,6 +133,7 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
         "measured": len(measured),
         "said": [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "report": found and found.report,
         "tuning": None
         if found is None
         else {
@@ -193,6 +194,7 @@ def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = F
     result = {
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "other_logs": [entry for entry in trainer.state.log_history if "loss" not in entry],
+        "figures": trainer.helix.figures,
         "plan": trainer.plan.rule,
         "still_traced": trainer.runner.executor.streams.trace is not None,
         "gradients": sum(parameter.grad is not None for parameter in trainer.model.parameters()),
