@@ -240,7 +240,7 @@ class Tuner:
         """What the rest of the run is worth, beyond what was done already; by the clock of this rank."""
         assert self._case is not None
         pace = self._pace.seconds_per_step
-        budget = tuning_budget(steps_left, pace, self.config.tuning_share)
+        budget = tuning_budget(steps_left, pace, self.config.tuning_share) - self._pace.seconds_paused
         cost = functools.partial(self._cost, runner, pace * self._case.share)
         return affordable(budget, cost, self.tuning.effort if self.tuning else "")
 
@@ -272,7 +272,7 @@ class Tuner:
         """
         case = self._case
         assert case is not None
-        with without_gradients(runner):
+        with self._pace.paused(), without_gradients(runner):
             (seconds,) = time_steps({"": runner}, case.window, 1)[""]
             self._say_before(self._cost(runner, seconds, effort), run_seconds)
             with progress_bar(rank() == 0) as progress:
