@@ -30,11 +30,15 @@ CACHE_VARIABLE = "HELIX_CACHE"
 FORMAT = "hf_helix.tuning/2"
 
 
+def cache_root() -> Path:
+    """The folder that holds all cases."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(HF_HOME, "hf_helix"))
+
+
 def case_folder(case: Mapping[str, str]) -> Path:
     """Where a case is kept."""
-    root = os.environ.get(CACHE_VARIABLE) or Path(HF_HOME, "hf_helix")
     digest = hashlib.sha256(json.dumps(dict(case), sort_keys=True).encode()).hexdigest()
-    return Path(root, digest[:20])
+    return cache_root() / digest[:20]
 
 
 def store(case: Mapping[str, str], tuning: Tuning, plan_text: str) -> Path:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
@@ -112,6 +112,14 @@ class HelixConfig:
     expert_capacity_factor: float | None = None
     cross_node: tuple[str, ...] | None = None
     recompute: str | None = None
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Names an unknown option and the nearest one, as the YAML does; Python would only name it."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in options:
+            if key not in known:
+                raise TypeError(f"HelixConfig: unknown option {key!r}{_nearest(key, known)}; known: {', '.join(known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
@@ -277,6 +285,8 @@ def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> Hel
         options = _read_yaml(launched)
         if has_helix_block(options):
             return HelixConfig.from_mapping(options["parallelism_config"]["helix"], str(launched))
+        if isinstance(options, Mapping) and options.get("parallelism_config"):
+            raise ValueError(f"no helix options were given: {launched} has parallelism_config without helix: {WHERE}")
     raise ValueError(f"no helix options were given. {WHERE}")
 
 
@@ -348,5 +358,6 @@ def _check_size(name: str, value: object) -> None:
 
 
 def _nearest(word: str, known: tuple[str, ...] | list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
+    begins = [name for name in known if name.startswith(f"{word}_")]
+    close = begins or difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

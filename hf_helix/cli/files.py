@@ -1,18 +1,41 @@
-"""What the commands read from files: profiles, what they were made for, and schedules of their ranks.
+"""What the commands read from files: configurations, profiles, what they were made for, schedules of their ranks.
 
 In:   the options of a command line.
-Out:  profiles, sizes and schedules.
+Out:  paths, profiles, sizes and schedules.
 Must hold: nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_helix.planning.profile import Profile
     from hf_helix.planning.schedule import Schedule
+
+
+def configuration_file(model: str) -> str:
+    """A folder or file as it is; for a name on the Hub, the path of its config.json, fetched or cached.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if Path(model).exists():
+        return model
+    try:
+        return hf_hub_download(model, "config.json")
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        raise ValueError(
+            f"--model {model}: there is no such folder or file here, and the Hub gave no config.json of that name "
+            f"({type(error).__name__}: {reason}). Give a folder that model.save_pretrained() wrote, its config.json, "
+            "or, with a connection and without HF_HUB_OFFLINE=1, a name such as Qwen/Qwen3-0.6B"
+        ) from error
 
 
 def profile_of(options: argparse.Namespace) -> Profile:

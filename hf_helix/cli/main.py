@@ -2,34 +2,37 @@
 
 In:   a command line.
 Out:  JSON files that people can read, compare and hand to `HelixConfig(profile=..., plan=...)`; text and pictures.
-Must hold: only `profile` needs the model and its processes; `plan` and `show` work from files alone, without torch.
+Must hold: only `profile` needs the model and its processes; all others work without torch, `env` apart.
 Every command is one file of this folder, with `add_command` and `run`.
-
-    hf-helix profile --model FOLDER --tp_size 2 --sequence_length 256 --output profile.json
-    hf-helix plan profile.json --rule search --output plan.json
-    hf-helix show plan.json --profile profile.json --output plan.svg
-    hf-helix show profile.json
-    hf-helix show --schedule w --pp 4 --microbatches 12 --output pipeline.svg
-    hf-helix show --schedule all --gain 1.4
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from hf_helix.cli import plan, profile, show
+from hf_helix import __version__
+from hf_helix.cli import env, models, plan, profile, show
+from hf_helix.cli.options import HelpFormatter
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+COMMANDS = (profile, plan, show, models, env)
 
-COMMANDS = (profile, plan, show)
+EXAMPLES = """\
+examples:
+  hf-helix profile --model Qwen/Qwen3-0.6B --tp_size 2 --sequence_length 256   writes profile.json
+  hf-helix plan profile.json                                                   writes plan.json
+  hf-helix show plan.json --profile profile.json                               draws it in the terminal
+  hf-helix models                                                              what is supported
+  hf-helix env                                                                 what to paste into an issue
+
+`hf-helix COMMAND --help` explains the options of a command. Training takes the files:
+HelixConfig(plan="plan.json") or HelixConfig(profile="profile.json").
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command `hf-helix`; errors of use end with status 2 and one message."""
-    parser = _parser()
+    parser = build_parser()
     options = parser.parse_args(arguments)
     try:
         options.run(options)
@@ -37,9 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"hf-helix {options.command}: {error}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-helix", description=(__doc__ or "").split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="hf-helix",
+        description="Measure a model's operators, make plans from the measurement, and look at both.",
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_command(commands)
     return parser

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_helix.cli.files import made_for, profile_of, schedule_for
+from hf_helix.cli.options import add_parser
 from hf_helix.config import ABLATIONS, RECOMPUTE
 
 if TYPE_CHECKING:
-    from hf_helix.cli.main import Commands
+    from hf_helix.cli.options import Commands
     from hf_helix.planning.plan import Plan
     from hf_helix.planning.profile import Profile
     from hf_helix.planning.schedule import Schedule
@@ -24,19 +25,32 @@ FASTEST = "fastest"
 EVERY = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
 
 
+EXAMPLES = """\
+examples:
+  hf-helix plan profile.json                                  predicts every rule, writes plan.json
+  hf-helix plan profile.json --rule greedy --microbatches 16
+  hf-helix plan profile.json --without wgrad                  what weight gradients as fillers are worth
+
+Training takes the plan with HelixConfig(plan="plan.json"). The rules, the paper's and others to compare with, are
+explained in docs/plans.md.
+"""
+
+
 def add_command(commands: Commands) -> None:
     """Declare the command and its options."""
-    parser = commands.add_parser("plan", help="make a plan from a profile, and predict every rule's time")
-    parser.add_argument("profile", type=Path)
-    parser.add_argument(
-        "--rule", choices=(FASTEST, *EVERY), default=FASTEST, help=f"the plan to save (default: {FASTEST} of all)"
-    )
-    parser.add_argument("--microbatches", type=int, default=8, help="of the window that is predicted")
-    parser.add_argument("--schedule", default="w", help="of a pipeline: w, dualpipe_v, 1f1b, auto, or an action file")
-    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="what plans must not use")
-    parser.add_argument("--recompute", choices=RECOMPUTE[1:], help="as if the profile had been measured so")
-    parser.add_argument("--output", type=Path, default=Path("plan.json"))
-    parser.set_defaults(run=run)
+    summary = "make plans from a profile, and predict the time of a window under each"
+    parser = add_parser(commands, "plan", run, summary, EXAMPLES)
+    parser.add_argument("profile", type=Path, help="a file made with `hf-helix profile`")
+    rule = f"the rule whose plan is saved; {FASTEST}: whichever is predicted to be fastest"
+    parser.add_argument("--rule", choices=(FASTEST, *EVERY), default=FASTEST, help=rule)
+    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches in the window that is predicted")
+    order = "the order of micro-batches in a pipeline: w, dualpipe_v, 1f1b, auto, or the path of an action file"
+    parser.add_argument("--schedule", default="w", help=order)
+    without = "for ablations, what plans must not use"
+    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help=without)
+    recompute = "plan as if the profile had been measured with this `--recompute`"
+    parser.add_argument("--recompute", choices=RECOMPUTE[1:], help=recompute)
+    parser.add_argument("--output", type=Path, default=Path("plan.json"), help="where the plan is written")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -15,48 +15,73 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.cli.files import schedule_for
+from hf_helix.cli.files import configuration_file, schedule_for
+from hf_helix.cli.options import add_parser
 from hf_helix.config import AXES, RECOMPUTE
 
 if TYPE_CHECKING:
-    from hf_helix.cli.main import Commands
+    from hf_helix.cli.options import Commands
     from hf_helix.planning.profile import Profile
+
+
+EXAMPLES = """\
+examples:
+  hf-helix profile --model Qwen/Qwen3-0.6B --tp_size 2 --sequence_length 256
+  hf-helix profile --model path/to/folder --pp_size 2 --tp_size 1 --output pipeline.json --trace trace.json
+
+Weights and tokens are random: of the model only the configuration is read. The profile is for the model, the
+layout, the machine and the shapes that it was measured with. On several hosts, start it with torchrun:
+  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --rdzv-backend c10d \\
+      -m hf_helix profile --model Qwen/Qwen3-0.6B --tp_size 2
+"""
+
+HANDED_ON = (
+    *("model", "tp_size", "pp_size", "cp_size", "ep_size", "expert_capacity_factor", "schedule", "recompute"),
+    *("batch_size", "sequence_length", "microbatches", "output", "trace"),
+)
+"""The options that the processes of the measurement are started with."""
+
+SIZES = {
+    "tp_size": "ranks that share every layer (tensor and sequence parallelism)",
+    "pp_size": "ranks of the pipeline, each with layers of its own (pipeline parallelism)",
+    "cp_size": "ranks that share every sequence (context parallelism)",
+    "ep_size": "data-parallel ranks that share the experts of a mixture of experts (expert parallelism)",
+}
 
 
 def add_command(commands: Commands) -> None:
     """Declare the command and its options."""
-    parser = commands.add_parser("profile", help="measure every operator, and operators beside each other")
-    parser.add_argument("--model", required=True, help="a folder with a config.json, or such a file")
-    parser.add_argument("--tp_size", type=int, default=2)
-    parser.add_argument("--pp_size", type=int, default=1)
-    parser.add_argument("--cp_size", type=int, default=1, help="ranks that share a sequence")
-    parser.add_argument("--ep_size", type=int, default=1, help="ranks that share the experts")
-    parser.add_argument("--expert_capacity_factor", type=float, help="room of an expert; without it, none is dropped")
-    parser.add_argument("--cross_node", nargs="+", choices=AXES, help="axes between hosts, if not by their names")
-    parser.add_argument("--schedule", default="w", help="of the pipeline: w, dualpipe_v, 1f1b, or an action file")
-    parser.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch")
-    parser.add_argument("--sequence_length", type=int, default=512)
-    parser.add_argument("--microbatches", type=int, default=4, help="of the window that is timed")
+    summary = "measure every operator of a model on this machine, alone and beside others"
+    parser = add_parser(commands, "profile", run, summary, EXAMPLES)
+    model = "a folder with a config.json, such a file, or a name on the Hugging Face Hub"
+    parser.add_argument("--model", required=True, help=model)
+    for name, meaning in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=2 if name == "tp_size" else 1, help=meaning)
+    capacity = "the most tokens an expert takes, in parts of an even share, such as 1.25; left out, none is dropped"
+    parser.add_argument("--expert_capacity_factor", type=float, help=capacity)
+    hosts = "axes whose ranks are on different hosts; left out, the names of the hosts decide"
+    parser.add_argument("--cross_node", nargs="+", choices=AXES, help=hosts)
+    order = "the order of micro-batches in a pipeline: w, dualpipe_v, 1f1b, or the path of an action file"
+    parser.add_argument("--schedule", default="w", help=order)
+    parser.add_argument("--batch_size", type=int, default=1, help="sequences in a micro-batch")
+    parser.add_argument("--sequence_length", type=int, default=512, help="tokens in a sequence")
+    parser.add_argument("--microbatches", type=int, default=4, help="micro-batches in the window that is timed")
     parser.add_argument("--bf16", action="store_true", help="matrix products in bf16, as TrainingArguments(bf16=True)")
-    parser.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what backward computes again")
-    parser.add_argument("--output", type=Path, default=Path("profile.json"))
-    parser.add_argument("--trace", type=Path, help="also write a Perfetto trace of a window under `greedy` there")
     parser.add_argument(
-        "--nccl_channels",
-        type=int,
-        nargs="+",
-        help="measure once per value of NCCL_MAX_NCHANNELS and keep the one with the shortest predicted window",
+        "--recompute", choices=RECOMPUTE, default="none", help="what backward computes again (activation checkpointing)"
     )
-    parser.set_defaults(run=run)
+    parser.add_argument("--output", type=Path, default=Path("profile.json"), help="where the profile is written")
+    parser.add_argument("--trace", type=Path, help="also write a Perfetto trace of a window, under the plan `greedy`")
+    channels = "measure once for each of these values of NCCL_MAX_NCHANNELS, and keep the one with the shortest window"
+    parser.add_argument("--nccl_channels", type=int, nargs="+", help=channels)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure, in as many processes as the mesh needs: started by a launcher, or here by torchrun."""
     from hf_helix.planning.scheduler import Scheduler
 
-    if not Path(options.model).exists():
-        raise ValueError(f"--model {options.model} does not exist; give a folder with a config.json, or such a file")
     Scheduler(options.schedule, options.pp_size)  # refused once, not by every process
+    options.model = configuration_file(options.model)
     if "WORLD_SIZE" in os.environ:
         if options.nccl_channels:
             raise ValueError("--nccl_channels starts its own processes; call hf-helix without a launcher")
@@ -68,27 +93,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
-    words = [
-        f"--{name}={getattr(options, name)}"
-        for name in (
-            *(
-                "model",
-                "tp_size",
-                "pp_size",
-                "cp_size",
-                "ep_size",
-                "expert_capacity_factor",
-                "schedule",
-                "recompute",
-                "batch_size",
-                "sequence_length",
-                "microbatches",
-                "output",
-            ),
-            "trace",
-        )
-        if getattr(options, name) is not None
-    ]
+    words = [f"--{name}={getattr(options, name)}" for name in HANDED_ON if getattr(options, name) is not None]
     if options.bf16:
         words.append("--bf16")
     if options.cross_node:

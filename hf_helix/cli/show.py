@@ -13,37 +13,54 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_helix.cli.files import made_for, profile_of, schedule_for
+from hf_helix.cli.options import add_parser
 from hf_helix.config import ABLATIONS, RECOMPUTE
 
 if TYPE_CHECKING:
-    from hf_helix.cli.main import Commands
+    from hf_helix.cli.options import Commands
     from hf_helix.planning.simulate import Simulated
 
-PARTS = {"forward": "F", "input": "I, the input gradient", "weight": "W, the weight gradients"}
+PARTS = {"forward": "forward (F)", "input": "input gradient (I)", "weight": "weight gradients (W)"}
+
+
+EXAMPLES = """\
+examples:
+  hf-helix show plan.json --profile profile.json                      a timeline in the terminal
+  hf-helix show plan.json --profile profile.json --output plan.svg    the same as a picture
+  hf-helix show profile.json                                          where time goes, and what overlaps well
+  hf-helix show --schedule w --pp 4 --microbatches 12                 a pipeline, slot by slot
+  hf-helix show --schedule all --gain 1.4                             the schedules beside each other
+
+The overlap efficiency (OEF) of two operators is (T_i + T_j - P_ij) / min(T_i, T_j), with their times alone and the
+time of both side by side (equation 1 of the DHelix paper). At 1 the shorter is hidden wholly behind the longer, at 0
+they take as long as one after the other, below 0 they hinder each other.
+"""
 
 
 def add_command(commands: Commands) -> None:
     """Declare the command and its options."""
-    parser = commands.add_parser(
-        "show", help="draw a plan as a timeline, a profile as OEF table, a schedule as a pipeline"
-    )
+    summary = "draw a plan as a timeline, a profile as a table of overlap, or a schedule as a pipeline"
+    parser = add_parser(commands, "show", run, summary, EXAMPLES)
     parser.add_argument("file", type=Path, nargs="?", help="a plan or a profile")
-    parser.add_argument("--profile", type=Path, help="the profile that a plan is drawn with")
-    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="as the plan was made")
-    parser.add_argument("--recompute", choices=RECOMPUTE[1:], help="as the plan was made")
-    parser.add_argument("--microbatches", type=int, help="of the window that is drawn")
-    parser.add_argument("--width", type=int, default=100, help="columns of text")
-    parser.add_argument("--output", type=Path, help="a picture, .svg or .png, instead of text")
+    parser.add_argument("--profile", type=Path, help="the profile whose times a plan is drawn with")
+    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="as given when the plan was made")
+    parser.add_argument("--recompute", choices=RECOMPUTE[1:], help="as given when the plan was made")
     parser.add_argument(
-        "--schedule", help="draw this: w, dualpipe_v, 1f1b, auto, or an action file; `all` compares them"
+        "--microbatches", type=int, help="micro-batches that are drawn: 3 of a plan, 3 * pp of a schedule"
     )
+    parser.add_argument("--width", type=int, default=100, help="columns of text")
+    parser.add_argument(
+        "--output", type=Path, help="draw a picture instead of text: a path ending in .svg, .png or .pdf"
+    )
+    schedule = "draw this schedule: w, dualpipe_v, 1f1b, auto, or the path of an action file; `all` compares them"
+    parser.add_argument("--schedule", help=schedule)
     parser.add_argument("--pp", type=int, default=4, help="pipeline ranks of the schedule")
-    parser.add_argument("--layers", type=int, help="of the model; two for each rank if left out")
-    for part in ("forward", "input", "weight"):
-        parser.add_argument(f"--{part}", type=float, default=1.0, help=f"time of a layer's {PARTS[part]}")
+    parser.add_argument("--layers", type=int, help="layers of the model; left out, two for each rank")
+    for part, meaning in PARTS.items():
+        parser.add_argument(f"--{part}", type=float, default=1.0, help=f"time of a layer's {meaning}")
     parser.add_argument("--transfer", type=float, default=0.0, help="time from a rank to the next")
-    parser.add_argument("--gain", type=float, default=1.0, help="how much faster forward beside backward is than apart")
-    parser.set_defaults(run=run)
+    gain = "how many times faster a forward and a backward are side by side than one after the other"
+    parser.add_argument("--gain", type=float, default=1.0, help=gain)
 
 
 def run(options: argparse.Namespace) -> None:
