@@ -47,7 +47,7 @@ from hf_helix.runtime.effort import (
     tuning_budget,
     tuning_cost,
 )
-from hf_helix.runtime.measure import time_steps, without_gradients
+from hf_helix.runtime.measure import time_steps
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.profiler import machine
 from hf_helix.runtime.runner import Runner
@@ -272,7 +272,7 @@ class Tuner:
         """
         case = self._case
         assert case is not None
-        with self._pace.paused(), without_gradients(runner):
+        with self._pace.paused():
             (seconds,) = time_steps({"": runner}, case.window, 1)[""]
             self._say_before(self._cost(runner, seconds, effort), run_seconds)
             with progress_bar(rank() == 0) as progress:
