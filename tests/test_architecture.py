@@ -32,10 +32,14 @@ IMPORTERS = {
         "loop",
         "resume",
         "overrides",
+        "search_hooks",
         "takeover",
     },
 }
-ONLY = "only adapters, checkpoint, loading, loop, overrides, refusals, resume, stored, takeover, trainer, workload"
+ONLY = (
+    "only adapters, checkpoint, loading, loop, overrides, refusals, resume, search_hooks, stored, takeover, trainer, "
+    "workload"
+)
 LAZY = {"yaml", "psutil"}  # what level 0 may import inside a function
 
 
