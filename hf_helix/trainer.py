@@ -44,6 +44,7 @@ from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import prepare_cuda
 from hf_helix.runtime.tuning import Tuning
+from hf_helix.search_hooks import SearchHooks
 from hf_helix.sft import adapted, check_routers, check_sft, is_sft
 from hf_helix.takeover import WindowHooks
 from hf_helix.tuner import options_of
@@ -57,7 +58,7 @@ INSTEAD = Instead(
 )
 
 
-class HelixTrainerMixin(WindowHooks, EvaluationHooks, CheckpointHooks):
+class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHooks):
     """Puts Helix under a Trainer class: `class MyTrainer(HelixTrainerMixin, Trainer)`.
 
     Args:
