@@ -123,3 +123,22 @@ def test_ctrl_c(tmp_path: Path) -> None:
     said, _ = output_of(process)
     assert said.count("hf_helix: interrupted; stopped after step 2; out/checkpoint-2 is there\n") == 1, said
     assert "KeyboardInterrupt" not in said
+
+
+@pytest.mark.slow
+def test_the_cells_of_a_notebook(tmp_path: Path) -> None:
+    """`notebook_launcher` forks the ranks; a cell that fails raises what the rank has raised."""
+    ran = subprocess.run(
+        [sys.executable, str(SUPPORT / "notebook_script.py"), str(free_port())],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("trained: ") == 1, ran.stdout
+    _, size, callback = ran.stdout.split("the cell ")
+    assert "tp_size=4 must divide the world size, 2 processes; values that work: 1, 2" in size
+    assert "rank      : 1 " in callback[callback.index("Root Cause") :]
+    assert "RuntimeError: boom on one rank\n" in callback

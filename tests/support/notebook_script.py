@@ -7,25 +7,33 @@ from typing import Any
 
 from accelerate import notebook_launcher
 from support.models import arguments, llama, sequences
+from transformers import TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 
 
-def train(tp_size: int) -> Any:
+def train(cell: str) -> None:
     trainer = HelixTrainer(
         model=llama(),
         args=arguments("out", max_steps=2, gradient_accumulation_steps=2),
         train_dataset=sequences(8),
-        helix_config=HelixConfig(tp_size=tp_size, plan="sequential"),
+        helix_config=HelixConfig(tp_size=4 if cell == "size" else 2, plan="sequential"),
+        callbacks=[Broken()] if cell == "callback" else [],
     )
-    return trainer.train().training_loss
+    loss = trainer.train().training_loss
+    if trainer.is_world_process_zero():
+        print(f"trained: {loss:.3f}", flush=True)
+
+
+class Broken(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index == 1:
+            raise RuntimeError("boom on one rank")
 
 
 if __name__ == "__main__":
-    sizes = [int(size) for size in sys.argv[2:]]
-    for tp_size in sizes:
+    for cell in ("sound", "size", "callback"):
         try:
-            found = notebook_launcher(train, args=(tp_size,), num_processes=2, use_port=sys.argv[1])
-            print(f"the cell with tp_size={tp_size} returned {found}")
+            notebook_launcher(train, args=(cell,), num_processes=2, use_port=sys.argv[1])
         except Exception as error:
-            print(f"the cell with tp_size={tp_size} raised {type(error).__name__}: {error}")
+            print(f"the cell {cell} raised {type(error).__name__}: {error}\nend of cell", flush=True)
