@@ -13,7 +13,6 @@ import contextlib
 import json
 import linecache
 import os
-import site
 import sys
 import sysconfig
 import time
@@ -24,10 +23,7 @@ from types import TracebackType
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun names one for each rank and start
 _CLAIM = "hf_helix_failure"
-_LIBRARIES = tuple(
-    {_PACKAGE, "<frozen", sysconfig.get_path("stdlib"), *site.getsitepackages(), sysconfig.get_path("purelib")}
-)
-
+_NO_SCRIPTS = (_PACKAGE, sysconfig.get_path("stdlib"), "<frozen")
 _TOLD = "_hf_helix_told"
 
 _advice: Callable[[], str] | None = None
@@ -164,9 +160,13 @@ def _short(trace: TracebackType) -> TracebackType:
     *others, last = _frames(trace)
     short = TracebackType(None, last.tb_frame, last.tb_lasti, last.tb_lineno)
     for found in reversed(others):
-        if not found.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+        if _is_the_users(found.tb_frame.f_code.co_filename):
             short = TracebackType(short, found.tb_frame, found.tb_lasti, found.tb_lineno)
     return short
+
+
+def _is_the_users(file: str) -> bool:
+    return not file.startswith(_NO_SCRIPTS) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def _frames(trace: TracebackType) -> list[TracebackType]:
