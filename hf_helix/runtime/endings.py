@@ -42,7 +42,7 @@ def told_by(error: Exception, description: str) -> Exception:
 
 def said_elsewhere(error: BaseException) -> str:
     """The description that an error is marked with; empty where it is not marked."""
-    return getattr(error, _TOLD, "")
+    return str(getattr(error, _TOLD, ""))
 
 
 def advise_on_interrupt(advice: Callable[[], str]) -> None:
