@@ -123,7 +123,7 @@ def record(sentence: str, late: bool = False) -> None:
 def say_line(rank: int, because: str) -> None:
     """One line of a rank that ends because of another."""
     # Not through sys.stderr, which torch.distributed's exception hook replaces while it formats a traceback.
-    os.write(2, f"hf_helix: rank {rank} ends because {because.splitlines()[0]}\n".encode())
+    os.write(2, f"hf_helix: rank {rank} ends because {because.splitlines()[0]}\n".encode(errors="replace"))
 
 
 def say_whole(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> str:

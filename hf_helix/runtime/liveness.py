@@ -67,12 +67,13 @@ class Watch:
         finally:
             self._in_step = before
 
-    def report(self, why: str) -> str:
+    def report(self, why: str, follows: bool = False) -> str:
         """Tell the other ranks why this one ends, and wait until they have said their line.
 
         Args:
             why: this rank's own error, or the rank that it has found to blame. Without the latter, ranks that notice a
                 little later would blame the ones that have ended because of it.
+            follows: whether another rank is to blame. Then only rank 0 waits, with which the store ends.
 
         Returns:
             What the first rank that reported has said.
@@ -81,7 +82,7 @@ class Watch:
         with contextlib.suppress(Exception):
             first = self._store.compare_set("failed", "", why).decode()
             self._store.set(f"told/{self.rank}", "1")
-            deadline = time.monotonic() + GRACE
+            deadline = time.monotonic() + (GRACE if self.rank == 0 or not follows else 0)
             while time.monotonic() < deadline and any(not self._has_heard(other) for other in range(self.world)):
                 time.sleep(INTERVAL / 5)
         return first
@@ -243,7 +244,7 @@ def _follow(number: int, culprit: str) -> None:
         endings.say_line(number, culprit)
     endings.record(culprit, late=True)
     if _watch is not None:
-        _watch.report(culprit)
+        _watch.report(culprit, follows=True)
 
 
 def _culprit_of(error: BaseException) -> str:
