@@ -7,6 +7,7 @@ Must hold: only `profile` needs the model and its processes; `plan` and `show` w
     hf-helix profile --model FOLDER --tp_size 2 --sequence_length 256 --output profile.json
     hf-helix plan profile.json --rule search --output plan.json
     hf-helix show plan.json --profile profile.json --output plan.svg
+    hf-helix show plan.json --profile profile.json --compare sequential
     hf-helix show profile.json
     hf-helix show --schedule w --pp 4 --microbatches 12 --output pipeline.svg
     hf-helix show --schedule all --gain 1.4
@@ -88,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     show.add_argument("file", type=Path, nargs="?", help="a plan or a profile")
     show.add_argument("--profile", type=Path, help="the profile that a plan is drawn with")
+    show.add_argument(
+        "--compare", choices=EVERY, help="two layers under this rule and under the plan, one below the other"
+    )
     show.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="as the plan was made")
     show.add_argument("--recompute", choices=RECOMPUTE[1:], help="as the plan was made")
     show.add_argument("--microbatches", type=int, help="of the window that is drawn")
@@ -365,6 +369,8 @@ def _show_plan(options: argparse.Namespace) -> None:
     profile = _profile(options)
     model, mesh = _made_for(profile)
     plan = load_plan(options.file, profile.layout.graphs, model=model, mesh=mesh)
+    if options.compare is not None:
+        return _show_strands([_plan(options.compare, profile, _schedule(profile, 8)), plan], profile, options)
     program, timeline = predict_plan(plan, profile, _schedule(profile, microbatches))
     bars = bars_of_timeline(timeline, program)
     title = f"{plan.rule}: {microbatches} micro-batches, predicted {timeline.seconds * 1e3:,.1f} ms"
@@ -372,6 +378,17 @@ def _show_plan(options: argparse.Namespace) -> None:
         print(title, text_timeline(bars, options.width), sep="\n")
     else:
         draw_timeline(bars, options.output, title)
+        print(options.output)
+
+
+def _show_strands(plans: Sequence[Plan], profile: Profile, options: argparse.Namespace) -> None:
+    from hf_helix.report.strands import draw_strips, note_of, strips, text_strips
+
+    found = strips(profile, plans)
+    if options.output is None:
+        print(f"two decoder layers ({note_of(profile)})", text_strips(found, options.width), sep="\n")
+    else:
+        draw_strips(found, options.output, note_of(profile))
         print(options.output)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,14 @@ from hf_helix.recompute import asked_by
 from hf_helix.refusals import check_arguments, check_evaluation, check_trainer
 from hf_helix.resume.hooks import CheckpointHooks, make_output_dir
 from hf_helix.runtime.agreement import agree_on_number, agree_on_text
+from hf_helix.runtime.comparison import PAPER, Comparison
 from hf_helix.runtime.health import Health
 from hf_helix.runtime.liveness import start_watch, watched
 from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import prepare_cuda
-from hf_helix.runtime.tuning import Tuning
+from hf_helix.runtime.tuning import BASELINE, Tuning
 from hf_helix.sft import adapted, check_routers, check_sft, is_sft
 from hf_helix.tuner import options_of
 
@@ -153,6 +154,18 @@ class HelixTrainerMixin(CheckpointHooks):
             ValueError: nothing has been trained yet.
         """
         return self._engine.measure_overlap(repeats)
+
+    def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
+        """The plan in use beside those of other rules, all timed in turn on the last window. Collective.
+
+        Args:
+            rules: see `HelixConfig.plan`.
+            repeats: how often each is timed; medians are taken.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        return self._engine.compare_plans(rules, repeats)
 
     def measure_memory(self) -> list[int]:
         """The most bytes of activations and buffers alive in the last window, rank by rank. Collective.
