@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from hf_helix.adapter_files import load_adapters, save_adapters
 from hf_helix.adapters import family_of
@@ -47,9 +46,11 @@ from hf_helix.planning.schedule import format_schedule
 from hf_helix.recompute import modes_of, recompute_units
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
+from hf_helix.report.notices import say
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
 from hf_helix.runtime.comparison import PAPER, Comparison, compare
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.extents import extents
 from hf_helix.runtime.gradients import gradient_norm, set_aside
 from hf_helix.runtime.link import even_out
@@ -64,7 +65,7 @@ from hf_helix.runtime.stage import Stage, place_units
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.trace import Trace
-from hf_helix.runtime.tuning import BASELINE, Tuning
+from hf_helix.runtime.tuning import Tuning
 from hf_helix.saving import save_pretrained
 from hf_helix.sizes import Sizes
 from hf_helix.tuner import TUNED_MICROBATCHES, Tuner, describe
@@ -274,8 +275,7 @@ class Engine:
             return
         if link.rate is None:
             even_out(self.runner, window[:TUNED_MICROBATCHES])
-        if rank() == 0:
-            tqdm.write(f"hf_helix: emulated link: {link}; transfers wait asleep until it would have carried them")
+        say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._said_link = True
 
     def _train_counted(self, window: list[MicroBatch], length: int) -> list[Tensor]:

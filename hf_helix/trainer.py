@@ -39,13 +39,14 @@ from hf_helix.report.notices import say
 from hf_helix.resume.hooks import CheckpointHooks, make_output_dir
 from hf_helix.runtime.agreement import agree_on_text
 from hf_helix.runtime.comparison import PAPER, Comparison
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.health import Health
 from hf_helix.runtime.liveness import start_watch
 from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import prepare_cuda
-from hf_helix.runtime.tuning import BASELINE, Tuning
+from hf_helix.runtime.tuning import Tuning
 from hf_helix.search_hooks import SearchHooks
 from hf_helix.sft import adapted, check_routers, check_sft, is_sft
 from hf_helix.takeover import WindowHooks
