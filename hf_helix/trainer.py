@@ -320,7 +320,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             write_card(self, stock, given, self._engine.overlap)
 
 
-class HelixTrainer(HelixTrainerMixin, Trainer):
+class HelixTrainer(HelixTrainerMixin, Trainer):  # type: ignore[misc]  # Trainer.objective has no declared type
     """`transformers.Trainer` with the model cut over the ranks and communication hidden behind computation.
 
     Takes what `Trainer` takes, and `helix_config`. See `HelixTrainerMixin`.
