@@ -52,8 +52,9 @@ class HelixConfig:
         expert_capacity_factor: the most tokens an expert takes, in parts of what it would get if all got the same;
             more are dropped, and shapes never depend on the router. None to drop nothing, as Transformers does.
         plan: how the operators of two micro-batches are interleaved:
-            `auto`: the start of the first training window is used to measure the operators, to search, and to time the
-            most promising of the plans below; the fastest is kept and said;
+            `auto`: once the run is long enough for it (see `tuning_share`), the operators are measured with the start
+            of the first window, and the most promising of the plans below are timed; the fastest is kept and said.
+            Until then, `greedy`;
             `search`: the searched plan, whether it is the fastest or not;
             `greedy`: list scheduling of the whole window;
             `dhelix`: the paper's paired segments with barriers (section 4.2);
@@ -61,6 +62,10 @@ class HelixConfig:
             `intra_batch`: one micro-batch at a time, collectives cut into tiles beside their GEMM (MegaScale's way);
             `sequential`: one micro-batch at a time (Megatron's way);
             or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
+        tuning_share: the part of a run's time that measuring and searching may take under `plan="auto"`, from 0 to 1:
+            after 2, 4, 8, ... steps, it is decided how thorough they can be in that part of the steps that are left (in
+            a loop around Accelerate, which does not say how long it is, as many as there were are expected). 1 measures
+            before the first step, however short the run; 0 never measures, and takes only what the cache has.
         schedule: which micro-batch a pipeline rank takes when:
             `w`: the paper's W-shaped schedule on the fold (section 4.1);
             `dualpipe_v`: DualPipeV on the fold, with weight gradients in the bubbles;
@@ -96,6 +101,7 @@ class HelixConfig:
     cp_size: int = 1
     ep_size: int = 1
     plan: str = "auto"
+    tuning_share: float = 0.05
     schedule: str = "w"
     profile: str | None = None
     without: tuple[str, ...] = ()
@@ -131,12 +137,20 @@ class HelixConfig:
         for name in ("cache", "shard_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, such as {name}=True; got {getattr(self, name)!r}")
+        self._check_share()
         self._check_layers()
         self._check_without()
         self._check_context()
         self._check_capacity()
         self._check_recompute()
         self._check_files()
+
+    def _check_share(self) -> None:
+        share = self.tuning_share
+        if isinstance(share, bool) or not isinstance(share, int | float):
+            raise TypeError(f"tuning_share must be a number from 0 to 1, such as 0.05; got {share!r}")
+        if not 0 <= share <= 1:
+            raise ValueError(f"tuning_share={share} is no part of a run's time; use a number from 0 to 1, such as 0.05")
 
     def _check_without(self) -> None:
         if isinstance(self.without, list):
