@@ -22,8 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## train a small Llama on two processes, with overlap, and generate with the saved model
-	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --output_dir runs/demo
+demo: $(STAMP)  ## train a small Llama on two processes over an emulated link, and show what overlap gains
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --output_dir runs/demo \
+		--link even --gradient_accumulation_steps 8 --max_steps 60
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from hf_helix.planning.link import parse_link
+
 CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
 PLANS = ("auto", "search", "greedy", "dhelix", "round_robin", "intra_batch", "sequential")
@@ -90,6 +92,8 @@ class HelixConfig:
             stay where they are). Given in YAML as a list.
         cache: keep measurements and chosen plans on disk, so that the next run of the same case starts at once; in
             `$HELIX_CACHE`, by default the folder `hf_helix` in Hugging Face's cache.
+        link: emulate a link of this speed between the ranks (CPU only): "300mbit", "10gbit", "300mbit,1ms" with a
+            latency, or "even", as fast as makes communication take as long as computation; see docs/emulated_link.md.
 
     Raises:
         TypeError: a value of the wrong type.
@@ -112,6 +116,7 @@ class HelixConfig:
     expert_capacity_factor: float | None = None
     cross_node: tuple[str, ...] | None = None
     recompute: str | None = None
+    link: str | None = None
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Names an unknown option and the nearest one, as the YAML does; Python would only name it."""
@@ -143,6 +148,8 @@ class HelixConfig:
         self._check_context()
         self._check_capacity()
         self._check_recompute()
+        if self.link is not None:
+            parse_link(self.link)
         self._check_files()
 
     def _check_share(self) -> None:

@@ -46,10 +46,14 @@ from hf_helix.planning.schedule import format_schedule
 from hf_helix.recompute import modes_of, recompute_units
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
+from hf_helix.report.notices import say
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
+from hf_helix.runtime.comparison import PAPER, Comparison, compare
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.extents import extents
 from hf_helix.runtime.gradients import gradient_norm, set_aside
+from hf_helix.runtime.link import even_out
 from hf_helix.runtime.liveness import watched
 from hf_helix.runtime.measure import Overlap, measure_overlap, over_ranks, trace_window
 from hf_helix.runtime.memory import peak_bytes
@@ -64,7 +68,7 @@ from hf_helix.runtime.trace import Trace
 from hf_helix.runtime.tuning import Tuning
 from hf_helix.saving import save_pretrained
 from hf_helix.sizes import Sizes
-from hf_helix.tuner import Tuner, describe
+from hf_helix.tuner import TUNED_MICROBATCHES, Tuner, describe
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +142,7 @@ class Engine:
         self.last_window: list[MicroBatch] = []
         self._looked_again = False
         self.figures: dict[str, float] = {}
+        self._said_link = False
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
         self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
         say_what_surprises(model, config, microbatches)
@@ -234,6 +239,7 @@ class Engine:
         """
         window = self.last_window = self._checked_window(batches, scale, step)
         with set_aside(self.runner.stage.placements):
+            self._settle_link(window)
             return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
 
     def tune(
@@ -251,6 +257,8 @@ class Engine:
         before = self.tuning
         with watched(), set_aside(self.runner.stage.placements):
             make = functools.partial(self._checked_window, batches, scale, step)
+            if self.mesh.link is not None and not self._said_link:
+                self._settle_link(make())
             self.runner = self.tuner.update(self.runner, make, len(batches), steps_left)
         return self.tuning if self.tuning is not before else None
 
@@ -263,6 +271,16 @@ class Engine:
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self.model.train()
         return self._microbatches(batches, scale, step)
+
+    def _settle_link(self, window: Sequence[MicroBatch]) -> None:
+        """Say once how fast the emulated link is; find out first where it is to be even. Collective."""
+        link = self.mesh.link
+        if link is None or self._said_link:
+            return
+        if link.rate is None:
+            even_out(self.runner, window[:TUNED_MICROBATCHES])
+        say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
+        self._said_link = True
 
     def _train_counted(self, window: list[MicroBatch], length: int) -> list[Tensor]:
         """Train, counted for the logs; the first window after each log is traced."""
@@ -401,6 +419,19 @@ class Engine:
         with watched():
             self.overlap = measure_overlap({"": self.runner}, window, repeats)[""]
         return self.overlap
+
+    def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
+        """The plan in use beside those of other rules, on the last window that was trained. Collective.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        window = self._window_to_repeat("compare_plans")
+        profile = self.tuning.profile if self.tuning is not None else None
+        with watched():
+            found = compare(self.runner, window, rules, profile, repeats)
+        self.overlap = found.overlaps[found.kept]
+        return found
 
     def measure_memory(self) -> list[int]:
         """The most bytes of activations and buffers alive in the last window, rank by rank. Collective.

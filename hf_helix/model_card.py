@@ -56,6 +56,7 @@ class Run:
         microbatches: in a window of one data-parallel rank, and sequences in each.
         dtype: of the weights, as text.
         device: of a rank, as text.
+        link: the emulated link between the ranks, as text; empty where there was none.
     """
 
     config: HelixConfig
@@ -69,6 +70,7 @@ class Run:
     dtype: str
     device: str
     use_cpu: bool
+    link: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -110,6 +112,7 @@ def format_section(run: Run) -> str:
         "precision": run.dtype + ("" if run.mixed_precision == "no" else f", products in {run.mixed_precision}"),
         "schedule": f"`{run.schedule}`",
         "plan": f"`{run.plan}`, {_reason(run)}",
+        **({"network": f"an emulated link of {run.link}"} if run.link else {}),
         "communication": _communication(run.overlap),
         "versions": ", ".join([f"hf_helix {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)]),
     }
@@ -137,6 +140,7 @@ def _run_of(trainer: Any, overlap: Overlap | None) -> Run:
         dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[trainer.model.dtype],
         device=torch.cuda.get_device_name(args.device) if cuda else f"CPU ({platform.machine()})",
         use_cpu=not cuda,
+        link=str(trainer.mesh.link or ""),
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from hf_helix.refusals import check_arguments, check_trainer
 from hf_helix.report.notices import say
 from hf_helix.resume.hooks import CheckpointHooks, make_output_dir
 from hf_helix.runtime.agreement import agree_on_text
+from hf_helix.runtime.comparison import PAPER, Comparison
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.health import Health
 from hf_helix.runtime.liveness import start_watch
 from hf_helix.runtime.measure import Overlap
@@ -164,6 +167,18 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             ValueError: nothing has been trained yet.
         """
         return self._engine.measure_overlap(repeats)
+
+    def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
+        """The plan in use beside those of other rules, all timed in turn on the last window. Collective.
+
+        Args:
+            rules: see `HelixConfig.plan`.
+            repeats: how often each is timed; medians are taken.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        return self._engine.compare_plans(rules, repeats)
 
     def measure_memory(self) -> list[int]:
         """The most bytes of activations and buffers alive in the last window, rank by rank. Collective.

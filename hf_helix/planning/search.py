@@ -117,12 +117,12 @@ def num_annealings(layout: Layout) -> int:
     return CHAIN_STARTS * len(chains(layout)) + 1
 
 
-def chains(layout: Layout) -> list[tuple[Layout, Schedule]]:
+def chains(layout: Layout, layers: int = CHAIN_LAYERS) -> list[tuple[Layout, Schedule]]:
     """Of every kind of layer: the forward of a micro-batch beside the backward of another through several of them."""
     names = dict.fromkeys(name for name in layout.units if layout.graphs[name].forward.repeats)
     schedule = [[Slot(Action(0, "F", 1), Action(0, "B", 0))]]
-    units = list(range(CHAIN_LAYERS))
-    return [(Layout([name] * len(units), {0: units}, {name: layout.graphs[name]}), schedule) for name in names]
+    units = list(range(layers))
+    return [(Layout([name] * len(units), {0: units}, layout.graphs), schedule) for name in names]
 
 
 def _improve(

@@ -22,6 +22,7 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
     lines = [
         f"plan {rule}: {overlap.tokens_per_second:,.0f} tokens/s, {_ms(overlap.step)} a window of "
         f"{overlap.tokens:,} tokens (optimizer not counted)",
+        *([f"  on an emulated link of {overlap.link}"] if overlap.link else []),
         f"  computation alone    {_ms(overlap.computation):>12}",
     ]
     if overlap.bubble_fraction:
@@ -118,6 +119,7 @@ def format_tuning(tuning: Tuning, share_of_step: float = 1.0) -> str:
     if baseline is not None and tuning.kept != baseline:
         gain = f", {tuning.overlaps[baseline].step / kept.step:.2f} times as fast as {baseline}"
     when = f" (measured {tuning.measured})" if tuning.measured else ""
+    when += f" on an emulated link of {kept.link}" if kept.link else ""
     sentences = [
         f"Plan {tuning.kept} is kept{gain}{when}.",
         f"A window takes: {others}; its computation alone {_ms(kept.computation)}{_bubbles(kept)}{_alone(kept)}.",
