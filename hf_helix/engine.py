@@ -223,6 +223,10 @@ class Engine:
         """How far the ids, labels and positions of a window reach, for `limits.judge`. Nothing waits for it."""
         return extents(batches, self.mesh.device)
 
+    def check_extents(self, batch: Any) -> None:
+        """Refuse a batch that was not announced in a window, as `limits.judge`. Waits for the device."""
+        self.limits.judge([self.extents([batch]).tolist()])
+
     def train_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[Tensor]:
         """Forward and backward of a window; gradients are added to `parameter.grad`. Collective.
 
@@ -370,7 +374,7 @@ class Engine:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
         self._look_again()
-        self.limits.judge([self.extents([batch]).tolist()])  # evaluation may wait for the device
+        self.check_extents(batch)
         self.model.eval()
         pieces = pieces_of(batch, self.runner) if self.family.loss_adds_up(self.base) else [batch]
         with torch.no_grad():

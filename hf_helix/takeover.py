@@ -120,9 +120,11 @@ class WindowHooks:
         """
         window = self._window
         if window is None:
-            self._engine.limits.judge([self._engine.extents([inputs]).tolist()])
+            self._engine.check_extents(inputs)
             return self._run_window([inputs], self._scale_of_one(inputs, num_items_in_batch))[0]
         if len(window.batches) == 1:
+            if not window.holds(inputs):
+                self._engine.check_extents(inputs)
             window.batches = [inputs]
         elif not window.holds(inputs):
             raise RuntimeError(
