@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help install demo test test-slow fuzz lint format bench clean
+.PHONY: help install demo test test-slow fuzz lint format docs bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,8 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## train a small Llama on two processes, with overlap, and generate with the saved model
-	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --output_dir runs/demo
+demo: $(STAMP)  ## train a small Llama on two processes over an emulated link, and show what overlap gains
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --output_dir runs/demo \
+		--link even --gradient_accumulation_steps 8 --max_steps 60
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest
@@ -42,6 +43,9 @@ lint: $(STAMP)  ## check style and types
 format: $(STAMP)  ## mend style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## write what the pages take from the code: options, model classes
+	$(BIN)/python docs/generate.py
 
 bench: $(STAMP)  ## step time on one process against the stock Trainer, and the executor's cost per operator
 	$(BIN)/python benchmarks/one_process.py

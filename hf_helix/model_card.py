@@ -29,8 +29,9 @@ from huggingface_hub.repocard import metadata_load, metadata_save
 from hf_helix import __version__
 from hf_helix.config import HelixConfig
 from hf_helix.report.scorecard import format_scorecard
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.measure import Overlap
-from hf_helix.runtime.tuning import BASELINE, Tuning
+from hf_helix.runtime.tuning import Tuning
 from hf_helix.tuner import TUNED_MICROBATCHES
 
 TAG = "hf_helix"
@@ -55,6 +56,7 @@ class Run:
         microbatches: in a window of one data-parallel rank, and sequences in each.
         dtype: of the weights, as text.
         device: of a rank, as text.
+        link: the emulated link between the ranks, as text; empty where there was none.
     """
 
     config: HelixConfig
@@ -68,6 +70,7 @@ class Run:
     dtype: str
     device: str
     use_cpu: bool
+    link: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -109,6 +112,7 @@ def format_section(run: Run) -> str:
         "precision": run.dtype + ("" if run.mixed_precision == "no" else f", products in {run.mixed_precision}"),
         "schedule": f"`{run.schedule}`",
         "plan": f"`{run.plan}`, {_reason(run)}",
+        **({"network": f"an emulated link of {run.link}"} if run.link else {}),
         "communication": _communication(run.overlap),
         "versions": ", ".join([f"hf_helix {__version__}", *(f"{name} {version(name)}" for name in PACKAGES)]),
     }
@@ -136,6 +140,7 @@ def _run_of(trainer: Any, overlap: Overlap | None) -> Run:
         dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[trainer.model.dtype],
         device=torch.cuda.get_device_name(args.device) if cuda else f"CPU ({platform.machine()})",
         use_cpu=not cuda,
+        link=str(trainer.mesh.link or ""),
     )
 
 

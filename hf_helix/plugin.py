@@ -18,10 +18,14 @@ from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.runtime.endings import is_launched
+from hf_helix.runtime.liveness import install_hook
 from hf_helix.runtime.mesh import Mesh, build_mesh, check_joined
 from hf_helix.runtime.restarts import separate_starts
 
 separate_starts()
+if is_launched():
+    install_hook()  # options are checked before there is anything else of ours
 
 
 class HelixPlugin(ParallelismConfig):
@@ -65,7 +69,7 @@ class HelixPlugin(ParallelismConfig):
             if device.type == "cuda" and device.index is None:  # Accelerate names the kind only
                 device = torch.device("cuda", torch.cuda.current_device())
             sizes = config.pp_size, config.cp_size, config.ep_size
-            self.mesh = build_mesh(config.tp_size, device, *sizes, config.cross_node)
+            self.mesh = build_mesh(config.tp_size, device, *sizes, config.cross_node, config.link)
         return self.mesh
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:

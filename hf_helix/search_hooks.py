@@ -38,6 +38,7 @@ class SearchHooks:
     args: Any
     hp_search_backend: Any
     compute_objective: Any
+    objective: Any
     helix_config: HelixConfig
 
     _num_trials = 0

@@ -101,7 +101,10 @@ class WindowHooks:
         """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         with watched():
-            self._health.judge(agree_on_number(len(batches), device, self._health.state()))
+            states = torch.cat((self._health.state().reshape(1), self._engine.extents(batches)))
+            found = agree_on_number(len(batches), device, states)
+            self._health.judge([state for state, *_ in found])
+            self._engine.limits.judge([reach for _, *reach in found])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = Window(samples)
         return samples, num_items
@@ -117,6 +120,7 @@ class WindowHooks:
         """
         window = self._window
         if window is None:
+            self._engine.limits.judge([self._engine.extents([inputs]).tolist()])
             return self._run_window([inputs], self._scale_of_one(inputs, num_items_in_batch))[0]
         if len(window.batches) == 1:
             window.batches = [inputs]
@@ -140,9 +144,17 @@ class WindowHooks:
             self.optimizer.train()  # schedule-free optimizers have a mode, too
         ready = [self._prepare_inputs(batch) for batch in batches]  # type: ignore[attr-defined]
         step = self.state.global_step
+        if self._window is not None:
+            self._tune(ready, scale, step)
         losses = torch.stack(self._engine.train_window(ready, scale, step))
-        self._health.note_losses(losses, step + 1)
+        # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
+        has_labels = scale.tokens.isfinite()
+        self._health.note_losses(losses.where(has_labels, 0.0), step + 1)
         return losses
+
+    def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
+        """Choose a plan, if it is time to. Collective."""
+        raise NotImplementedError
 
     def _scale(self, num_items: Any) -> Scale:
         """What the losses of a window with so many tokens that count are multiplied with."""

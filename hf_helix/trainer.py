@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.utils.logging import get_logger
 
 from hf_helix.adapters.builder import Additions
+from hf_helix.cache import export
+from hf_helix.checks import check_sizes
 from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.direct_use import Instead
 from hf_helix.engine import Engine, Scale
 from hf_helix.evaluation_hooks import EvaluationHooks
 from hf_helix.loading import outline_of
@@ -31,8 +35,11 @@ from hf_helix.planning.plan import Plan
 from hf_helix.plugin import HelixPlugin, keep_layout, shared_layout
 from hf_helix.recompute import asked_by
 from hf_helix.refusals import check_arguments, check_trainer
+from hf_helix.report.notices import say
 from hf_helix.resume.hooks import CheckpointHooks, make_output_dir
 from hf_helix.runtime.agreement import agree_on_text
+from hf_helix.runtime.comparison import PAPER, Comparison
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.health import Health
 from hf_helix.runtime.liveness import start_watch
 from hf_helix.runtime.measure import Overlap
@@ -47,10 +54,10 @@ from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
 
-INSTEAD = (
+INSTEAD = Instead(
     "trainer.train(), trainer.evaluate() or trainer.predict(), for one batch trainer.training_step(model, inputs) or "
-    "trainer.prediction_step(model, inputs, prediction_loss_only=True), or save it with trainer.save_model(folder) and "
-    "load it with from_pretrained(folder)"
+    "trainer.prediction_step(model, inputs, prediction_loss_only=True)",
+    "trainer.save_model(folder)",
 )
 
 
@@ -109,6 +116,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(arguments)}"
         agree_on_text(f"{options_of(config)}\n{shared}", "options")
         self.helix_config = config
+        check_sizes(model, config)
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
         self._health = Health(arguments.device)
         start_watch()
@@ -128,6 +136,11 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     # -- the engine ----------------------------------------------------------------------------------------------
 
     @property
+    def helix(self) -> Engine:
+        """The cut model: its plan, its tuning, what can be measured, and `figures`, all of the last log's."""
+        return self._engine
+
+    @property
     def mesh(self) -> Mesh:
         """Which ranks share what."""
         return self._mesh
@@ -144,7 +157,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     @property
     def tuning(self) -> Tuning | None:
-        """What `plan="auto"` measured, or an earlier run of the same case; None before the first window."""
+        """What `plan="auto"` measured, or an earlier run of the same case; None as long as nothing was. `print` it."""
         return self._engine.tuning
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
@@ -154,6 +167,18 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             ValueError: nothing has been trained yet.
         """
         return self._engine.measure_overlap(repeats)
+
+    def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
+        """The plan in use beside those of other rules, all timed in turn on the last window. Collective.
+
+        Args:
+            rules: see `HelixConfig.plan`.
+            repeats: how often each is timed; medians are taken.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        return self._engine.compare_plans(rules, repeats)
 
     def measure_memory(self) -> list[int]:
         """The most bytes of activations and buffers alive in the last window, rank by rank. Collective.
@@ -210,6 +235,18 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         model._is_accelerate_prepared = True  # nothing is left to wrap
 
     # -- training ------------------------------------------------------------------------------------------------
+
+    def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
+        """Let the engine choose a plan, if it is time to; what it finds is said and written. Collective."""
+        steps_left = self.state.max_steps - step
+        found = self._engine.tune(batches, scale, step, steps_left if steps_left > 0 else None)
+        if found is not None and self.args.process_index == 0:
+            folder = Path(str(self.args.output_dir), "helix")
+            try:
+                export(folder, found, self.plan.to_json())
+                say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
+            except OSError as error:
+                say(f"{found.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
     def _scale(self, num_items: Any) -> Scale:
         # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides

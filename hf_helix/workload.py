@@ -37,7 +37,7 @@ class Workload:
     Args:
         config: of the model, or the folder of one.
         device: to run on.
-        schedule, cp_method, cross_node, recompute: see `HelixConfig`.
+        schedule, cp_method, cross_node, recompute, link: see `HelixConfig`.
         products: see `Runner`; weights are fp32.
         mesh: of these sizes, if there is one already.
     """
@@ -57,12 +57,13 @@ class Workload:
         cross_node: Collection[str] | None = None,
         products: torch.dtype | None = None,
         recompute: str = NONE,
+        link: str | None = None,
     ) -> None:
         if isinstance(config, str):
             config = AutoConfig.from_pretrained(config)
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-        self.mesh = mesh or build_mesh(tp_size, device, pp_size, cp_size, ep_size, cross_node)
+        self.mesh = mesh or build_mesh(tp_size, device, pp_size, cp_size, ep_size, cross_node, link)
         self._family = family_of(self.model)
         mesh = self.mesh
         modes = [recompute] * len(self._family.layers(self.model))

@@ -3,9 +3,11 @@
     accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py
     accelerate launch --config_file accelerate_configs/gpu_tp2.yaml recipes/pretrain.py --text corpus.jsonl
     accelerate launch --config_file accelerate_configs/cpu_pp2.yaml recipes/pretrain.py --config_name MODEL
+    accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --link 300mbit
 
 In:   the configuration of a model (`recipes/models` has some), a text, and the layout in the launcher's YAML.
-Out:  an ordinary Hugging Face checkpoint with its tokenizer and model card; a scorecard of the overlap.
+Out:  an ordinary Hugging Face checkpoint with its tokenizer and model card; a scorecard of the overlap, and
+      with `--link` what it gains on an emulated link.
 Must hold: nothing is downloaded unless it is named. The text is Python's own documentation and the tokenizer is trained
 on it, unless `--text` and `--tokenizer_name` say otherwise.
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 import json
 import pydoc_data.topics
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,10 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
+from hf_helix.config import resolve_config
+from hf_helix.report.comparison import format_comparison, format_speeds, predict_around, save_comparison, text_of
 from hf_helix.report.scorecard import format_scorecard
+from hf_helix.runtime.comparison import Comparison
 
 MODELS = Path(__file__).parent / "models"
 
@@ -69,6 +74,13 @@ class RecipeArguments:
     prompt: str = field(default="The class", metadata={"help": "what the trained model goes on from"})
     trace: str = field(default="", metadata={"help": "write a trace of a window there, for https://ui.perfetto.dev"})
     sequence_length: int = field(default=256, metadata={"help": "documents are packed and cut to this"})
+    link: str = field(
+        default="",
+        metadata={
+            "help": "emulate a link between the ranks, on CPU: 300mbit, 10gbit,50us or even (as fast as makes "
+            "communication take as long as computation); and show at the end what overlap gains on it"
+        },
+    )
 
 
 DEFAULTS = {
@@ -93,6 +105,10 @@ def main() -> None:
     recipe, args = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
 
+    helix = resolve_config(None, getattr(args.parallelism_config, "config", None))
+    if recipe.link:
+        helix = replace(helix, link=recipe.link)
+
     config = read_config(recipe.config_name, recipe.config_overrides)
     documents = read_documents(recipe.text, recipe.text_column)
     if recipe.tokenizer_name:
@@ -110,20 +126,33 @@ def main() -> None:
         eval_dataset=held_out,
         data_collator=default_data_collator,
         processing_class=tokenizer,
+        helix_config=helix,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or has_checkpoint(args))
     metrics = trainer.evaluate()
-    overlap = trainer.measure_overlap()
+    overlap = None if helix.link else trainer.measure_overlap()
+    compared = trainer.compare_plans() if helix.link else None
     if recipe.trace:
         trainer.trace(recipe.trace)
     trainer.save_model()
     trainer.create_model_card(**card_of(recipe.text))
     if trainer.is_world_process_zero():
         print(f"\nloss on held-out text: {metrics['eval_loss']:.3f}")
-        print(format_scorecard(overlap, trainer.plan.rule))
         print(f"checkpoint: {args.output_dir}")
         loaded = AutoModelForCausalLM.from_pretrained(args.output_dir)  # as anybody would load it
-        print(f"loaded back, it writes: {generate(loaded, args.output_dir, recipe.prompt)!r}")
+        print(f"loaded back, it writes: {generate(loaded, args.output_dir, recipe.prompt)!r}\n")
+        if overlap is not None:
+            print(format_scorecard(overlap, trainer.plan.rule))
+        if compared is not None:
+            show_gain(compared, args.output_dir)
+
+
+def show_gain(compared: Comparison, folder: str) -> None:
+    """What overlap gains on the emulated link, and would gain on others; the picture."""
+    print(format_comparison(compared), end="\n\n")
+    print(text_of(compared), end="\n\n")
+    print(format_speeds(predict_around(compared), compared), end="\n\n")
+    print(f"plan, profile and picture: {', '.join(str(path) for path in save_comparison(compared, folder))}")
 
 
 def has_checkpoint(args: TrainingArguments) -> bool:

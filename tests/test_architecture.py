@@ -17,7 +17,9 @@ PACKAGE = Path(hf_helix.__file__).parent
 
 LEVELS = {"config": 0, "planning": 0, "operators": 1, "adapters": 1, "runtime": 2}
 LEVELS |= dict.fromkeys(("report", "cache", "tuner", "checkpoint", "adapter_files", "checks", "evaluation"), 3)
-LEVELS |= dict.fromkeys(("recompute", "stored", "loading", "workload", "sizes", "engine"), 3)
+LEVELS |= dict.fromkeys(
+    ("recompute", "stored", "loading", "saving", "safetensors_file", "direct_use", "workload", "sizes", "engine"), 3
+)
 DOOR = 4  # everything else: trainer, refusals, plugin, cli, ...
 IMPORTERS = {
     "accelerate": {"plugin", "loop"},
@@ -26,8 +28,8 @@ IMPORTERS = {
         "refusals",
         "adapters",
         "workload",
-        "checkpoint",
         "loading",
+        "saving",
         "stored",
         "loop",
         "resume",
@@ -37,7 +39,7 @@ IMPORTERS = {
     },
 }
 ONLY = (
-    "only adapters, checkpoint, loading, loop, overrides, refusals, resume, search_hooks, stored, takeover, trainer, "
+    "only adapters, loading, loop, overrides, refusals, resume, saving, search_hooks, stored, takeover, trainer, "
     "workload"
 )
 LAZY = {"yaml", "psutil"}  # what level 0 may import inside a function

@@ -349,6 +349,26 @@ def test_the_recipe_trains_every_family(model: str, launch: str, tmp_path: Path)
     assert f"{size[1]}=2" in card.text
 
 
+@pytest.mark.slow
+def test_the_recipe_on_an_emulated_link_ends_with_the_gain(tmp_path: Path):
+    """What `make demo` shows, on a tiny model: table, picture, other links, and the machine as it is."""
+    flags = ["--config_name", str(MODELS / "tiny-llama"), "--sequence_length", "32", "--max_steps", "3"]
+    output = run_recipe(tmp_path, "cpu_tp2", *flags, "--link", "300mbit")
+    for said in (
+        "hf_helix: emulated link: 300 Mbit/s; ",
+        "over an emulated link of 300 Mbit/s; everything else is real",
+        "without the emulated link, measured: sequential ",
+        "one strand (sequential): ",
+        "two strands (greedy): ",
+        "loaded back, it writes: ",
+    ):
+        assert output.count(said) == 1, output
+    assert len(re.findall(r"^  (75|150|300|600) Mbit/s |^  1.2 Gbit/s ", output, re.MULTILINE)) == 5, output
+    assert "an emulated link of 300 Mbit/s" in (tmp_path / "out" / "README.md").read_text()
+    for name in ("plan.json", "profile.json", "plan.svg", "plan.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
+
+
 def test_every_family_is_run():
     """And the page says so."""
     assert {model for model, _ in RUNS} == {model for model in ALL_MODELS if model.startswith("tiny-")}

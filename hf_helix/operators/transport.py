@@ -23,10 +23,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Transport(ABC):
-    """Moves data between the ranks of one group. `size` ranks; this one is `rank`."""
+    """Moves data between the ranks of one group. `size` ranks; this one is `rank`.
+
+    `group` is the process group, or None where nothing is really moved.
+    """
 
     size: int
     rank: int
+    group: dist.ProcessGroup | None = None
 
     @abstractmethod
     def all_gather(self, out: Tensor, value: Tensor) -> None:
@@ -59,6 +63,8 @@ class Transport(ABC):
 
 class GroupTransport(Transport):
     """The collectives of a torch.distributed process group."""
+
+    group: dist.ProcessGroup
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -205,6 +211,30 @@ class Move:
         return self.out, self.value
 
 
+def bytes_moved(
+    name: str, out: Tensor, value: Tensor, size: int, rank: int, rows: Sequence[Sequence[int]] = ()
+) -> tuple[int, int]:
+    """The bytes that a rank sends, and that it receives, in one use of a transport.
+
+    Args:
+        name: the method.
+        out, value: what it fills and what it reads.
+        size, rank: of the transport.
+        rows: of `exchange_rows`, what arrives and what is sent.
+    """
+    others = size - 1
+    if name == "all_gather":
+        return value.nbytes * others, value.nbytes * others
+    if name in ("exchange", "reduce_scatter"):
+        return value.nbytes * others // size, value.nbytes * others // size
+    if name == "exchange_rows":
+        arriving, sent = rows
+        row = value[:1].nbytes or out[:1].nbytes
+        return row * (sum(sent) - sent[rank]), row * (sum(arriving) - arriving[rank])
+    assert name in ("shift", "shift_back"), name
+    return value.nbytes, out.nbytes
+
+
 class Recorder(Transport):
     """Keeps a list of what goes over another transport, and counts the bytes that this rank sends."""
 
@@ -216,36 +246,35 @@ class Recorder(Transport):
         self.bytes_sent = 0
 
     def all_gather(self, out: Tensor, value: Tensor) -> None:
-        self._note("all_gather", out, value, value.nbytes * (self.size - 1))
+        self._note("all_gather", out, value)
         self.inner.all_gather(out, value)
 
     def exchange(self, out: Tensor, value: Tensor) -> None:
-        self._note("exchange", out, value, value.nbytes * (self.size - 1) // self.size)
+        self._note("exchange", out, value)
         self.inner.exchange(out, value)
 
     def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        row = value[:1].nbytes if len(value) else 0
-        self._note("exchange_rows", out, value, row * (sum(sent) - sent[self.rank]), (arriving, sent))
+        self._note("exchange_rows", out, value, arriving, sent)
         self.inner.exchange_rows(out, value, arriving, sent)
 
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
-        self._note("reduce_scatter", out, value, value.nbytes * (self.size - 1) // self.size)
+        self._note("reduce_scatter", out, value)
         self.inner.reduce_scatter(out, value)
 
     def shift(self, out: Tensor, value: Tensor) -> None:
-        self._note("shift", out, value, value.nbytes)
+        self._note("shift", out, value)
         self.inner.shift(out, value)
 
     def shift_back(self, out: Tensor, value: Tensor) -> None:
-        self._note("shift_back", out, value, value.nbytes)
+        self._note("shift_back", out, value)
         self.inner.shift_back(out, value)
 
     def prefers_exchange(self, value: Tensor) -> bool:
         return self.inner.prefers_exchange(value)
 
-    def _note(self, name: str, out: Tensor, value: Tensor, sent: int, rows: tuple[Sequence[int], ...] = ()) -> None:
+    def _note(self, name: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
         self.moved.append(Move(name, (out.shape, out.dtype), (value.shape, value.dtype), rows))
-        self.bytes_sent += sent
+        self.bytes_sent += bytes_moved(name, out, value, self.size, self.rank, rows)[0]
 
 
 class Axis:
@@ -270,7 +299,7 @@ class Axis:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group; None where there is one rank."""
-        return self.transport.group if isinstance(self.transport, GroupTransport) else None
+        return self.transport.group
 
     @classmethod
     def single(cls) -> Axis:

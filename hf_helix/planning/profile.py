@@ -60,6 +60,7 @@ class Profile:
         spread: of each, the distance between the quartiles in parts of the median.
         pairs: what was measured beside each other.
         like: operators that do the same as another (a collective of the same size) -> that other, which `pairs` names.
+        bytes: of each operator that communicates, what a rank sends in it.
     """
 
     about: Mapping[str, str]
@@ -68,6 +69,7 @@ class Profile:
     spread: Mapping[Name, float] = field(default_factory=dict)
     pairs: Mapping[tuple[Name, Name], Pair] = field(default_factory=dict)
     like: Mapping[Name, Name] = field(default_factory=dict)
+    bytes: Mapping[Name, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_kinds", {name: op.kind for name, op in named_operators(self.layout)})
@@ -114,6 +116,8 @@ class Profile:
             figures: dict[str, Any] = {"ms": round_ms(seconds), "spread": round(self.spread.get(name, 0.0), 3)}
             if name in self.like:
                 figures["like"] = _join(self.like[name])
+            if name in self.bytes:
+                figures["bytes"] = self.bytes[name]
             operators.setdefault(name[0], {})[name[1]] = figures
         data = {
             "format": FORMAT,
@@ -256,7 +260,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     ranks = [int(rank) for rank in data["layout"].get("ranks", ())]
     if ranks and len(ranks) != len(chunks):
         raise ValueError(f"its layout has {len(chunks)} stages on {len(ranks)} ranks")
-    times, spread, like = {}, {}, {}
+    times, spread, like, moved = {}, {}, {}, {}
     for unit, operators in data["operators"].items():
         for entry, figures in operators.items():
             if "ms" not in figures:
@@ -265,12 +269,14 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
             spread[unit, entry] = float(figures.get("spread", 0.0))
             if "like" in figures:
                 like[unit, entry] = _split(figures["like"])
+            if "bytes" in figures:
+                moved[unit, entry] = int(figures["bytes"])
     pairs = {}
     for row in data["pairs"]:
         seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
         pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
     about = {str(key): str(value) for key, value in data["about"].items()}
-    return Profile(about, Layout(units, chunks, graphs, shared, ranks), times, spread, pairs, like)
+    return Profile(about, Layout(units, chunks, graphs, shared, ranks), times, spread, pairs, like, moved)
 
 
 def _graph_data(graph: Graph) -> dict[str, Any]:

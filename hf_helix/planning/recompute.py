@@ -56,4 +56,5 @@ def recompute_profile(profile: Profile, mode: str) -> Profile:
         times={name: profile.times[source] for name, source in sources.items()},
         spread={name: profile.spread.get(source, 0.0) for name, source in sources.items()},
         like={name: other for name, other in like.items() if other != name},
+        bytes={name: profile.bytes[source] for name, source in sources.items() if source in profile.bytes},
     )

@@ -29,13 +29,13 @@ SIZE = 6.5  # of names in bars
 OPERATORS_PER_LINE, MOST_LINES = 70, 10
 
 
-def _rows(bars: Iterable[Bar]) -> list[str]:
+def streams_of(bars: Iterable[Bar]) -> list[str]:
     """The streams that run something; the order is that of a rank's devices, from the cores outward."""
     found = {bar.stream for bar in bars}
     return [*(stream for stream in ROWS if stream in found), *sorted(found - set(ROWS))]
 
 
-def _tick_step(span: float, most: int) -> float:
+def tick_step(span: float, most: int) -> float:
     """The round number (1, 2 or 5 times a power of ten) that leaves at most `most` steps in a span."""
     power = 10.0 ** math.floor(math.log10(span / most))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power * most >= span * (1 - 1e-9))
@@ -44,20 +44,20 @@ def _tick_step(span: float, most: int) -> float:
 def text_timeline(bars: Sequence[Bar], width: int = 100) -> str:
     """A row of letters for every stream; every column is the same stretch of time. Raises ValueError without bars."""
     start, end = extent(bars)
-    rows = _rows(bars)
+    rows = streams_of(bars)
     indent = max(len(row) for row in rows) + 2
     columns = max(10, width - indent - len("  100% busy"))
     lines = []
     for row in rows:
-        letters = _letters([bar for bar in bars if bar.stream == row], start, (end - start) / columns, columns)
-        lines.append(f"{row:<{indent}}{letters}  {busy_fraction(bars, row, start, end):4.0%} busy")
-    lines += [" " * indent + line for line in _text_axis(start, end, columns)]
+        drawn = letters([bar for bar in bars if bar.stream == row], start, (end - start) / columns, columns)
+        lines.append(f"{row:<{indent}}{drawn}  {busy_fraction(bars, row, start, end):4.0%} busy")
+    lines += [" " * indent + line for line in text_axis(start, end, columns)]
     used = {bar.letter for bar in bars}
     legend = [f"{letter} {meaning}" for letter, meaning in MEANING.items() if letter in used]
-    return "\n".join([*lines, *_wrapped([*legend, "· idle"], indent, width)])
+    return "\n".join([*lines, *wrapped([*legend, "· idle"], indent, width)])
 
 
-def _letters(bars: Sequence[Bar], start: float, step: float, columns: int) -> str:
+def letters(bars: Sequence[Bar], start: float, step: float, columns: int) -> str:
     """In every column the letter that takes most of it; a dot where the stream idles for more than half of it."""
     shares: list[dict[str, float]] = [{} for _ in range(columns)]
     for bar in bars:
@@ -68,9 +68,9 @@ def _letters(bars: Sequence[Bar], start: float, step: float, columns: int) -> st
     return "".join(max(found, key=lambda k: found[k]) if sum(found.values()) >= 0.5 else "·" for found in shares)
 
 
-def _text_axis(start: float, end: float, columns: int) -> tuple[str, str]:
+def text_axis(start: float, end: float, columns: int) -> tuple[str, str]:
     """A ruler, and below it milliseconds."""
-    step = _tick_step((end - start) * 1e3, max(1, columns // 12))
+    step = tick_step((end - start) * 1e3, max(1, columns // 12))
     marks, numbers = ["─"] * columns, [" "] * (columns + 12)
     for tick in range(math.ceil(start * 1e3 / step - 1e-9), math.floor(end * 1e3 / step + 1e-9) + 1):
         column = round((tick * step - start * 1e3) / ((end - start) * 1e3) * columns)
@@ -80,7 +80,7 @@ def _text_axis(start: float, end: float, columns: int) -> tuple[str, str]:
     return "".join(marks), "".join(numbers).rstrip()
 
 
-def _wrapped(items: Sequence[str], indent: int, width: int) -> list[str]:
+def wrapped(items: Sequence[str], indent: int, width: int) -> list[str]:
     lines = [" " * indent + items[0]]
     for item in items[1:]:
         fits = len(lines[-1]) + 3 + len(item) <= width
@@ -100,7 +100,7 @@ def draw_timeline(bars: Sequence[Bar], path: str | Path, title: str = "", lines:
         ImportError: matplotlib is missing.
     """
     start, end = extent(bars)
-    rows = _rows(bars)
+    rows = streams_of(bars)
     lines = lines or min(MOST_LINES, math.ceil(len(bars) / OPERATORS_PER_LINE))
     height = HEAD + lines * (len(rows) * ROW + AXIS) + FOOT
     step = (end - start) / lines
@@ -119,7 +119,7 @@ def _draw_line(axes: Axes, bars: Sequence[Bar], rows: list[str], start: float, e
         axes.barh(place, (end - start) * 1e3, 0.84, start * 1e3, color=EMPTY, linewidth=0)
         for bar in between(bars, start, end):
             if bar.stream == row:
-                _draw_bar(axes, bar, place, bar.seconds * points, f"{name}:{bar.label}")
+                draw_bar(axes, bar, place, bar.seconds * points, f"{name}:{bar.label}")
     shares = [f"{row}\n{busy_fraction(bars, row, start, end):.0%} busy" for row in rows]
     axes.set_yticks(range(len(rows)), shares, linespacing=1.4)
     axes.set_xlim(start * 1e3, end * 1e3)
@@ -130,7 +130,7 @@ def _draw_line(axes: Axes, bars: Sequence[Bar], rows: list[str], start: float, e
     axes.spines[["left", "right", "top"]].set_visible(False)
 
 
-def _draw_bar(axes: Axes, bar: Bar, place: int, points: float, name: str) -> None:
+def draw_bar(axes: Axes, bar: Bar, place: int, points: float, name: str) -> None:
     """A rectangle `points` wide, its name in it where there is room: along it, over the micro-batch, else upright."""
     edge = min(0.8, 0.12 * points)  # a fixed one would hide what is short
     style: dict[str, Any] = {"color": COLOURS[bar.letter], "edgecolor": "white", "linewidth": edge}

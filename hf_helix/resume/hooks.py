@@ -28,6 +28,7 @@ from transformers.utils.logging import get_logger
 
 from hf_helix.engine import Engine
 from hf_helix.resume import staging
+from hf_helix.resume.interrupts import prepare_for_interrupts
 from hf_helix.resume.manifest import NAME, Manifest, describe_parameters
 from hf_helix.resume.rng import Generators, generators, set_generators
 from hf_helix.resume.states import Held, held_parameters, load_states, save_states, stepped
@@ -75,6 +76,7 @@ class CheckpointHooks:
                 written. Nothing has been loaded or written then.
         """
         self._health = Health(self.args.device)
+        prepare_for_interrupts(self)
         with watched():
             folder = self._find_checkpoint(resume_from_checkpoint)
             if self.args.save_strategy != SaveStrategy.NO:
@@ -187,7 +189,7 @@ class CheckpointHooks:
         folder = Path(self.args.output_dir or ".")
         needed = self._least_bytes(self._describe())
         probe = decide_on_rank_0(lambda: _probe(folder, needed))
-        # Rank 0 alone writes the model, but optimizer states come from all ranks, and all ranks read.
+        # The model can go through rank 0, but optimizer states come from all ranks, and all ranks read.
         is_shared = not self.args.save_only_model or self.args.load_best_model_at_end
         lost = f"output_dir={str(folder)!r} is not the folder that rank 0 has written to; give one that all hosts share"
         agree_on_success(ValueError(lost) if is_shared and not probe.exists() else None)
@@ -250,7 +252,7 @@ class CheckpointHooks:
             self._push_waits = True
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """An ordinary Hugging Face checkpoint, gathered unit by unit. Collective."""
+        """An ordinary Hugging Face checkpoint, every rank writing what it holds. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
         self._engine.save_pretrained(folder)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.planning.graph import first_difference
+from hf_helix.runtime.endings import describe, told_by
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ def agree_on_success(error: Exception | None) -> None:
         dist.all_gather_object(errors, f"{type(error).__name__}: {error}" if error else "")
         failed = next((rank for rank, text in enumerate(errors) if text), None)
         if failed is not None and error is None:
-            raise ValueError(f"on rank {failed}: {errors[failed]}")
+            raise told_by(ValueError(f"on rank {failed}: {errors[failed]}"), f"rank {failed} failed: {errors[failed]}")
     if error is not None:
         raise error
 
@@ -75,7 +76,8 @@ def decide_on_rank_0(decide: Callable[[], T]) -> T:
         except Exception as raised:
             error = raised
             is_for_users = isinstance(error, ValueError)
-            found[1] = ValueError(str(error)) if is_for_users else RuntimeError(f"rank 0 failed: {error!r}")
+            again = ValueError(str(error)) if is_for_users else RuntimeError(f"rank 0 failed: {error!r}")
+            found[1] = told_by(again, describe(error, 0))
     dist.broadcast_object_list(found, src=0)
     if found[1] is not None:
         raise error or found[1]
@@ -103,34 +105,35 @@ def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -
         )
 
 
-def agree_on_number(count: int, device: torch.device, state: Tensor | None = None) -> list[int]:
+def agree_on_number(count: int, device: torch.device, states: Tensor | None = None) -> list[list[int]]:
     """Compare the number of micro-batches of a window over all ranks. Collective.
 
     Args:
-        state: a number that the ranks tell each other on this occasion.
+        states: whole numbers that the ranks tell each other on this occasion, as many on every rank.
 
     Returns:
-        The states of all ranks.
+        The states of every rank.
 
     Raises:
         ValueError: on every rank, if they differ: the dataset of a rank has ended before the others'.
     """
-    mine = torch.tensor([count, 0], device=device)
-    if state is not None:
-        mine[1] = state
+    mine = torch.tensor([count], device=device)
+    if states is not None:
+        mine = torch.cat((mine, states))
     found = mine[None]
     if dist.is_initialized() and dist.get_world_size() > 1:
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, mine)
         found = torch.stack(gathered)
-    counts, states = found.T.tolist()
+    rows = found.tolist()
+    counts = [row[0] for row in rows]
     if len(set(counts)) > 1:
         raise ValueError(
             f"the ranks have windows of different length (micro-batches by rank: {counts}): the dataset of some ranks "
             "ends before that of the others. Give every data-parallel rank as many samples, or stop before the "
             "shortest ends with TrainingArguments(max_steps=...)"
         )
-    return states
+    return [row[1:] for row in rows]
 
 
 def _fingerprint(inputs: Sequence[Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_helix.operators.link import Link, all_reduce
 from hf_helix.operators.unit import EXPERTS, TP, Placement, Unit
 from hf_helix.planning.graph import Kind
 from hf_helix.runtime.mesh import Mesh
@@ -107,7 +108,7 @@ class Reduction:
         for parameter in parameters:
             if parameter.grad is not None:
                 by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        works = [_summing(gradients, group, divisor) for gradients in by_type.values()]
+        works = [_summing(gradients, group, divisor, self._mesh.link) for gradients in by_type.values()]
         events = [self._streams.issue(kind, work, after, label) for work in works]
         self._events += events
         return events
@@ -134,7 +135,9 @@ def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
 
 
-def _summing(gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int) -> Callable[[], object]:
+def _summing(
+    gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int, link: Link | None
+) -> Callable[[], object]:
     """The work that sums gradients over a group, in one piece, and divides them."""
     if group is None:  # experts that no other rank has a copy of
         return lambda: torch._foreach_div_(list(gradients), divisor)
@@ -147,7 +150,7 @@ def _summing(gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divis
 
     def work() -> None:
         torch._foreach_copy_(parts, list(gradients))
-        dist.all_reduce(flat, group=group)
+        all_reduce(flat, group, link)
         if divisor > 1:
             flat.div_(divisor)
         torch._foreach_copy_(list(gradients), parts)

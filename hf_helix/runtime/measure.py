@@ -42,6 +42,7 @@ class Overlap:
         bytes_moved: what a rank sends in the window, the sums of gradients at its end left out.
         overlapped_by_kind: the overlapped fraction of each kind of communication.
         bubble_fraction: of the time of the computation alone, what ranks of a pipeline wait for each other (mean).
+        link: the emulated link that everything was measured on, as text; empty where bytes went as they are.
     """
 
     step: float
@@ -53,6 +54,7 @@ class Overlap:
     overlapped_by_kind: Mapping[str, float] = field(default_factory=dict)
     bubble_fraction: float = 0.0
     busiest: float | None = None
+    link: str = ""
 
     @property
     def exposed(self) -> float:
@@ -128,18 +130,22 @@ def measure_overlap(
     moved, steps = rest[: len(moving)], rest[len(moving) :]
     overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
     bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
+    link, sent = mesh.link, sum(transport.bytes_sent for transport in recorded)
+    # Axes that may run side by side share the rank's link.
+    busiest = max([*moved, link.seconds(sent) if link else 0.0])
     forget_gradients(first)
     return {
         name: Overlap(
             step=step,
             computation=alone[runner.scheduler.name],
             communication=sum(moved) + summing,
-            busiest=max(moved, default=0.0) + summing,
+            busiest=busiest + summing,
             overlapped_fraction=overlapped[name].pop(""),
             tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
-            bytes_moved=sum(transport.bytes_sent for transport in recorded),
+            bytes_moved=sent,
             overlapped_by_kind=overlapped[name],
             bubble_fraction=bubbles[runner.scheduler.name],
+            link=str(link or ""),
         )
         for (name, runner), step in zip(runners.items(), steps, strict=True)
     }
@@ -177,7 +183,7 @@ def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
     """What the collectives of a window move, axis by axis. Collective: how much may depend on what the ranks find."""
     axes = runner.mesh.axes
     recorders = [Recorder(axis.transport) for axis in axes]
-    with _transports(axes, recorders):
+    with transports(axes, recorders):
         runner.train_window(window, complete=False)
         runner.executor.streams.synchronize()
     forget_gradients(runner)
@@ -187,11 +193,11 @@ def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
 def _silenced(axes: Sequence[Axis]) -> contextlib.AbstractContextManager[None]:
     """The axes with nothing moving on them."""
     silent = [SilentTransport(axis.size, axis.rank, axis.transport) for axis in axes]
-    return _transports(axes, silent)
+    return transports(axes, silent)
 
 
 @contextlib.contextmanager
-def _transports(axes: Sequence[Axis], others: Sequence[Transport]) -> Iterator[None]:
+def transports(axes: Sequence[Axis], others: Sequence[Transport]) -> Iterator[None]:
     """The axes with other transports for a while."""
     real = [axis.transport for axis in axes]
     try:

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hf_helix.operators.link import Link, LinkedPassage, LinkedTransport
 from hf_helix.operators.transfer import GroupPassage, Passage
 from hf_helix.operators.transport import Axis, GlooTransport, GroupTransport
 from hf_helix.operators.unit import EXPERTS, Placement
 from hf_helix.planning.graph import Kind
+from hf_helix.planning.link import parse_link
 
 
 class Pipe:
@@ -31,13 +33,19 @@ class Pipe:
         ranks: of the pipeline, in the launcher's group.
         lanes: groups over these ranks; each way between two of them uses one per direction, so that neither waits for
             the other: gloo carries one direction at a time over a connection, NCCL one operation over a communicator.
+        link: an emulated one that everything goes over.
     """
 
-    def __init__(self, ranks: Sequence[int], lanes: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, ranks: Sequence[int], lanes: Sequence[dist.ProcessGroup], link: Link | None = None) -> None:
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(rank()) if self.size > 1 else 0
         self._lanes = lanes
+        self._link = link
+
+    def over(self, link: Link) -> Pipe:
+        """The same ranks and groups, with everything going over a link."""
+        return Pipe(self.ranks, self._lanes, link)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -52,7 +60,9 @@ class Pipe:
             outward: whether forward leads from here to there.
         """
         source, target = (self.rank, peer) if outward else (peer, self.rank)
-        return GroupPassage(self.ranks[peer], self._lane(source, target, 0), self._lane(target, source, 1), boundary)
+        lanes = self._lane(source, target, 0), self._lane(target, source, 1)
+        passage = GroupPassage(self.ranks[peer], *lanes, boundary)
+        return passage if self._link is None else LinkedPassage(passage, self._link)
 
     def _lane(self, source: int, target: int, backward: int) -> dist.ProcessGroup:
         # By the sender's parity where two lanes are enough, else by direction along the pipe and of the pass.
@@ -77,6 +87,7 @@ class Mesh:
         copies_group: ranks with the same shards and other tokens, dp and cp together; None where there is only one.
         expert_copies_group: ranks with the same experts and other tokens; None where there is only one.
         batch_group: ranks that share a batch; None where there is only one.
+        link: the emulated link that this rank is connected by; None where bytes go as they are.
     """
 
     sizes: dict[str, int]
@@ -90,6 +101,17 @@ class Mesh:
     copies_group: dist.ProcessGroup | None
     expert_copies_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
+    link: Link | None = None
+
+    def over(self, link: Link) -> Mesh:
+        """The same ranks and groups, with all that operators and sums of gradients move going over one link."""
+
+        def linked(axis: Axis) -> Axis:
+            return axis if axis.size == 1 else Axis(LinkedTransport(axis.transport, link), axis.kind)
+
+        axes = {axis: linked(axis) for axis in (self.tp, self.cp, self.experts)}  # experts may share tp's
+        tp, cp, experts = (axes[axis] for axis in (self.tp, self.cp, self.experts))
+        return replace(self, tp=tp, cp=cp, experts=experts, pipe=self.pipe.over(link), link=link)
 
     @property
     def dp_size(self) -> int:
@@ -138,18 +160,21 @@ def build_mesh(
     cp_size: int = 1,
     ep_size: int = 1,
     cross_node: Collection[str] | None = None,
+    link: str | None = None,
 ) -> Mesh:
     """The mesh over every process of the launcher's group; one of the same sizes that is there already is used again.
 
     Every group has threads and connections of its own, so a process that makes several trainers must not make groups
-    for each of them.
+    for each of them. An emulated link is made anew.
 
     Args:
         ep_size: of the data-parallel ranks, how many share the experts.
         cross_node: the axes (`tp`, `cp`, `ep`) that communicate between hosts; None to ask the ranks for the names.
+        link: see `HelixConfig`.
 
     Raises:
-        ValueError: the world does not divide by the sizes, or the launcher started more ranks than have joined.
+        ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
+            cannot be emulated here.
     """
     device = torch.device(device)
     world = world_size()
@@ -161,7 +186,10 @@ def build_mesh(
         dp_size = world // (tp_size * pp_size * cp_size)
         sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
         _meshes[key] = _new_mesh(sizes, device, cross)
-    return _meshes[key]
+    if link is None:
+        return _meshes[key]
+    check_link(link, device, world)
+    return _meshes[key].over(Link(parse_link(link)))
 
 
 _meshes: dict[object, Mesh] = {}
@@ -253,15 +281,41 @@ def check_joined(world: int) -> None:
     """Raise ValueError if the launcher started several processes and this one counts a world of one."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world == 1:
+        by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ  # `accelerate launch` sets it
+        needed = "both `distributed_type: MULTI_GPU` with `use_cpu: true` in the YAML and " if by_accelerate else ""
         raise ValueError(
-            f"the launcher started {launched} processes, but this one runs alone. "
-            "On CPU, Accelerate needs both `distributed_type: MULTI_GPU` with `use_cpu: true` in the "
-            "YAML and TrainingArguments(use_cpu=True), or Accelerator(cpu=True), in the script"
+            f"the launcher started {launched} processes, but this one runs alone. On CPU, Accelerate needs {needed}"
+            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True), in the script"
         )
 
 
-def check_world(world: int, tp_size: int, pp_size: int = 1, cp_size: int = 1, ep_size: int = 1) -> None:
-    """See `build_mesh`."""
+def check_link(link: str, device: torch.device, world: int) -> None:
+    """Raise ValueError where there is nothing that a link could be emulated for."""
+    if device.type == "cuda":
+        raise ValueError(
+            f"link={link!r} emulates a link for runs on CPU, whose transfers wait in threads of their own; this run is "
+            "on CUDA, whose transfers run on the device: use link=None, or TrainingArguments(use_cpu=True)"
+        )
+    if world == 1:
+        raise ValueError(
+            f"link={link!r} emulates a link between processes, and only one runs; start several, such as `accelerate "
+            "launch --num_processes 2`, or use link=None"
+        )
+
+
+def check_world(
+    world: int,
+    tp_size: int,
+    pp_size: int = 1,
+    cp_size: int = 1,
+    ep_size: int = 1,
+    fits: Callable[[int], bool] | None = None,
+) -> None:
+    """See `build_mesh`.
+
+    Args:
+        fits: whether the model can be cut over so many tensor-parallel ranks; None where there is no model yet.
+    """
     left = world
     taken: list[str] = []
     sizes = {"tp_size": tp_size, "pp_size": pp_size, "cp_size": cp_size, "ep_size": ep_size}
@@ -271,6 +325,8 @@ def check_world(world: int, tp_size: int, pp_size: int = 1, cp_size: int = 1, ep
             left //= size
             continue
         works = [number for number in range(1, left + 1) if left % number == 0]
+        if name == "tp_size" and fits is not None:
+            works = [number for number in works if fits(number)]
         if taken:
             what = f"the {left} process{'es' * (left > 1)} that {' and '.join(taken)} leaves of {world}"
         else:

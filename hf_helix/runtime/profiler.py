@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.base import Call
+from hf_helix.operators.transport import Recorder
 from hf_helix.planning.graph import SEND, Kind, Operator, Part
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
 from hf_helix.planning.program import build_programs
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
-from hf_helix.runtime.measure import forget_gradients, over_ranks, trace_window
+from hf_helix.runtime.measure import forget_gradients, over_ranks, trace_window, transports
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.trace import Span, Trace
@@ -69,18 +70,21 @@ def measure_profile(
     bench = _Bench(runner, window[0])
     for timed in bench.moving:
         mine[timed.name] = bench.train(timed)
-    mine |= _transfers(runner, window[0])
+    transfers, sent = _transfers(runner, window[0])
+    mine |= transfers
+    sent |= {timed.name: bench.bytes_sent(timed) for timed in bench.moving}
     medians = {name: statistics.median(found) for name, found in mine.items()}
     names = [name for name, _ in named_operators(runner.layout)]
     # Ranks of a pipeline hold different units.
-    ranks = over_ranks((medians, {name: _spread(found) for name, found in mine.items()}, bench.alike()))
+    ranks = over_ranks((medians, {name: _spread(found) for name, found in mine.items()}, bench.alike(), sent))
     kinds = {name: op.kind for name, op in named_operators(runner.layout)}
-    times = {name: _agreed(kinds[name], [found[name] for found, _, _ in ranks if name in found]) for name in names}
-    spread = {name: max(found[name] for _, found, _ in ranks if name in found) for name in names}
-    like = {name: other for _, _, found in ranks for name, other in found.items()}
+    times = {name: _agreed(kinds[name], [found[name] for found, *_ in ranks if name in found]) for name in names}
+    spread = {name: max(found[name] for _, found, *_ in ranks if name in found) for name in names}
+    like = {name: other for _, _, found, _ in ranks for name, other in found.items()}
+    moved = {name: max(found[name] for *_, found in ranks if name in found) for *_, each in ranks for name in each}
     found = _measure_pairs(bench, times, like, progress) if pairs else {}
     forget_gradients(runner)
-    return Profile({**machine(runner), **(about or {})}, runner.layout, times, spread, found, like)
+    return Profile({**machine(runner), **(about or {})}, runner.layout, times, spread, found, like, moved)
 
 
 def machine(runner: Runner) -> dict[str, str]:
@@ -93,6 +97,7 @@ def machine(runner: Runner) -> dict[str, str]:
         "backend": str(dist.get_backend()) if dist.is_initialized() else "none",
         "hosts": str(len(set(over_ranks(platform.node())))),
         "torch": torch.__version__,
+        "emulated_link": runner.mesh.link.speed_now.text if runner.mesh.link is not None else "",
     }
     return over_ranks({key: value for key, value in known.items() if value})[0]
 
@@ -120,9 +125,11 @@ def _in_steps(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[f
     return found
 
 
-def _transfers(runner: Runner, batch: MicroBatch) -> dict[Name, list[float]]:
-    """Seconds from rank to rank: on every way in turn a train forward, then one back. Arriving takes no time itself."""
+def _transfers(runner: Runner, batch: MicroBatch) -> tuple[dict[Name, list[float]], dict[Name, int]]:
+    """Seconds from rank to rank, and bytes: on every way in turn a train forward, then one back. Arriving takes no
+    time itself."""
     found: dict[Name, list[float]] = {}
+    sent: dict[Name, int] = {}
     ends = {operator.boundary: (index, operator) for index, operator in runner.stage.transfers()}
     side = batch.prepare() if ends else {}
     for boundary in range(len(runner.layout.chunks) - 1):
@@ -140,7 +147,9 @@ def _transfers(runner: Runner, batch: MicroBatch) -> dict[Name, list[float]]:
                 times.append(time.perf_counter() - start)
             name = runner.layout.units[index], f"{'F' if forward else 'B'}.transfer"
             found.setdefault(name, []).extend(times[1:] if sends else [ARRIVAL])
-    return found
+            if sends:
+                sent[name] = sum(value.nbytes for value in values)
+    return found, sent
 
 
 def _measure_pairs(
@@ -215,6 +224,14 @@ class _Bench:
             program += [*self._before(repeat, timed), BARRIER_INSTRUCTION, self._instruction(repeat, timed, ends=True)]
         label = self._label(timed)
         return [span.seconds for span in self._run(program) if span.label == label][1:]
+
+    def bytes_sent(self, timed: _Timed) -> int:
+        """What this rank sends in a collective. Collective."""
+        axes = self.runner.mesh.axes
+        recorders = [Recorder(axis.transport) for axis in axes]
+        with transports(axes, recorders):
+            self._work(timed)()
+        return sum(recorder.bytes_sent for recorder in recorders)
 
     def together(self, first: _Timed, second: _Timed, counts: tuple[int, int]) -> list[tuple[float, float]]:
         """Seconds of two operators that start together on every rank, each so many times in a row; `TRAIN` times."""

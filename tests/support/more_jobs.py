@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from support.jobs import _microbatches, make_trainer
 from support.models import arguments, llama, sequences, tiny
+from support.pipeline_jobs import runner_of
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 
-from hf_helix import HelixConfig, HelixTrainer, checkpoint
+from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.operators.base import Call
 from hf_helix.operators.collectives import (
     Gather,
@@ -216,26 +217,6 @@ def save_untrained(
     HelixTrainer(model=made, args=arguments(folder), helix_config=helix, **options).save_model()
 
 
-def memory_of_saving(folder: str, model: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of tensors beyond the parameters: the most while a file is written, and the most at any operator."""
-    made = llama(**model)
-    trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(tp_size=2))
-    counter = Tally(made.parameters())
-    at_write, save_file = [], checkpoint.save_file
-
-    def counted(*args: Any, **kwargs: Any) -> None:
-        at_write.append(counter.now())
-        save_file(*args, **kwargs)
-
-    checkpoint.save_file = counted
-    try:
-        with counter:
-            trainer.save_model()
-    finally:
-        checkpoint.save_file = save_file
-    return {"at_write": at_write, "peak": counter.peak}
-
-
 # -- the Trainer's other services --------------------------------------------------------------------------------
 
 
@@ -316,15 +297,17 @@ def train_with(
     }
 
 
-def window_memory(folder: str, helix: dict[str, Any], layers: int, num_microbatches: int) -> int:
-    """The most bytes of tensors alive in a window, parameters and gradients left out."""
+def window_memory(folder: str, plan: str, layers: int, num_microbatches: int) -> int:
+    """The most bytes of tensors alive in a window of two ranks, parameters and gradients left out."""
     model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
-    trainer = make_trainer(folder, helix, model=model, data={"lengths": (128,)})
+    helix = {"tp_size": 2, "plan": "sequential"}
+    trainer = make_trainer(folder, helix, model=model, data={"lengths": (64,)})
+    runner = runner_of(trainer, plan, "w")
     trainer.model.train()
     window = _microbatches(trainer, num_microbatches)
-    trainer.runner.train_window(window)  # makes the gradients
+    runner.train_window(window)  # makes the gradients
     kept = [t for p in trainer.model.parameters() for t in (p, p.grad) if t is not None]
     kept += [t for batch in window for t in batch.prepare().values() if isinstance(t, Tensor)]
     with Tally(kept) as counter:
-        trainer.runner.train_window(window)
+        runner.train_window(window)
     return counter.peak

@@ -1,0 +1,142 @@
+"""How much of the possible each plan reaches, on an emulated link: no root, no TCP that takes the cores.
+
+Cuts a Llama over two ranks (`tp_size=2`), joined by a link that is emulated (docs/emulated_link.md): a transfer waits,
+asleep, until a link of that speed would have carried it, and then really takes place. The operators are measured on it
+and plans are made with these times, as `plan="auto"` does. Then windows under every plan, computation alone and
+communication alone are timed in one run, in turn; medians, the slower rank counts. The bound is the larger of the two
+alone, and `of bound` is the part of it that a plan reaches: what scheduling is worth, apart from what TCP costs the
+cores. A step is forward, backward and gradient sums of a window, without the optimizer.
+
+    python benchmarks/emulated_link.py --links even 150mbit --microbatches 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import shaped_link
+
+PLANS = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", nargs="+", default=["even"], help="as of HelixConfig(link=...)")
+    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--markdown", type=Path, help="also write the tables there, with hardware and versions")
+    parser.add_argument("--profile", help="also save profiles, such as link-{link}.json")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        sys.exit(subprocess.call([*launcher, *sys.argv], env={"OMP_NUM_THREADS": "1", **os.environ}))
+    options.rank = int(os.environ["RANK"])
+    work(options)
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank: every link in turn."""
+    import torch.distributed as dist
+
+    shaped_link.join(options.rank)
+    results = []
+    for link in options.links:
+        results.append(measure(link, options))
+        if options.rank == 0:
+            print("\n" + describe(results[-1]), flush=True)
+            save(options, results)
+    dist.destroy_process_group()
+
+
+def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the operators on a link, make the plans, time everything in turn."""
+    import torch
+
+    from hf_helix.runtime.comparison import compare
+    from hf_helix.runtime.link import even_out
+    from hf_helix.runtime.profiler import measure_profile
+    from hf_helix.runtime.tuning import predict_window
+    from hf_helix.workload import Workload
+
+    made = Workload(shaped_link.llama(options), 2, torch.device("cpu"), link=link)
+    window = made.window(options.microbatches, options.batch, options.sequence)
+    assert made.mesh.link is not None
+    if made.mesh.link.rate is None:
+        even_out(made.runner, window[:4])
+    profile = measure_profile(made.runner, window[:4], made.about)
+    if options.profile and options.rank == 0:
+        profile.save(options.profile.format(link=link))
+    found = compare(made.runner, window, options.plans, profile, options.repeats)
+    predicted = {
+        rule: predict_window(made.runner.with_plan(plan), profile, options.microbatches)
+        for rule, plan in found.plans.items()
+    }
+    rows = {
+        rule: {
+            "step": overlap.step,
+            "predicted": predicted[rule],
+            "of_bound": overlap.bound / overlap.step,
+            "hidden": overlap.hidden_fraction,
+            "overlapped": overlap.overlapped_fraction,
+            "bare": found.bare[rule],
+        }
+        for rule, overlap in found.overlaps.items()
+    }
+    one = found.overlaps["sequential"]
+    return {
+        "link": str(made.mesh.link),
+        "microbatches": options.microbatches,
+        "computation": one.computation,
+        "communication": one.communication,
+        "bound": one.bound,
+        "plans": {rule: rows[rule] for rule in PLANS if rule in rows},
+    }
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The table of a link."""
+    plans = result["plans"]
+    base = plans["sequential"]
+    lines = [
+        f"emulated link of {result['link']}, M={result['microbatches']}: computation {result['computation']:.2f} s, "
+        f"communication {result['communication']:.2f} s, bound {result['bound']:.2f} s",
+        f"  {'':<12} {'step s':>8} {'predicted':>10} {'gain':>7} {'of bound':>9} {'hidden':>7} {'overlapped':>11} "
+        f"{'no link s':>10} {'gain':>7}",
+    ]
+    for rule, row in plans.items():
+        lines.append(
+            f"  {rule:<12} {row['step']:8.3f} {row['predicted']:10.3f} {base['step'] / row['step']:6.2f}x "
+            f"{row['of_bound']:9.2f} {row['hidden']:7.0%} {row['overlapped']:11.0%} {row['bare']:10.3f} "
+            f"{base['bare'] / row['bare']:6.2f}x"
+        )
+    lines.append("`no link`: the same windows without the emulated link, whose transfers then take the cores at once.")
+    return "\n".join(lines)
+
+
+def save(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    """Write the files that were asked for, with what there is so far."""
+    about = {**shaped_link.versions(), "flags": shlex.join(sys.argv[1:])}
+    if options.json:
+        options.json.write_text(json.dumps({"about": about, "results": results}, indent=1))
+    if options.markdown:
+        facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
+        tables = "\n\n".join(describe(result) for result in results)
+        how = (__doc__ or "").split("\n\n")[1]
+        options.markdown.write_text(f"# An emulated link, {about['date']}\n\n{how}\n\n{facts}\n\n```\n{tables}\n```\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Comparisons of plans as text: what the plan in use gains, and what it would gain on other links.
+
+In:   a `Comparison` that was measured, and predictions for links of other speeds.
+Out:  text, and the files that show them.
+Must hold: what was measured on an emulated link says so; what is predicted says so; a loss is printed as a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_helix.planning.link import LinkSpeed
+from hf_helix.planning.speeds import Predicted, link_of, predict_speeds
+from hf_helix.report.strands import Strip, draw_strips, note_of, strips, text_strips
+from hf_helix.runtime.comparison import Comparison
+from hf_helix.runtime.effort import BASELINE
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Speeds of links that are predicted, in parts of the one that was measured on."""
+
+
+def format_comparison(found: Comparison) -> str:
+    """A table of the plans, the one in use last, with the bound that no plan can beat."""
+    kept = found.overlaps[found.kept]
+    where = f", over an emulated link of {kept.link}; everything else is real" if kept.link else ""
+    lines = [
+        f"measured: a window of {kept.tokens:,} tokens under each plan, all in turn{where}",
+        f"  {'plan':<12} {'window':>11} {'gain':>7} {'hidden':>8} {'overlapped':>11} {'of the bound':>13}",
+    ]
+    base = found.overlaps.get(BASELINE)
+    for rule, overlap in sorted(found.overlaps.items(), key=lambda item: item[0] == found.kept):
+        gain = f"{base.step / overlap.step:.2f}x" if base is not None else ""
+        lines.append(
+            f"  {rule:<12} {overlap.step * 1e3:8,.1f} ms {gain:>7} {overlap.hidden_fraction:8.0%} "
+            f"{overlap.overlapped_fraction:11.0%} {overlap.bound / overlap.step:13.2f}"
+        )
+    lines.append(
+        f"  computation alone takes {kept.computation * 1e3:,.1f} ms, communication alone "
+        f"{kept.communication * 1e3:,.1f} ms: no plan can beat {kept.bound * 1e3:,.1f} ms"
+    )
+    return "\n".join([*lines, *_without_link(found)])
+
+
+def _without_link(found: Comparison) -> list[str]:
+    """One line on the machine as it is."""
+    if BASELINE not in found.bare or found.kept == BASELINE:
+        return []
+    one, two = found.bare[BASELINE], found.bare[found.kept]
+    gain = one / two
+    verdict = "a gain" if gain > 1.02 else "a loss" if gain < 0.98 else "no gain"
+    return [
+        f"  without the emulated link, measured: {BASELINE} {one * 1e3:,.1f} ms, {found.kept} {two * 1e3:,.1f} ms "
+        f"({gain:.2f}x, {verdict}): transfers between processes of one machine run on the cores that compute"
+    ]
+
+
+def speeds_around(found: Comparison) -> list[LinkSpeed]:
+    """Links slower and faster than the one that was measured on; none where it was not emulated."""
+    here = link_of(found.profile)
+    if here.rate is None:
+        return []
+    return [LinkSpeed(float(f"{here.rate * factor:.3g}"), here.latency) for factor in FACTORS]
+
+
+def predict_around(found: Comparison) -> list[Predicted]:
+    """What the rules of a comparison would make of slower and faster links."""
+    return predict_speeds(found.profile, found.schedule, speeds_around(found), found.plans)
+
+
+def format_speeds(predicted: Sequence[Predicted], found: Comparison) -> str:
+    """A row for every link, what was measured marked."""
+    here, kept = link_of(found.profile), found.kept
+    others = [rule for rule in found.overlaps if rule != kept]
+    lines = [
+        "predicted for slower and faster links, with plans for each, from the operators as they were measured here:",
+        f"  {'emulated link':<16} {'communication':>13} " + " ".join(f"{rule:>11}" for rule in (*others, kept))
+        + "".join(f" {f'over {rule}':>16}" for rule in others),
+        f"  {'':<16} {'/ computation':>13}",
+    ]  # fmt: skip
+    for row in predicted:
+        lines.append(_row(str(row.speed), row.communication / row.computation, dict(row.plans), others, kept))
+        if row.speed == here:
+            measured = {rule: overlap.step for rule, overlap in found.overlaps.items()}
+            alone = found.overlaps[kept]
+            lines.append(_row("  measured", alone.communication / alone.computation, measured, others, kept))
+    return "\n".join(lines)
+
+
+def _row(name: str, share: float, seconds: dict[str, float], others: Sequence[str], kept: str) -> str:
+    times = " ".join(f"{seconds[rule] * 1e3:8,.1f} ms" for rule in (*others, kept))
+    gains = "".join(f" {seconds[rule] / seconds[kept]:15.2f}x" for rule in others)
+    return f"  {name:<16} {share:13.2f} {times}{gains}"
+
+
+def strips_of(found: Comparison) -> list[Strip]:
+    """The picture's halves: without overlap, and under the plan in use."""
+    return strips(found.profile, [found.plans[rule] for rule in dict.fromkeys((BASELINE, found.kept))])
+
+
+def text_of(found: Comparison, width: int = 100) -> str:
+    """The picture for a terminal."""
+    return f"two decoder layers ({note_of(found.profile)}):\n{text_strips(strips_of(found), width)}"
+
+
+def save_comparison(found: Comparison, folder: str | Path) -> list[Path]:
+    """Write the plan, the profile, and the picture as SVG and PNG; returns the files.
+
+    Raises:
+        ImportError: matplotlib is missing; the others are there then.
+    """
+    paths = [Path(folder, f"plan.{suffix}") for suffix in ("json", "svg", "png")]
+    found.plans[found.kept].save(paths[0])
+    found.profile.save(Path(folder, "profile.json"))
+    for path in paths[1:]:
+        draw_strips(strips_of(found), path, note_of(found.profile))
+    return [*paths, Path(folder, "profile.json")]

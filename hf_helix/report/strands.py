@@ -1,0 +1,218 @@
+"""The picture of what overlap does: two layers with one strand and with two, on one time axis.
+
+In:   a profile, and plans of which the first is the one to compare with.
+Out:  `Strip`s: under each plan, the forward of one micro-batch and the backward of another through the same layers;
+      rows of letters for terminals; SVG, PNG and PDF files.
+Must hold: every strip does the same work, at the same scale, computation above communication, so that gaps are seen to
+close; times are the cost function's, from the operators that were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_helix.planning.graph import Kind
+from hf_helix.planning.plan import Plan
+from hf_helix.planning.profile import Profile
+from hf_helix.planning.rules import predict_plan
+from hf_helix.planning.search import chains
+from hf_helix.planning.speeds import link_of
+from hf_helix.report.bars import MEANING, Bar, bars_of_timeline, busy_fraction, extent
+from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, figure_file
+from hf_helix.report.timeline import ROW, draw_bar, letters, streams_of, text_axis, tick_step, wrapped
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LAYERS = 2
+HEADING = "Two decoder layers, without overlap and with"
+WIDTH, LEFT, RIGHT, HEAD, FOOT, TITLE, AXIS = 10.0, 1.28, 0.3, 0.5, 0.42, 0.36, 0.3  # inches
+NAMES = {
+    Kind.COMPUTE.value: "computation",
+    Kind.LOCAL.value: "communication",
+    Kind.CROSS.value: "between hosts",
+}
+
+
+@dataclass(frozen=True)
+class Strip:
+    """The layers under one plan.
+
+    Attributes:
+        title: of the plan, for people.
+        bars: what runs, from second 0 on.
+    """
+
+    title: str
+    bars: Sequence[Bar]
+
+    @property
+    def seconds(self) -> float:
+        return extent(self.bars)[1]
+
+    @property
+    def busy(self) -> float:
+        """The part of the time in which the rank computes."""
+        return busy_fraction(self.bars, Kind.COMPUTE.value, 0.0, self.seconds)
+
+
+def strips(profile: Profile, plans: Sequence[Plan], layers: int = LAYERS) -> list[Strip]:
+    """The most frequent kind of layer under each plan, so many of them in a row.
+
+    Raises:
+        ValueError: there is no layer.
+    """
+    layout = profile.layout
+    views = chains(layout, layers)
+    if not views:
+        raise ValueError("there is nothing to draw: the profile holds no decoder layer")
+    chain, schedule = max(views, key=lambda view: list(layout.units).count(view[0].units[0]))
+    found = []
+    for plan in plans:
+        program, timeline = predict_plan(plan, replace(profile, layout=chain), schedule)
+        found.append(Strip(title_of(plan), bars_of_timeline(timeline, program)))
+    return found
+
+
+def note_of(profile: Profile) -> str:
+    """Where the times come from."""
+    link = link_of(profile)
+    return f"emulated link of {link}, predicted from measured operators" if link.rate else "predicted"
+
+
+def title_of(plan: Plan) -> str:
+    """How many strands, and the rule."""
+    one = plan.rule in ("sequential", "intra_batch")
+    return f"{'one strand' if one else 'two strands'} ({plan.rule})"
+
+
+def gain_of(strip: Strip, first: Strip) -> str:
+    """How much faster the layers are, for people."""
+    return f"{first.seconds / strip.seconds:.2f}x as fast"
+
+
+def _streams(found: Sequence[Strip]) -> dict[str, str]:
+    """Every stream that runs something, with what it is called."""
+    streams = streams_of([bar for strip in found for bar in strip.bars])
+    both = {Kind.LOCAL.value, Kind.CROSS.value} <= set(streams)
+    names = {**NAMES, Kind.LOCAL.value: "inside a host" if both else NAMES[Kind.LOCAL.value]}
+    if not both:
+        names[Kind.CROSS.value] = NAMES[Kind.LOCAL.value]
+    return {stream: names.get(stream, stream) for stream in streams}
+
+
+def text_strips(found: Sequence[Strip], width: int = 100) -> str:
+    """Rows of letters, one block below the other; every column of all blocks is the same stretch of time."""
+    streams = _streams(found)
+    end = max(strip.seconds for strip in found)
+    indent = max(map(len, streams.values())) + 4
+    columns = max(10, width - indent)
+    lines = []
+    for strip in found:
+        gain = "" if strip is found[0] else f", {gain_of(strip, found[0])}"
+        lines.append(f"  {strip.title}: {strip.seconds * 1e3:,.1f} ms, computes {strip.busy:.0%} of it{gain}")
+        taken = round(strip.seconds / end * columns)
+        for stream, name in streams.items():
+            mine = [bar for bar in strip.bars if bar.stream == stream]
+            lines.append(f"    {name:<{indent - 4}}{letters(mine, 0.0, end / columns, columns)[:taken]}")
+    lines += [" " * indent + line for line in text_axis(0.0, end, columns)]
+    used = {bar.letter for strip in found for bar in strip.bars}
+    legend = [f"{letter} {meaning}" for letter, meaning in MEANING.items() if letter in used]
+    return "\n".join([*lines, *wrapped([*legend, "· idle"], indent, width)])
+
+
+def draw_strips(found: Sequence[Strip], path: str | Path, note: str = "", title: str = HEADING) -> None:
+    """Save the picture: a block for every strip, the gain in the time that it leaves free.
+
+    Args:
+        path: its suffix names the format: .svg, .png or .pdf.
+        note: in small letters at its upper right, see `note_of`.
+        title: above it.
+
+    Raises:
+        ValueError: another suffix.
+        ImportError: matplotlib is missing.
+    """
+    streams = _streams(found)
+    block = TITLE + len(streams) * ROW
+    height = HEAD + len(found) * block + AXIS + FOOT
+    end = max(strip.seconds for strip in found)
+    with figure_file(path, WIDTH, height) as figure:
+        figure.text(0.12 / WIDTH, 1 - 0.24 / height, title, fontsize=12.5, fontweight="bold", va="center")
+        figure.text(1 - RIGHT / WIDTH, 1 - 0.24 / height, note, fontsize=8.5, color=FAINT, ha="right", va="center")
+        for place, strip in enumerate(found):
+            top = HEAD + place * block + TITLE
+            box = (LEFT / WIDTH, 1 - (top + len(streams) * ROW) / height)
+            axes = figure.add_axes((*box, 1 - (LEFT + RIGHT) / WIDTH, len(streams) * ROW / height))
+            _draw_strip(axes, strip, streams, end, f"strip{place}", last=place == len(found) - 1)
+            _draw_title(figure, strip, 1 - (top - 0.15) / height)
+            if strip is not found[0]:
+                _draw_gain(axes, strip, found[0], end)
+        _draw_legend(figure, found)
+
+
+def _draw_strip(axes: Axes, strip: Strip, streams: Mapping[str, str], end: float, name: str, last: bool) -> None:
+    points = (WIDTH - LEFT - RIGHT) * 72 / end  # per second
+    for place, stream in enumerate(streams):
+        axes.barh(place, strip.seconds * 1e3, 0.86, 0.0, color=EMPTY, linewidth=0)
+        for bar in strip.bars:
+            if bar.stream == stream:
+                draw_bar(axes, bar, place, bar.seconds * points, f"{name}:{bar.label}")
+    axes.set_yticks(range(len(streams)), list(streams.values()), fontsize=9.5)
+    axes.set_xlim(0, end * 1e3)
+    axes.set_ylim(len(streams) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    step = tick_step(end * 1e3, 10)
+    axes.set_xticks([tick * step for tick in range(int(end * 1e3 / step) + 1)])
+    axes.xaxis.set_major_formatter("{x:,.10g} ms")
+    axes.tick_params(axis="x", length=3 if last else 0, width=0.6, pad=2, labelsize=8.5, labelbottom=last)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.spines["bottom"].set_visible(last)
+
+
+def _draw_title(figure: Figure, strip: Strip, height: float) -> None:
+    words, _, rule = strip.title.partition(" (")
+    text = figure.text(LEFT / WIDTH, height, words[:1].upper() + words[1:], fontsize=10.5, fontweight="bold")
+    said = f"plan {rule.rstrip(')')}:  {strip.seconds * 1e3:,.1f} ms, computes {strip.busy:.0%} of it"
+    place = text.get_window_extent().x1 / (WIDTH * figure.dpi) + 0.012
+    figure.text(place, height, said, fontsize=9.5, color=FAINT)
+
+
+def _draw_gain(axes: Axes, strip: Strip, first: Strip, end: float) -> None:
+    """In the time that is saved, beside the shorter strip."""
+    saved = first.seconds - strip.seconds
+    if saved <= 0.04 * end:
+        return
+    middle, rows = (strip.seconds + first.seconds) / 2 * 1e3, axes.get_ylim()[0] + 0.5
+    arrow: dict[str, Any] = {"arrowstyle": "<->", "color": INK, "linewidth": 1.0, "shrinkA": 2, "shrinkB": 0}
+    line = rows / 2 - 0.5 + 0.12
+    axes.annotate("", (strip.seconds * 1e3, line), (first.seconds * 1e3, line), arrowprops=arrow)
+    roomy = saved > 0.14 * end
+    gain = f"{first.seconds / strip.seconds:.2f}x"
+    big: dict[str, Any] = {"ha": "center", "fontsize": 17 if roomy else 10.5, "fontweight": "bold", "color": INK}
+    axes.text(middle, line - 0.14, gain, va="bottom", **big)
+    if roomy:
+        axes.text(middle, line + 0.16, "as fast", ha="center", va="top", fontsize=10, color=INK)
+
+
+def _draw_legend(figure: Figure, found: Sequence[Strip]) -> None:
+    from matplotlib.patches import Patch
+
+    used = {bar.letter for strip in found for bar in strip.bars}
+    patches = [Patch(color=COLOURS[letter], label=text) for letter, text in MEANING.items() if letter in used]
+    patches.append(Patch(color=EMPTY, label="idle"))
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.1 / WIDTH, 0), "ncols": len(patches)}
+    figure.legend(
+        handles=patches,
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.2,
+        handletextpad=0.5,
+        columnspacing=1.5,
+        borderaxespad=0.3,
+        **place,
+    )

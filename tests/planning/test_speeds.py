@@ -1,0 +1,73 @@
+"""What a profile says of other links: the emulation's own rule, backwards and forwards."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from support.profiles import ABOUT, GATHER, MODEL, UP, tiny_profile
+
+from hf_helix.planning.link import LinkSpeed
+from hf_helix.planning.profile import Profile, load_profile, named_operators
+from hf_helix.planning.rules import make_plan
+from hf_helix.planning.schedule import build_schedule
+from hf_helix.planning.speeds import BARE, link_of, on_link, predict_speeds
+
+HERE = LinkSpeed(1e9, 0.5e-3)
+BYTES = 187_500  # 1.5 ms at 1 Gbit/s: of the 3 ms of a collective, 1 ms is what it really takes
+
+
+def measured() -> Profile:
+    """As on an emulated link of 1 Gbit/s and half a millisecond."""
+    profile = tiny_profile()
+    moving = [name for name, op in named_operators(profile.layout) if op.kind.communicates]
+    about = {**ABOUT, "emulated_link": HERE.text}
+    return dataclasses.replace(profile, about=about, bytes=dict.fromkeys(moving, BYTES))
+
+
+def test_latency_and_bytes_come_off_and_those_of_the_other_link_come_on():
+    profile = measured()
+    assert link_of(profile) == HERE
+    slow, fast, bare = (on_link(profile, speed) for speed in (LinkSpeed(0.25e9), LinkSpeed(3e9, 1e-3), BARE))
+    assert [round(found.times[GATHER] * 1e3, 6) for found in (slow, fast, bare)] == [7.0, 2.5, 1.0]
+    assert slow.times[UP] == profile.times[UP]
+    assert (link_of(slow), link_of(bare)) == (LinkSpeed(0.25e9), BARE)
+    assert "emulated_link" not in bare.about
+    back = on_link(slow, HERE)
+    assert back.times == pytest.approx(profile.times)
+    assert back.slowdown(UP, GATHER) == pytest.approx(profile.slowdown(UP, GATHER))
+
+
+def test_what_a_collective_costs_computation_does_not_depend_on_the_link():
+    profile = measured()
+    lost = (profile.slowdown(UP, GATHER) - 1) * profile.times[GATHER]
+    assert lost > 0
+    for speed in (LinkSpeed(0.25e9), LinkSpeed(2e9)):
+        there = on_link(profile, speed)
+        assert (there.slowdown(UP, GATHER) - 1) * there.times[GATHER] == pytest.approx(lost)
+
+
+def test_plans_are_made_for_each_link_and_predicted_on_it():
+    speeds = [LinkSpeed(0.25e9), HERE, LinkSpeed(8e9)]
+    schedule = build_schedule("w", 1, 4)
+    mesh = {"tp_size": 2, "pp_size": 1}
+    plans = {rule: make_plan(rule, measured(), model=MODEL, mesh=mesh) for rule in ("sequential", "greedy")}
+    found = predict_speeds(measured(), schedule, speeds, plans)
+    assert [row.speed for row in found] == speeds
+    assert len({row.computation for row in found}) == 1
+    slow, here, fast = found
+    assert slow.communication > here.communication > fast.communication
+    assert slow.plans["sequential"] > here.plans["sequential"] > fast.plans["sequential"]
+    for row in found:
+        assert row.gain("greedy", over="sequential") > 1
+        assert row.plans["greedy"] >= max(row.computation, row.communication) - 1e-9
+    # Where both take as long there is most to gain.
+    assert here.gain("greedy", over="sequential") > fast.gain("greedy", over="sequential")
+
+
+def test_bytes_are_kept_in_the_file_and_a_profile_without_them_is_refused(tmp_path):
+    profile = measured()
+    profile.save(tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json").bytes == profile.bytes
+    with pytest.raises(ValueError, match=r"does not say how many bytes .*measure anew with `hf-helix profile`"):
+        on_link(tiny_profile(), HERE)
