@@ -18,7 +18,7 @@ DOC = Path(__file__).parents[2] / "docs" / "trainer_behaviours.md"
 # What is refused, with words of the error.
 REFUSED = {
     "hidden_states": "output_hidden_states=True: predictions would hold hidden_states .* ignore_keys",
-    "hidden_states_for_metrics": "output_hidden_states=True: .* ignore_keys_for_eval",
+    "hidden_states_for_metrics": "output_hidden_states=True: .*ignore_keys_for_eval",
     "batches_of_windows_changed": "change batches in the data collator, or use gradient_accumulation_steps=1",
     "batches_of_windows_written": "change batches in the data collator",
     "batches_of_windows_changed_when_fetched": "change batches in the data collator",
