@@ -71,9 +71,9 @@ def work(options: argparse.Namespace) -> None:
     from hf_helix import HelixConfig, HelixTrainer
 
     torch.set_num_threads(1)
-    args = TrainingArguments(output_dir=options.out, use_cpu=True, report_to=[], disable_tqdm=True)
-    rank, count = args.process_index, args.world_size
+    rank, count = options.rank, int(os.environ["WORLD_SIZE"])
     for layout in LAYOUTS[count]:
+        args = TrainingArguments(output_dir=options.out, use_cpu=True, report_to=[], disable_tqdm=True)
         torch.manual_seed(0)
         model = LlamaForCausalLM(shaped_link.llama(options, options.vocabulary, heads=8, max_position_embeddings=64))
         size = sum(parameter.nbytes for parameter in model.parameters())
