@@ -145,7 +145,7 @@ class Engine:
         self._said_link = False
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
         self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
-        say_what_surprises(model, config, microbatches)
+        say_what_surprises(model)
         stage = self._place(additions, modes)
         with watched():
             plan = self._agreed_plan(stage, microbatches)

@@ -42,6 +42,8 @@ def test_the_defaults_are_one_rank_and_auto():
     assert dataclasses.asdict(HelixConfig()) == {
         **dict.fromkeys(SIZES, 1),
         "plan": "auto",
+        "tuning_share": 0.05,
+        "link": None,
         "schedule": "w",
         "profile": None,
         "without": (),
