@@ -43,7 +43,6 @@ def test_the_defaults_are_one_rank_and_auto():
         **dict.fromkeys(SIZES, 1),
         "plan": "auto",
         "tuning_share": 0.05,
-        "link": None,
         "schedule": "w",
         "profile": None,
         "without": (),
@@ -54,6 +53,7 @@ def test_the_defaults_are_one_rank_and_auto():
         "expert_capacity_factor": None,
         "cross_node": None,
         "recompute": None,
+        "link": None,
     }
 
 
