@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help install demo test test-slow fuzz lint format bench clean
+.PHONY: help install demo test test-slow fuzz lint format docs bench clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ lint: $(STAMP)  ## check style and types
 format: $(STAMP)  ## mend style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## write what the pages take from the code: options, model classes
+	$(BIN)/python docs/generate.py
 
 bench: $(STAMP)  ## step time on one process against the stock Trainer, and the executor's cost per operator
 	$(BIN)/python benchmarks/one_process.py

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import datetime
 import functools
 import os
@@ -136,6 +137,7 @@ def work(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> list[Row]:
     """Every way of running; on every rank the same rows."""
     from hf_helix.planning.scheduler import Scheduler, candidates
+    from hf_helix.runtime.effort import FULL
     from hf_helix.runtime.measure import over_ranks
     from hf_helix.runtime.memory import peak_bytes
     from hf_helix.runtime.profiler import measure_profile
@@ -153,7 +155,9 @@ def measure(options: argparse.Namespace) -> list[Row]:
     runners["dualpipe_v, greedy"] = folded.runner.with_plan(found["greedy"].plan, dualpipe_v)
     if not options.without_auto:
         schedules = functools.partial(candidates, "auto")
-        chosen, _ = tune(folded.runner, window, profile=profile, repeats=1, schedules=schedules)
+        chosen, _ = tune(
+            folded.runner, window, dataclasses.replace(FULL, repeats=1), profile=profile, schedules=schedules
+        )
         runners[f"auto ({chosen.scheduler.name}, {chosen.plan.rule})"] = chosen
     rows = []
     for name, runner in runners.items():

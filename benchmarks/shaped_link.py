@@ -326,9 +326,10 @@ class Bench:
     def measure(self, rate: int, count: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
         from hf_helix.planning.rules import RULES
+        from hf_helix.runtime.effort import BASELINE, CANDIDATES, FULL
         from hf_helix.runtime.measure import measure_overlap
         from hf_helix.runtime.profiler import measure_profile
-        from hf_helix.runtime.tuning import BASELINE, CANDIDATES, TIMED, planned, predict_window
+        from hf_helix.runtime.tuning import planned, predict_window
 
         window, others = self.window(count), self.others(count)
         profile = measure_profile(self.runner, window, {"link": f"{rate} Mbit/s"})
@@ -340,7 +341,7 @@ class Bench:
         overlaps = measure_overlap({**runners, **others}, window, self.options.repeats)
         # As `tune` does: the best of those that are predicted to be fastest.
         automatic = sorted((rule for rule in runners if rule in CANDIDATES), key=lambda rule: predicted[rule])
-        timed = {BASELINE, *[rule for rule in automatic if rule != BASELINE][:TIMED]}
+        timed = {BASELINE, *[rule for rule in automatic if rule != BASELINE][: FULL.timed]}
         return {
             "plans": {rule: dataclasses.asdict(overlaps[rule]) for rule in runners},
             "predicted": predicted,

@@ -38,7 +38,7 @@ def save_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
             if whole is not None:
                 tensors[name] = whole.cpu()
     if rank() == 0:
-        model.save_pretrained(str(folder), state_dict=tensors)
+        type(model).save_pretrained(model, str(folder), state_dict=tensors)  # its own is refused, see `direct_use`
     if world_size() > 1:
         dist.barrier()
 

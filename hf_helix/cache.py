@@ -27,14 +27,18 @@ from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.tuning import Tuning
 
 CACHE_VARIABLE = "HELIX_CACHE"
-FORMAT = "hf_helix.tuning/1"
+FORMAT = "hf_helix.tuning/2"
+
+
+def cache_root() -> Path:
+    """The folder that holds all cases."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(HF_HOME, "hf_helix"))
 
 
 def case_folder(case: Mapping[str, str]) -> Path:
     """Where a case is kept."""
-    root = os.environ.get(CACHE_VARIABLE) or Path(HF_HOME, "hf_helix")
     digest = hashlib.sha256(json.dumps(dict(case), sort_keys=True).encode()).hexdigest()
-    return Path(root, digest[:20])
+    return cache_root() / digest[:20]
 
 
 def store(case: Mapping[str, str], tuning: Tuning, plan_text: str) -> Path:
@@ -50,14 +54,20 @@ def store(case: Mapping[str, str], tuning: Tuning, plan_text: str) -> Path:
         "gradient_bytes": tuning.gradient_bytes,
         "ranks": tuning.ranks,
         "schedule": tuning.schedule,
+        "effort": tuning.effort,
         "predicted": dict(tuning.predicted),
         "overlaps": {rule: dataclasses.asdict(overlap) for rule, overlap in tuning.overlaps.items()},
     }
-    if tuning.profile is not None:
-        _write(folder / "profile.json", tuning.profile.to_json())
-    _write(folder / "plan.json", plan_text)
+    _write_files(folder, tuning, plan_text)
     _write(folder / "tuning.json", format_json(data) + "\n")
     return folder
+
+
+def export(folder: Path, tuning: Tuning, plan_text: str) -> None:
+    """Write what was found for people: `tuning.txt`, beside `plan.json` and `profile.json` for `hf-helix show`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_files(folder, tuning, plan_text)
+    _write(folder / "tuning.txt", f"{tuning}\n")
 
 
 def load(case: Mapping[str, str]) -> tuple[Tuning, str] | None:
@@ -82,7 +92,7 @@ def _tuning(data: Mapping[str, Any], profile: Any) -> Tuning:
     overlaps = {rule: _overlap(figures) for rule, figures in data["overlaps"].items()}
     if data["kept"] not in overlaps:
         raise ValueError(f"no figures of the plan that was kept, {data['kept']!r}")
-    keys = ("kept", "predicted", "bound", "measured", "gradient_bytes", "ranks", "schedule")
+    keys = ("kept", "predicted", "bound", "measured", "gradient_bytes", "ranks", "schedule", "effort")
     figures = {key: data[key] for key in keys}
     return Tuning(overlaps=overlaps, profile=profile, **figures)
 
@@ -92,6 +102,12 @@ def _overlap(figures: Mapping[str, Any]) -> Overlap:
     if not all(isinstance(seconds, float) and math.isfinite(seconds) and seconds >= 0 for seconds in times):
         raise ValueError(f"impossible times: {times}")
     return Overlap(**figures)
+
+
+def _write_files(folder: Path, tuning: Tuning, plan_text: str) -> None:
+    if tuning.profile is not None:
+        _write(folder / "profile.json", tuning.profile.to_json())
+    _write(folder / "plan.json", plan_text)
 
 
 def _write(path: Path, text: str) -> None:

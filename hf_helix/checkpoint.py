@@ -1,35 +1,21 @@
-"""Hugging Face checkpoint <-> shards.
+"""Whole parameters <-> slices.
 
 In:   a whole model on every rank; later, the cut one.
-Out:  parameters cut in place under their own names, those of other pipeline ranks emptied; ordinary safetensors in a
-      folder.
-Must hold: names (those on disk, where Transformers has others in memory), types and configuration never change;
-`from_pretrained` loads what is saved, from any layout. The writing rank holds its own share and one file's tensors, and
-a file is no larger than the largest single unit (a layer, the embedding or the head).
+Out:  parameters cut in place under their own names, those of other pipeline ranks emptied; single tensors whole again.
+Must hold: names and types never change; ranks start from the same weights, rank 0's.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
-from hf_helix.operators.unit import Placement, Unit
-from hf_helix.runtime.mesh import Mesh, rank, world_size
+from hf_helix.operators.unit import Placement
+from hf_helix.runtime.mesh import Mesh, world_size
 from hf_helix.runtime.stage import Stage
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 
 
 def cut_parameters(stage: Stage, mesh: Mesh) -> None:
@@ -62,7 +48,7 @@ def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owne
         owner: the pipeline rank that holds it.
     """
     pipe = mesh.pipe
-    whole = _join_slices(value.detach(), placement, mesh) if pipe.rank == owner and value is not None else None
+    whole = join_slices(value.detach(), placement, mesh) if pipe.rank == owner and value is not None else None
     if owner == 0 or mesh.axis_of(placement).rank > 0:
         return whole if pipe.rank == 0 else None
     if pipe.rank == owner:
@@ -79,7 +65,7 @@ def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owne
     return arrived
 
 
-def _join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
+def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
     """The uncut tensor on the first rank of the axis it is cut over, None on the others. Collective over it."""
     axis = mesh.axis_of(placement)
     if axis.group is None or placement.dim is None:
@@ -104,112 +90,11 @@ def _join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | No
     return whole
 
 
-def save_pretrained(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
-    """Write the model as an ordinary Hugging Face checkpoint. Collective; rank 0 writes.
-
-    Files of an earlier save in the same folder go once the new ones are complete.
-    """
-    folder = Path(folder)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    writer = _Writer(folder, model) if rank() == 0 else None
-    units, owners = list(stage.model.values()), stage.owners
-    sizes = _whole_bytes(stage, mesh)
-    limit = max(sum(sizes[parameter] for parameter in unit.placements) for unit in units)
-    for group in _file_groups(units, sizes, limit):
-        tensors = {}
-        for parameter, placement in group.items():
-            if mesh.holds_first_copy(placement):
-                whole = whole_parameter(parameter, placement, mesh, owners[parameter])
-                if whole is not None:
-                    tensors[names[parameter]] = whole.cpu()
-        if writer is not None:
-            writer.write(tensors)
-    if writer is not None:
-        writer.finish()
-    if world_size() > 1:
-        dist.barrier()
-
-
-class _Writer:
-    """Writes shards under temporary names and puts them in place at the end."""
-
-    def __init__(self, folder: Path, model: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        self.model = model
-        self._files: list[Path] = []
-        self._keys: list[list[str]] = []
-        self._bytes = 0
-
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        path = self.folder / f".helix-{os.getpid()}-{len(self._files)}.tmp"
-        tensors = {name: _alone(value) for name, value in revert_weight_conversion(self.model, dict(tensors)).items()}
-        save_file(tensors, path, metadata={"format": "pt"})
-        self._files.append(path)
-        self._keys.append(list(tensors))
-        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
-
-    def finish(self) -> None:
-        count = len(self._files)
-        width = max(5, len(str(count)))
-        names = [f"model-{i + 1:0{width}d}-of-{count:0{width}d}.safetensors" for i in range(count)]
-        names = [SINGLE_NAME] if count == 1 else names
-        for path, name in zip(self._files, names, strict=True):
-            path.replace(self.folder / name)
-        for file in self.folder.iterdir():
-            is_left_over = file.name.startswith(".helix-") and file.name.endswith(".tmp")
-            if is_left_over or (_WEIGHTS.fullmatch(file.name) and file.name not in names):
-                file.unlink()
-        index = self.folder / INDEX_NAME
-        if count == 1:
-            index.unlink(missing_ok=True)
-        else:
-            weight_map = {key: name for keys, name in zip(self._keys, names, strict=True) for key in keys}
-            data = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
-            index.write_text(json.dumps(data, indent=2) + "\n")
-        self.model.config.architectures = [type(self.model).__name__]
-        self.model.config.dtype = str(self.model.dtype).removeprefix("torch.")
-        self.model.config.save_pretrained(self.folder)
-        if getattr(self.model, "generation_config", None) is not None:
-            self.model.generation_config.save_pretrained(self.folder)
-
-
-def _alone(value: Tensor) -> Tensor:
-    """A tensor that shares its memory with no other."""
-    return value.contiguous() if value.untyped_storage().nbytes() == value.nbytes else value.clone()
-
-
-def _file_groups(
-    units: list[Unit], sizes: Mapping[nn.Parameter, int], limit: int
-) -> Iterator[dict[nn.Parameter, Placement]]:
-    """Units in order, packed into files of at most `limit` bytes; a tied parameter goes where it comes first."""
-    group: dict[nn.Parameter, Placement] = {}
-    seen: set[nn.Parameter] = set()
-    for unit in units:
-        new = {p: placement for p, placement in unit.placements.items() if p not in seen}
-        seen.update(new)
-        if group and sum(sizes[parameter] for parameter in (*group, *new)) > limit:
-            yield group
-            group = {}
-        group.update(new)
-    if group:
-        yield group
-
-
-def _whole_bytes(stage: Stage, mesh: Mesh) -> dict[nn.Parameter, int]:
-    """Bytes of every parameter when it is not cut, also of those that other pipeline ranks hold. Collective."""
-    placements = stage.all_placements
-    found = []
-    for parameter, placement in placements.items():
-        size = parameter.nbytes
-        if size and placement.dim is not None:
-            size = size // parameter.shape[placement.dim] * placement.length
-        found.append(size)
-    if mesh.pipe.group is not None:
-        sizes = torch.tensor(found, device=mesh.device)
-        dist.all_reduce(sizes, group=mesh.pipe.group)
-        found = sizes.tolist()
-    return dict(zip(placements, found, strict=True))
+def is_cut(stage: Stage, mesh: Mesh) -> bool:
+    """Whether this rank holds a part of the model only. The same on every rank."""
+    return mesh.pipe.size > 1 or any(
+        placement.dim is not None and mesh.axis_of(placement).size > 1 for placement in stage.all_placements.values()
+    )
 
 
 def _align_with_rank_0(parameters: list[nn.Parameter], device: torch.device) -> None:

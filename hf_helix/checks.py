@@ -7,16 +7,26 @@ Must hold: nothing is changed before it is refused.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_helix.adapters import family_of
 from hf_helix.adapters.builder import Additions
 from hf_helix.adapters.lora import adapter_weights, base_of, check_adapters
+from hf_helix.config import HelixConfig
 from hf_helix.operators.unit import Placement
+from hf_helix.runtime.extents import Limits
+from hf_helix.runtime.mesh import check_world, rank, world_size
 from hf_helix.runtime.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+# Plans that lose nothing by a single micro-batch, and those that wait for two and say so.
+_EQUAL_ALONE = ("sequential", "intra_batch", "auto", "search")
 
 
 def check_model(model: Any, additions: Additions, weights: str | Path | None = None) -> None:
@@ -43,6 +53,7 @@ def check_model(model: Any, additions: Additions, weights: str | Path | None = N
         )
     _check_device(model, weights)
     check_adapters(model)
+    family_of(base_of(model))
     dtype, may_differ = base_of(model).dtype, adapter_weights(model)
     for name, parameter in model.named_parameters():
         if parameter.dtype not in (torch.float32, torch.bfloat16):
@@ -55,6 +66,69 @@ def check_model(model: Any, additions: Additions, weights: str | Path | None = N
                 f"parameter {name} is {parameter.dtype}, others are {dtype}; load the model with one type for "
                 "all: from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
             )
+
+
+def check_sizes(model: Any, config: HelixConfig) -> None:
+    """Refuse a `tp_size` that does not divide the processes or the model's heads, with values that divide both.
+
+    Args:
+        model: that will be cut, if it is there already and is of a known family; anything else is looked at later.
+
+    Raises:
+        ValueError: names the values that work.
+    """
+    try:
+        family, options = family_of(base_of(model)), base_of(model).config
+    except (ValueError, AttributeError):
+        return
+
+    def fits(size: int) -> bool:
+        try:
+            family.check(options, size)
+        except ValueError:
+            return False
+        return True
+
+    world = world_size()
+    check_world(world, config.tp_size, config.pp_size, config.cp_size, config.ep_size, fits)
+    try:
+        family.check(options, config.tp_size)
+    except ValueError as error:
+        share = world // (config.pp_size * config.cp_size)
+        works = [str(size) for size in range(1, share + 1) if share % size == 0 and fits(size)]
+        raise ValueError(f"{error} (with {world} processes: {', '.join(works)})") from error
+
+
+def limits_of(base: Any) -> Limits:
+    """How far ids, labels and positions may reach: the rows of the tables of a model that is whole."""
+    rope = getattr(base.config, "rope_parameters", None) or {}
+    is_plain = rope.get("rope_type", "default") == "default"  # others are for longer sequences than those trained on
+    return Limits(
+        ids=base.get_input_embeddings().weight.shape[0],
+        labels=base.get_output_embeddings().weight.shape[0],
+        positions=family_of(base).num_positions(base),
+        trained_length=getattr(base.config, "max_position_embeddings", None) if is_plain else None,
+    )
+
+
+def say_what_surprises(model: Any, config: HelixConfig, microbatches: int) -> None:
+    """Warn on rank 0 of what is right and may not be meant.
+
+    Args:
+        microbatches: of a usual window.
+    """
+    if rank() != 0:
+        return
+    if microbatches == 1 and config.communicates and config.plan not in _EQUAL_ALONE:
+        logger.warning(
+            f"gradient_accumulation_steps=1: a window is one micro-batch, and plan={config.plan!r} has no other to "
+            "run beside it, so communication is not hidden; set gradient_accumulation_steps to 2 or more"
+        )
+    if any(parameter.requires_grad and parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
+        logger.warning(
+            "the trained weights are torch.bfloat16, and so are gradients and the optimizer's states, as in the stock "
+            "Trainer; for fp32 weights load the model with dtype=torch.float32, and train with bf16=True"
+        )
 
 
 def _check_device(model: Any, weights: str | Path | None) -> None:

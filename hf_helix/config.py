@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from hf_helix.planning.link import parse_link
 
@@ -54,8 +54,9 @@ class HelixConfig:
         expert_capacity_factor: the most tokens an expert takes, in parts of what it would get if all got the same;
             more are dropped, and shapes never depend on the router. None to drop nothing, as Transformers does.
         plan: how the operators of two micro-batches are interleaved:
-            `auto`: the start of the first training window is used to measure the operators, to search, and to time the
-            most promising of the plans below; the fastest is kept and said;
+            `auto`: once the run is long enough for it (see `tuning_share`), the operators are measured with the start
+            of the first window, and the most promising of the plans below are timed; the fastest is kept and said.
+            Until then, `greedy`;
             `search`: the searched plan, whether it is the fastest or not;
             `greedy`: list scheduling of the whole window;
             `dhelix`: the paper's paired segments with barriers (section 4.2);
@@ -63,6 +64,10 @@ class HelixConfig:
             `intra_batch`: one micro-batch at a time, collectives cut into tiles beside their GEMM (MegaScale's way);
             `sequential`: one micro-batch at a time (Megatron's way);
             or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
+        tuning_share: the part of a run's time that measuring and searching may take under `plan="auto"`, from 0 to 1:
+            after 2, 4, 8, ... steps, it is decided how thorough they can be in that part of the steps that are left (in
+            a loop around Accelerate, which does not say how long it is, as many as there were are expected). 1 measures
+            before the first step, however short the run; 0 never measures, and takes only what the cache has.
         schedule: which micro-batch a pipeline rank takes when:
             `w`: the paper's W-shaped schedule on the fold (section 4.1);
             `dualpipe_v`: DualPipeV on the fold, with weight gradients in the bubbles;
@@ -100,6 +105,7 @@ class HelixConfig:
     cp_size: int = 1
     ep_size: int = 1
     plan: str = "auto"
+    tuning_share: float = 0.05
     schedule: str = "w"
     profile: str | None = None
     without: tuple[str, ...] = ()
@@ -111,6 +117,14 @@ class HelixConfig:
     cross_node: tuple[str, ...] | None = None
     recompute: str | None = None
     link: str | None = None
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Names an unknown option and the nearest one, as the YAML does; Python would only name it."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key in options:
+            if key not in known:
+                raise TypeError(f"HelixConfig: unknown option {key!r}{_nearest(key, known)}; known: {', '.join(known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
@@ -128,6 +142,7 @@ class HelixConfig:
         for name in ("cache", "shard_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, such as {name}=True; got {getattr(self, name)!r}")
+        self._check_share()
         self._check_layers()
         self._check_without()
         self._check_context()
@@ -136,6 +151,13 @@ class HelixConfig:
         if self.link is not None:
             parse_link(self.link)
         self._check_files()
+
+    def _check_share(self) -> None:
+        share = self.tuning_share
+        if isinstance(share, bool) or not isinstance(share, int | float):
+            raise TypeError(f"tuning_share must be a number from 0 to 1, such as 0.05; got {share!r}")
+        if not 0 <= share <= 1:
+            raise ValueError(f"tuning_share={share} is no part of a run's time; use a number from 0 to 1, such as 0.05")
 
     def _check_without(self) -> None:
         if isinstance(self.without, list):
@@ -270,6 +292,8 @@ def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> Hel
         options = _read_yaml(launched)
         if has_helix_block(options):
             return HelixConfig.from_mapping(options["parallelism_config"]["helix"], str(launched))
+        if isinstance(options, Mapping) and options.get("parallelism_config"):
+            raise ValueError(f"no helix options were given: {launched} has parallelism_config without helix: {WHERE}")
     raise ValueError(f"no helix options were given. {WHERE}")
 
 
@@ -341,5 +365,6 @@ def _check_size(name: str, value: object) -> None:
 
 
 def _nearest(word: str, known: tuple[str, ...] | list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
+    begins = [name for name in known if name.startswith(f"{word}_")]
+    close = begins or difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -11,23 +11,32 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from hf_helix.adapter_files import load_adapters, save_adapters
 from hf_helix.adapters import family_of
 from hf_helix.adapters.builder import Additions, Sharing
+from hf_helix.adapters.forwards import check_forwards
 from hf_helix.adapters.lora import base_of, is_peft
 from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.checkpoint import cut_parameters, save_pretrained
-from hf_helix.checks import check_batch, check_model, check_placements, check_trained
+from hf_helix.checkpoint import cut_parameters, is_cut
+from hf_helix.checks import (
+    check_batch,
+    check_model,
+    check_placements,
+    check_sizes,
+    check_trained,
+    limits_of,
+    say_what_surprises,
+)
 from hf_helix.config import HelixConfig
+from hf_helix.direct_use import Instead, refuse_calls, refuse_parts
 from hf_helix.evaluation import pieces_of, whole_logits
 from hf_helix.loading import initialize_parameters, load_parameters
 from hf_helix.operators.experts import SHARD_TOKENS
@@ -36,11 +45,13 @@ from hf_helix.planning.plan import Plan
 from hf_helix.planning.schedule import format_schedule
 from hf_helix.recompute import modes_of, recompute_units
 from hf_helix.report.flops import peak_tflops, token_flops
-from hf_helix.report.live import LiveScore
+from hf_helix.report.live import LiveScore, short_entries
+from hf_helix.report.notices import say
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
 from hf_helix.runtime.comparison import PAPER, Comparison, compare
-from hf_helix.runtime.gradients import gradient_norm
+from hf_helix.runtime.extents import extents
+from hf_helix.runtime.gradients import gradient_norm, set_aside
 from hf_helix.runtime.link import even_out
 from hf_helix.runtime.liveness import watched
 from hf_helix.runtime.measure import Overlap, measure_overlap, over_ranks, trace_window
@@ -54,6 +65,8 @@ from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.trace import Trace
 from hf_helix.runtime.tuning import BASELINE, Tuning
+from hf_helix.saving import save_pretrained
+from hf_helix.sizes import Sizes
 from hf_helix.tuner import TUNED_MICROBATCHES, Tuner, describe
 
 logger = logging.getLogger(__name__)
@@ -81,14 +94,16 @@ class Engine:
         additions: what the run adds to the mathematics of the model.
         checkpointing: options of activation checkpointing, where the run asks for it in the words of Transformers.
         weights: a checkpoint folder, for a model on the meta device; without one, such a model starts at random.
-        instead: for the error of who calls the cut model: what to call.
+        instead: for the errors of who calls the cut model, or asks it for its weights: what to call.
 
     Attributes:
         model: as it was given, perhaps a `PeftModel`.
         base: the Transformers model, which is inside it then.
-        num_weights: of the whole model, without embeddings.
+        limits: how far the ids, labels and positions of batches may reach.
+        sizes: of the whole model's parameters.
         overlap: what `measure_overlap` found last.
         last_window: the micro-batches of the last window that was trained.
+        figures: all that the last `log_entries` found.
 
     Raises:
         ValueError: the model, or what other ranks bring, does not fit.
@@ -102,7 +117,7 @@ class Engine:
         *,
         seed: int,
         microbatches: int,
-        instead: str,
+        instead: Instead,
         products: torch.dtype | None = None,
         additions: Additions | None = None,
         checkpointing: Mapping[str, Any] | None = None,
@@ -110,29 +125,38 @@ class Engine:
     ) -> None:
         additions = additions or Additions()
         check_model(model, additions, weights)
+        check_sizes(model, config)
         self.model = model
         self.base = base = base_of(model)
         self.config = config
         self.mesh = mesh
         self.family = family_of(base)
+        self.limits = limits_of(base)
         self.cut = SequenceCut.of(mesh.tp, mesh.cp)
         modes = modes_of(self.family.layers(base), checkpointing, config)
-        self.tuner = Tuner(config, type(base).__name__, describe(base, mesh, products, modes))
-        self.num_weights = base.num_parameters(exclude_embeddings=True)
+        self.tuner = Tuner(config, type(base).__name__, describe(base, mesh, products, modes), microbatches)
+        self.sizes = Sizes(model)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self.overlap: Overlap | None = None
         self.last_window: list[MicroBatch] = []
+        self._looked_again = False
+        self.figures: dict[str, float] = {}
         self._said_link = False
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
         self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
+        say_what_surprises(model, config, microbatches)
         stage = self._place(additions, modes)
         with watched():
             plan = self._agreed_plan(stage, microbatches)
             self._fill(stage, weights, seed)
         self.runner = Runner(stage, plan, mesh, make_streams(mesh.device), self.tuner.scheduler, seed, products)
-        for whole in {model, base} if mesh.batch_group is not None else ():
+        has_parts = is_cut(stage, mesh)
+        for whole in {model, base} if has_parts or mesh.batch_group is not None else ():
             whole._is_cut_by_helix = True
-            whole.forward = _refuse_forward(whole.forward, instead)
+            refuse_calls(whole, instead)
+            self.sizes.put_on(whole)
+        if has_parts:
+            refuse_parts(model, instead)
 
     def _place(self, additions: Additions, modes: Sequence[str]) -> Stage:
         """Which units are on this rank. `modes`: see `modes_of`."""
@@ -140,6 +164,8 @@ class Engine:
         ways = config.cp_method, config.expert_capacity_factor
         sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device)
         units = recompute_units(self.family.units(self.base, sharing, additions), modes)
+        self._called = [*self.family.side_modules(self.base), *(module for unit in units for module in unit.called)]
+        check_forwards(self.model, self.base, self.family, self._called)
         units = [unit.without(config.without) for unit in units]
         check_placements(self.model, {p: placement for unit in units for p, placement in unit.placements.items()})
         return place_units(
@@ -150,6 +176,12 @@ class Engine:
             self.family.head_cost(self.base),
             config.layers_per_stage,
         )
+
+    def _look_again(self) -> None:
+        """Hooks may have come between construction and the first batch."""
+        if not self._looked_again:
+            check_forwards(self.model, self.base, self.family, self._called)
+            self._looked_again = True
 
     def _agreed_plan(self, stage: Stage, microbatches: int) -> Plan:
         """The plan to start with. Collective: layout, schedule and plan are those of every rank."""
@@ -181,10 +213,14 @@ class Engine:
 
     @property
     def tuning(self) -> Tuning | None:
-        """What was measured to choose the plan; None before the first window."""
+        """What was measured to choose the plan; None as long as nothing was."""
         return self.tuner.tuning
 
     # -- training ------------------------------------------------------------------------------------------------
+
+    def extents(self, batches: Sequence[Any]) -> Tensor:
+        """How far the ids, labels and positions of a window reach, for `limits.judge`. Nothing waits for it."""
+        return extents(batches, self.mesh.device)
 
     def train_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[Tensor]:
         """Forward and backward of a window; gradients are added to `parameter.grad`. Collective.
@@ -196,15 +232,39 @@ class Engine:
         Returns:
             The loss of every micro-batch, on every rank.
         """
+        window = self.last_window = self._checked_window(batches, scale, step)
+        with set_aside(self.runner.stage.placements):
+            return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
+
+    def tune(
+        self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int, steps_left: int | None = None
+    ) -> Tuning | None:
+        """Measure and choose a plan, if the rest of the run is worth it. Collective, before `train_window`.
+
+        Args:
+            batches, scale, step: of the window that comes next, see `train_window`.
+            steps_left: of the run; None where that is not known.
+
+        Returns:
+            What was found, if that has just happened.
+        """
+        before = self.tuning
+        with watched(), set_aside(self.runner.stage.placements):
+            make = functools.partial(self._checked_window, batches, scale, step)
+            self.runner = self.tuner.update(self.runner, make, len(batches), steps_left)
+        return self.tuning if self.tuning is not before else None
+
+    def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
+        """The micro-batches of a window that can be trained. Collective."""
         if not self.last_window:
             check_trained(self.model, self.runner.whole, self._trains)
+            self._look_again()
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self.model.train()
-        window = self.last_window = self._microbatches(batches, scale, step)
+        window = self._microbatches(batches, scale, step)
         self._settle_link(window)
-        self.runner = self.tuner.decide(self.runner, window)
-        return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
+        return window
 
     def _settle_link(self, window: Sequence[MicroBatch]) -> None:
         """Say once how fast the emulated link is; find out first where it is to be even. Collective."""
@@ -212,9 +272,9 @@ class Engine:
         if link is None or self._said_link:
             return
         if link.rate is None:
-            even_out(self.runner, window[:TUNED_MICROBATCHES])
-        if rank() == 0:
-            tqdm.write(f"hf_helix: emulated link: {link}; transfers wait asleep until it would have carried them")
+            with watched(), set_aside(self.runner.stage.placements):
+                even_out(self.runner, window[:TUNED_MICROBATCHES])
+        say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._said_link = True
 
     def _train_counted(self, window: list[MicroBatch], length: int) -> list[Tensor]:
@@ -233,14 +293,17 @@ class Engine:
         self._live.add_trace(trace, tokens, time.perf_counter() - start)
         return losses
 
-    def log_entries(self) -> dict[str, float]:
-        """The figures of the windows since the last call. Collective."""
+    def log_entries(self, full: bool = False) -> dict[str, float]:
+        """The figures of the windows since the last call. Collective.
+
+        Args:
+            full: all of them, which `figures` keeps in any case; otherwise what a log line has room for.
+        """
         tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
         capped = self.config.expert_capacity_factor is not None
-        return {
-            **self._live.entries(self.overlap or tuned),
-            **router_entries(self.runner.whole, self.mesh, capped),
-        }
+        routers = router_entries(self.runner.whole, self.mesh, capped)
+        self.figures = {**self._live.entries(self.overlap or tuned), **routers}
+        return self.figures if full else {**short_entries(self.figures), **routers}
 
     def _microbatches(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
         shared = self._share_lengths(batches)
@@ -305,6 +368,8 @@ class Engine:
         Returns:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
+        self._look_again()
+        self.limits.judge([self.extents([batch]).tolist()])  # evaluation may wait for the device
         self.model.eval()
         pieces = pieces_of(batch, self.runner) if self.family.loss_adds_up(self.base) else [batch]
         with torch.no_grad():
@@ -318,11 +383,17 @@ class Engine:
 
     # -- saving and measuring ------------------------------------------------------------------------------------
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """An ordinary Hugging Face checkpoint, gathered unit by unit; of a PEFT model the adapters. Collective."""
-        save = save_adapters if is_peft(self.model) else save_pretrained
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
+        """An ordinary Hugging Face checkpoint, each rank writing its part; of a PEFT model the adapters. Collective.
+
+        Args:
+            max_shard_size: of a file, such as "5GB"; None for the default of Transformers. Adapters are one file.
+        """
         with watched():
-            save(self.model, self.runner.whole, self.mesh, folder)
+            if is_peft(self.model):
+                save_adapters(self.model, self.runner.whole, self.mesh, folder)
+            else:
+                save_pretrained(self.model, self.runner.whole, self.mesh, folder, max_shard_size)
 
     def load_weights(self, folder: str | Path) -> None:
         """What `save_pretrained` wrote, from any layout: each rank reads its slices. Collective.
@@ -384,15 +455,3 @@ class Engine:
             raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
         self.model.train()
         return self.last_window
-
-
-def _refuse_forward(forward: Callable[..., Any], instead: str) -> Callable[..., Any]:
-    """Keeps the signature, by which the Trainer chooses columns."""
-
-    @functools.wraps(forward)
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"this model's weights are cut over several ranks, so it cannot be called directly; use {instead}"
-        )
-
-    return refuse

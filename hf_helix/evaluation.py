@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.operators.collectives import prepare_all_gather
 from hf_helix.operators.unit import cut_bounds
-from hf_helix.runtime.mesh import Mesh
+from hf_helix.operators.vocabulary import IGNORED
+from hf_helix.runtime.mesh import Mesh, world_size
 from hf_helix.runtime.runner import Runner
 
 
@@ -35,6 +36,12 @@ def pieces_of(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, Any
     return [
         {name: batch[name] if parts is None else parts[place] for name, parts in cut.items()} for place in range(count)
     ]
+
+
+def count_targets(batch: Mapping[str, Any]) -> Tensor:
+    """The number of tokens of a batch that count in its loss; a scalar."""
+    targets = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
+    return (targets != IGNORED).sum()
 
 
 def whole_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:
@@ -76,4 +83,13 @@ def gather_samples(data: Any, mesh: Mesh, state: Any) -> Any:
         dist.all_gather(blocks, data, group=mesh.dp_group)
         data = torch.cat([block[None] if block.dim() == 0 else block for block in blocks])
     # The last batch was filled up with samples from the start.
-    return data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else data
+    most = _remainder(state) if state.end_of_dataloader else 0
+    return data[:most] if most > 0 else data
+
+
+def _remainder(state: Any) -> int:
+    """The samples of the last batch, of all ranks. Where rank 0 hands out batches to ranks that share them (Accelerate
+    1.15), Accelerate has counted a copy for each rank.
+    """
+    is_copied = getattr(state.active_dataloader, "submesh_tp", None) is not None
+    return state.remainder // world_size() if is_copied else state.remainder

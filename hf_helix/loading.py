@@ -27,7 +27,7 @@ from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.runtime.agreement import agree_on_success, agree_on_text
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.stage import Stage
-from hf_helix.stored import FLOATS, Checkpoint, Reader, Source, match, some
+from hf_helix.stored import FLOATS, Checkpoint, Reader, Source, match, persistent_tensors, some
 
 
 def outline_of(folder: str | os.PathLike[str], dtype: Any = "auto", **options: Any) -> Any:
@@ -220,8 +220,7 @@ def _places(model: Any, stage: Stage, mesh: Mesh) -> dict[str, _Place]:
     owners, placements = stage.owners, stage.all_placements
     found: dict[int, _Place] = {}
     places = {}
-    for name in model.state_dict():
-        tensor = model.get_parameter_or_buffer(name)
+    for name, tensor in persistent_tensors(model).items():
         if id(tensor) not in found:
             placement, mine = placements.get(tensor, COPIED), owners.get(tensor, stage.rank) == stage.rank
             known = tensor.numel() > 0 or mine

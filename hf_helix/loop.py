@@ -25,10 +25,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.logging import get_logger
 
 from hf_helix.checks import check_batch
+from hf_helix.direct_use import Instead
 from hf_helix.engine import Engine, Scale
-from hf_helix.evaluation import gather_samples
-from hf_helix.operators.vocabulary import IGNORED
+from hf_helix.evaluation import count_targets, gather_samples
 from hf_helix.refusals import check_accelerator, check_loader, check_optimizer
+from hf_helix.report.notices import say
 from hf_helix.runtime.agreement import agree_on_number, agree_on_text
 from hf_helix.runtime.liveness import start_watch, watched
 from hf_helix.runtime.streams import prepare_cuda
@@ -36,9 +37,9 @@ from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
 
-INSTEAD = (
-    "model.train_window(batches) or model.evaluate(batch) of what HelixPlugin.prepare returned, or save it with "
-    "model.save_pretrained(folder) and load it with from_pretrained(folder)"
+INSTEAD = Instead(
+    "model.train_window(batches) or model.evaluate(batch) of what HelixPlugin.prepare returned",
+    "save_pretrained(folder) of what HelixPlugin.prepare returned",
 )
 
 # Methods of the Accelerator that would do something else than their name says.
@@ -140,7 +141,7 @@ class HelixModel:
         while window := list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps)):
             yield window
         with watched():
-            agree_on_number(0, self.engine.mesh.device)  # elsewhere there may be a window
+            agree_on_number(0, self.engine.mesh.device, self.engine.extents([]))  # elsewhere there may be a window
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
         """Forward and backward of the micro-batches of an optimizer step; gradients are added to `parameter.grad`.
@@ -157,15 +158,18 @@ class HelixModel:
         """
         mesh = self.engine.mesh
         with watched():
-            agree_on_number(len(batches), mesh.device)
+            self.engine.limits.judge(agree_on_number(len(batches), mesh.device, self.engine.extents(batches)))
             if not batches:
                 raise ValueError("train_window needs the batches of an optimizer step, such as [batch]; got none")
             batches = [self._checked(batch) for batch in batches]
-            items = sum(_targets_in(batch) for batch in batches)
+            items = sum(count_targets(batch) for batch in batches)
             assert isinstance(items, Tensor)
             if mesh.dp_group is not None:
                 dist.all_reduce(items, group=mesh.dp_group)
             scale = Scale(mesh.dp_size / items, 1 / len(batches))
+            found = self.engine.tune(batches, scale, self._step)
+            if found is not None:
+                say(f"{found.verdict} (details: print(model.engine.tuning))")
             loss = torch.stack(self.engine.train_window(batches, scale, self._step)).sum()
             if mesh.dp_group is not None:
                 dist.all_reduce(loss, group=mesh.dp_group)
@@ -180,7 +184,7 @@ class HelixModel:
         """
         with watched():
             batch = self._checked(batch)
-            found, whole = self.engine.evaluate(batch, Scale(1 / _targets_in(batch)), self._step, keep_logits=logits)
+            found, whole = self.engine.evaluate(batch, Scale(1 / count_targets(batch)), self._step, keep_logits=logits)
         return CausalLMOutput(loss=found, logits=whole)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -188,16 +192,16 @@ class HelixModel:
         with watched():
             return self.engine.clip_gradients(max_norm)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write an ordinary Hugging Face checkpoint."""
-        self.engine.save_pretrained(folder)
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
+        """Write an ordinary Hugging Face checkpoint, as the method of Transformers would of the unsplit model."""
+        self.engine.save_pretrained(folder, max_shard_size)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of the model: this rank's part of each, empty where another rank of the pipeline holds it."""
         return self.module.parameters()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"a model that HelixPlugin.prepare has cut cannot be called directly; use {INSTEAD}")
+        raise RuntimeError(f"a model that HelixPlugin.prepare has cut cannot be called directly; use {INSTEAD.calling}")
 
     def _checked(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         check_batch(batch)
@@ -234,12 +238,6 @@ class _Scheduler(AcceleratedScheduler):
         for _ in range(self._steps):
             if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
                 super().step(*args, **kwargs)
-
-
-def _targets_in(batch: Mapping[str, Any]) -> Tensor:
-    """Tokens that count in the loss."""
-    targets = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
-    return (targets != IGNORED).sum()
 
 
 def _refuse(name: str, instead: str) -> Callable[..., Any]:

@@ -29,8 +29,9 @@ from huggingface_hub.repocard import metadata_load, metadata_save
 from hf_helix import __version__
 from hf_helix.config import HelixConfig
 from hf_helix.report.scorecard import format_scorecard
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.measure import Overlap
-from hf_helix.runtime.tuning import BASELINE, Tuning
+from hf_helix.runtime.tuning import Tuning
 from hf_helix.tuner import TUNED_MICROBATCHES
 
 TAG = "hf_helix"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig, resolve_config
@@ -119,3 +120,22 @@ class HelixPlugin(ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: Any) -> None:
         check_joined(accelerator.num_processes)
+
+
+_LAYOUT = ("parallelism_config", "device_mesh")
+
+
+def shared_layout() -> dict[str, Any]:
+    """The layout that all Accelerators of this process share."""
+    return {name: AcceleratorState._shared_state.get(name) for name in _LAYOUT}
+
+
+def keep_layout(accelerator: Any, plugin: HelixPlugin, shared: dict[str, Any]) -> None:
+    """Give an Accelerator a layout of its own, so that trainers of several layouts can live in one process.
+
+    Args:
+        shared: what the other Accelerators go on with.
+    """
+    own = plugin, plugin.build_device_mesh(accelerator.device)
+    accelerator.state.__dict__ = {**accelerator.state.__dict__, **dict(zip(_LAYOUT, own, strict=True))}
+    AcceleratorState._shared_state.update(shared)

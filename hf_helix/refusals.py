@@ -15,10 +15,10 @@ import torch
 from transformers import Trainer
 
 from hf_helix.config import HelixConfig
+from hf_helix.overrides import check_overrides
 from hf_helix.plugin import HelixPlugin
 from hf_helix.recompute import problems_of
 from hf_helix.runtime.mesh import check_joined
-from hf_helix.sft import SFT_TRAINER, name_of
 
 # Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.
 ELEMENTWISE_OPTIMIZERS = (
@@ -186,30 +186,13 @@ def check_trainer(trainer: Any, args: Any) -> None:
     Raises:
         ValueError: as `check_arguments`.
     """
-    if trainer.compute_loss_func is not None:
-        raise ValueError("compute_loss_func is not built yet: the loss is the model's own; leave it out")
-    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
-    if owner is not Trainer and name_of(owner) != SFT_TRAINER:
-        raise ValueError(
-            f"{type(trainer).__name__} overrides compute_loss, which is never called: the loss is computed over a cut "
-            "vocabulary; remove the override"
-        )
-    if trainer.model is not trainer._engine.model:
-        raise ValueError(
-            f"{type(trainer).__name__} has replaced the model after it was cut, by a {type(trainer.model).__name__}; "
-            "change it before, such as with peft.get_peft_model(model, config)"
-        )
+    check_overrides(trainer)
     _check_optimizer(trainer)
     accelerator = trainer.accelerator
     if accelerator.mixed_precision != args.mixed_precision:
         raise ValueError(
             f"an Accelerator was made before with mixed_precision={accelerator.mixed_precision!r}, and the training "
             f"arguments say {args.mixed_precision!r}; make it after, or give both the same"
-        )
-    if accelerator.parallelism_config is not args.parallelism_config:
-        raise ValueError(
-            "an Accelerator was made before the Trainer, with another parallelism_config; make it after, or give it "
-            "the same HelixPlugin"
         )
     repeats = args.accelerator_config.dispatch_batches is not False and trainer.mesh.dp_size > 1
     if repeats and isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):

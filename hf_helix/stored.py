@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -32,7 +32,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hf_helix.checkpoint import INDEX_NAME, SINGLE_NAME
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of numbers, by safetensors' names and by torch's."""
@@ -160,7 +161,7 @@ def match(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    names = dict.fromkeys(model.state_dict(), True)
+    names = dict.fromkeys(persistent_tensors(model), True)
     prefix = model.base_model_prefix
     sources: dict[str, Source] = {}
     unknown = []
@@ -179,6 +180,17 @@ def match(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
     info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unknown))
     model._adjust_missing_and_unexpected_keys(info)
     return list(sources.values()), sorted(info.unexpected_keys)
+
+
+def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What `model.state_dict()` holds, under the same names and in the same order; of a cut model, what is here."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {**module._parameters, **module._buffers}
+        for name, tensor in own.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found
 
 
 def some(names: list[str], most: int = 6) -> str:

@@ -5,16 +5,15 @@ Out:  the same training, evaluation and checkpoints, with the model cut and two 
 Must hold: counters, callbacks, progress bar, schedules and logging stay the stock Trainer's; what cannot be honoured
 is refused at construction, by name.
 
-The take-over: `get_batch_samples` keeps the window, the first `training_step` of it hands all of it to the engine and
-returns the sum of its losses, the others return zero.
+How the stock loop's steps become windows is in `takeover`, checkpoints in `resume.hooks`, evaluation in
+`evaluation_hooks`.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +23,43 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.utils.logging import get_logger
 
 from hf_helix.adapters.builder import Additions
+from hf_helix.cache import export
+from hf_helix.checks import check_sizes
 from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.direct_use import Instead
 from hf_helix.engine import Engine, Scale
-from hf_helix.evaluation import gather_samples
+from hf_helix.evaluation_hooks import EvaluationHooks
 from hf_helix.loading import outline_of
 from hf_helix.model_card import write_card
 from hf_helix.planning.plan import Plan
-from hf_helix.plugin import HelixPlugin
+from hf_helix.plugin import HelixPlugin, keep_layout, shared_layout
 from hf_helix.recompute import asked_by
-from hf_helix.refusals import check_arguments, check_evaluation, check_trainer
+from hf_helix.refusals import check_arguments, check_trainer
+from hf_helix.report.notices import say
 from hf_helix.resume.hooks import CheckpointHooks, make_output_dir
-from hf_helix.runtime.agreement import agree_on_number, agree_on_text
+from hf_helix.runtime.agreement import agree_on_text
 from hf_helix.runtime.comparison import PAPER, Comparison
 from hf_helix.runtime.health import Health
-from hf_helix.runtime.liveness import start_watch, watched
+from hf_helix.runtime.liveness import start_watch
 from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import prepare_cuda
 from hf_helix.runtime.tuning import BASELINE, Tuning
 from hf_helix.sft import adapted, check_routers, check_sft, is_sft
+from hf_helix.takeover import WindowHooks
 from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
 
-INSTEAD = (
-    "trainer.train(), trainer.evaluate() or trainer.predict(), or save it with trainer.save_model(folder) and load it "
-    "with from_pretrained(folder)"
+INSTEAD = Instead(
+    "trainer.train(), trainer.evaluate() or trainer.predict(), for one batch trainer.training_step(model, inputs) or "
+    "trainer.prediction_step(model, inputs, prediction_loss_only=True)",
+    "trainer.save_model(folder)",
 )
 
 
-class HelixTrainerMixin(CheckpointHooks):
+class HelixTrainerMixin(WindowHooks, EvaluationHooks, CheckpointHooks):
     """Puts Helix under a Trainer class: `class MyTrainer(HelixTrainerMixin, Trainer)`.
 
     Args:
@@ -102,14 +107,15 @@ class HelixTrainerMixin(CheckpointHooks):
             check_sft(type(self), given, arguments)
         check_arguments(arguments, config)
         if plugin is None or plugin.config != config:
-            plugin = arguments.parallelism_config = HelixPlugin(config)
+            plugin = HelixPlugin(config)
+        self._plugin = plugin
         steps = arguments.gradient_accumulation_steps
         mixed = arguments.mixed_precision
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(arguments)}"
         agree_on_text(f"{options_of(config)}\n{shared}", "options")
         self.helix_config = config
+        check_sizes(model, config)
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
-        self._window: list[Any] | None = None
         self._health = Health(arguments.device)
         start_watch()
         make_output_dir(arguments)
@@ -128,6 +134,11 @@ class HelixTrainerMixin(CheckpointHooks):
     # -- the engine ----------------------------------------------------------------------------------------------
 
     @property
+    def helix(self) -> Engine:
+        """The cut model: its plan, its tuning, what can be measured, and `figures`, all of the last log's."""
+        return self._engine
+
+    @property
     def mesh(self) -> Mesh:
         """Which ranks share what."""
         return self._mesh
@@ -144,7 +155,7 @@ class HelixTrainerMixin(CheckpointHooks):
 
     @property
     def tuning(self) -> Tuning | None:
-        """What `plan="auto"` measured, or an earlier run of the same case; None before the first window."""
+        """What `plan="auto"` measured, or an earlier run of the same case; None as long as nothing was. `print` it."""
         return self._engine.tuning
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
@@ -223,27 +234,17 @@ class HelixTrainerMixin(CheckpointHooks):
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective."""
-        batches = list(itertools.islice(epoch_iterator, num_batches))
-        with watched():
-            self._health.judge(agree_on_number(len(batches), device, self._health.state()))
-        samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
-        self._window = list(samples)
-        return samples, num_items
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """The first call of a window runs all of it and returns the sum of its losses; the others return zero."""
-        if self._window is None:
-            return torch.zeros((), device=self.args.device)
-        window, self._window = self._window, None
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()  # schedule-free optimizers have a mode, too
-        batches = [self._prepare_inputs(batch) for batch in window]  # type: ignore[attr-defined]
-        step = self.state.global_step
-        losses = torch.stack(self._engine.train_window(batches, self._scale(num_items_in_batch), step))
-        self._health.note_losses(losses, step + 1)
-        return losses.sum()
+    def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
+        """Let the engine choose a plan, if it is time to; what it finds is said and written. Collective."""
+        steps_left = self.state.max_steps - step
+        found = self._engine.tune(batches, scale, step, steps_left if steps_left > 0 else None)
+        if found is not None and self.args.process_index == 0:
+            folder = Path(str(self.args.output_dir), "helix")
+            try:
+                export(folder, found, self.plan.to_json())
+                say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
+            except OSError as error:
+                say(f"{found.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
     def _scale(self, num_items: Any) -> Scale:
         # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
@@ -275,6 +276,7 @@ class HelixTrainerMixin(CheckpointHooks):
         return self._engine.clip_gradients(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        self._check_window_ran()
         norm = self._engine.gradient_norm() if grad_norm is None else grad_norm
         self._health.note_norm(norm)
         return norm
@@ -286,44 +288,27 @@ class HelixTrainerMixin(CheckpointHooks):
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self.helix_config.ranks_per_batch
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """This rank's share of what the stock method counts for the uncut model."""
-        return 6 * inputs["input_ids"].numel() * self._engine.num_weights // self.helix_config.ranks_per_batch
+    def store_flos(self) -> None:
+        """The stock method counts every rank of a group that shares a batch."""
+        before = self.state.total_flos
+        super().store_flos()  # type: ignore[misc]
+        self.state.total_flos = before + (self.state.total_flos - before) / self.helix_config.ranks_per_batch
 
-    # -- evaluation ----------------------------------------------------------------------------------------------
+    def get_num_trainable_parameters(self) -> int:
+        """Those of the whole model."""
+        return self._engine.sizes.count(only_trainable=True)
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method; a rank that fails is named."""
-        check_evaluation(dataloader.dataset, self._mesh.dp_size)
-        with watched():
-            self._health.check()
-            return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
+    # -- the layout, for Accelerate ------------------------------------------------------------------------------
 
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Forward only. Logits are gathered over the vocabulary where somebody reads them."""
-        batch = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
-        labels = batch.get("labels")
-        scale = self._scale(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[attr-defined]
-        loss, logits = self._engine.evaluate(batch, scale, self.state.global_step, keep_logits=not prediction_loss_only)
-        return (None if labels is None else loss), logits, (None if logits is None else labels)
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """As the stock method, with the layout, which the arguments need not name: they are the user's."""
+        return {**super()._build_accelerator_args(**kwargs), "parallelism_config": self._plugin}  # type: ignore[misc]
 
-    @property
-    def gather_function(self) -> Callable[[Any], Any]:
-        """What evaluation collects metrics with: over the data-parallel ranks, each sample once."""
-        return self._gather_for_metrics
-
-    @gather_function.setter
-    def gather_function(self, value: Any) -> None:
-        """The stock Trainer sets its own, which counts every rank that shares a batch."""
-
-    def _gather_for_metrics(self, data: Any) -> Any:
-        return gather_samples(data, self._mesh, self.accelerator.gradient_state)
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the stock method; the layout is this trainer's, and not of every Accelerator of the process."""
+        before = shared_layout()
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        keep_layout(self.accelerator, self._plugin, before)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """As the stock method, with the tag `hf_helix` and a section on the run. Not collective: rank 0 writes."""

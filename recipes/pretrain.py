@@ -107,7 +107,7 @@ def main() -> None:
 
     helix = resolve_config(None, getattr(args.parallelism_config, "config", None))
     if recipe.link:
-        helix = replace(helix, link=recipe.link)
+        helix = replace(helix, link=recipe.link, tuning_share=1.0)  # the gain is what it is about
 
     config = read_config(recipe.config_name, recipe.config_overrides)
     documents = read_documents(recipe.text, recipe.text_column)

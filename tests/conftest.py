@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from support.cluster import Cluster
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # other processes find tests/support, too
 os.environ["HELIX_CACHE"] = tempfile.mkdtemp(prefix="hf_helix-cache-")  # what one test measures, others find
+
+# How many cases tests of properties take: `make test` the same ones every time, `make fuzz` others.
+settings.register_profile("ci", settings.get_profile("ci"), max_examples=40)
+settings.register_profile("default", max_examples=200, deadline=None)
 
 
 @pytest.fixture(scope="session")

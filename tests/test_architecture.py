@@ -17,7 +17,9 @@ PACKAGE = Path(hf_helix.__file__).parent
 
 LEVELS = {"config": 0, "planning": 0, "operators": 1, "adapters": 1, "runtime": 2}
 LEVELS |= dict.fromkeys(("report", "cache", "tuner", "checkpoint", "adapter_files", "checks", "evaluation"), 3)
-LEVELS |= dict.fromkeys(("recompute", "stored", "loading", "workload", "engine"), 3)
+LEVELS |= dict.fromkeys(
+    ("recompute", "stored", "loading", "saving", "safetensors_file", "direct_use", "workload", "sizes", "engine"), 3
+)
 DOOR = 4  # everything else: trainer, refusals, plugin, cli, ...
 IMPORTERS = {
     "accelerate": {"plugin", "loop"},
@@ -26,14 +28,16 @@ IMPORTERS = {
         "refusals",
         "adapters",
         "workload",
-        "checkpoint",
         "loading",
+        "saving",
         "stored",
         "loop",
         "resume",
+        "overrides",
+        "takeover",
     },
 }
-ONLY = "only adapters, checkpoint, loading, loop, refusals, resume, stored, trainer, workload"
+ONLY = "only adapters, loading, loop, overrides, refusals, resume, saving, stored, takeover, trainer, workload"
 LAZY = {"yaml", "psutil"}  # what level 0 may import inside a function
 
 

@@ -15,8 +15,9 @@ import torch
 from support.profiles import GATHER, MODEL, UP, broken, tiny_profile
 from transformers import LlamaConfig
 
-from hf_helix import cli
-from hf_helix.cli import EVERY, main
+from hf_helix.cli import main
+from hf_helix.cli import plan as plan_command
+from hf_helix.cli.plan import EVERY
 from hf_helix.config import ABLATIONS
 from hf_helix.planning import search
 from hf_helix.planning.plan import load_plan
@@ -37,7 +38,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def two_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command predicts these only, for what is not about the others: they take seconds."""
-    monkeypatch.setattr(cli, "EVERY", ("sequential", "greedy"))
+    monkeypatch.setattr(plan_command, "EVERY", ("sequential", "greedy"))
 
 
 @pytest.fixture
@@ -90,7 +91,8 @@ def test_a_rules_plan_is_saved_and_loads(rule: str, file: Path, tmp_path: Path, 
 
 def test_the_table_is_what_the_cost_function_says(file: Path, tmp_path: Path, capsys: Any) -> None:
     run("plan", file, "--rule", "dhelix", "--microbatches", "3", "--output", tmp_path / "plan.json")
-    head, titles, *rows, last = capsys.readouterr().out.splitlines()
+    head, titles, *rows = capsys.readouterr().out.splitlines()
+    rows, lasts = rows[: len(EVERY)], rows[len(EVERY) :]
     assert head.startswith("a window of 3 micro-batches; no plan can beat ")
     limit = float(head.split()[-2])
     assert titles.split() == ["plan", "predicted", "speed-up", "of", "bound"]
@@ -105,14 +107,25 @@ def test_the_table_is_what_the_cost_function_says(file: Path, tmp_path: Path, ca
         assert milliseconds >= limit - 0.1
         assert speedup == pytest.approx(figures["sequential"][0] / milliseconds, abs=0.01)
     assert figures["search"][0] < figures["sequential"][0]
-    assert last == f"dhelix: {tmp_path / 'plan.json'}"
+    assert lasts[0] == f"dhelix: {tmp_path / 'plan.json'}"
+    fastest = min(figures, key=lambda rule: figures[rule][0])
+    assert lasts[1:] == [] or lasts[1].startswith(f"{fastest} is predicted to be ")
 
 
-def test_search_is_saved_where_nothing_else_is_asked_for(file: Path, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("rules", [("sequential", "greedy"), ("greedy", "sequential")])
+def test_the_fastest_is_saved_where_nothing_else_is_asked_for(
+    rules: tuple[str, ...], file: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "EVERY", ("sequential", "search"))
+    monkeypatch.setattr(plan_command, "EVERY", rules)
     run("plan", file)
-    assert json.loads((tmp_path / "plan.json").read_text())["rule"] == "search"
+    assert json.loads((tmp_path / "plan.json").read_text())["rule"] == "greedy"
+    assert "predicted to be" not in capsys.readouterr().out
+    run("plan", file, "--rule", "sequential")
+    assert json.loads((tmp_path / "plan.json").read_text())["rule"] == "sequential"
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("greedy is predicted to be ")
+    assert said.endswith("% faster: --rule greedy")
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in ABLATIONS), ABLATIONS])

@@ -121,6 +121,15 @@ def test_options_of_context_parallelism():
         HelixConfig(cross_node="cp")
 
 
+@pytest.mark.parametrize(
+    ("share", "error"), [(-0.1, ValueError), (5, ValueError), ("5%", TypeError), (True, TypeError)]
+)
+def test_a_share_of_the_run_is_a_part_of_one(share: object, error: type[Exception]):
+    with pytest.raises(error, match=r"tuning_share.* a number from 0 to 1, such as 0\.05"):
+        HelixConfig(tuning_share=share)
+    assert HelixConfig(tuning_share=1).tuning_share == 1
+
+
 @pytest.mark.parametrize("mode", [None, *RECOMPUTE])
 def test_recompute(mode: str | None):
     assert HelixConfig.from_mapping({"recompute": mode}, "here").recompute == mode

@@ -147,7 +147,8 @@ def test_pushing_takes_the_card_along(tmp_path: Path):
 
 @pytest.mark.slow
 def test_rank_0_writes_what_auto_measured(tmp_path: Path, cluster_of: Any):
-    assert cluster_of(2).run(JOB, folder=str(tmp_path), helix={"tp_size": 2, "cache": False}) == [True, False]
+    helix = {"tp_size": 2, "cache": False, "tuning_share": 1.0}
+    assert cluster_of(2).run(JOB, folder=str(tmp_path), helix=helix) == [True, False]
     card = card_in(tmp_path / "0")
     found = cells(card)
     assert found["layout"] == "dp=1 tp=2 pp=1 cp=1 ep=1"
@@ -161,7 +162,7 @@ def test_rank_0_writes_what_auto_measured(tmp_path: Path, cluster_of: Any):
     for said in ("  overlapped ", "  hidden ", "  no plan can beat ", "- total_train_batch_size: 6\n"):
         assert card.text.count(said) == 1, card.text
     path = launch_file(card, tmp_path)
-    assert HelixConfig.from_file(path) == HelixConfig(tp_size=2, cache=False)
+    assert HelixConfig.from_file(path) == HelixConfig(**helix)
     launch = load_config_from_file(str(path))
     assert (launch.num_processes, launch.distributed_type.value, launch.use_cpu) == (2, "MULTI_GPU", True)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_helix.adapters.base import Family
 from hf_helix.adapters.dense import Llama, Mistral, Qwen2, Qwen3
+from hf_helix.adapters.forwards import check_class
 from hf_helix.adapters.gpt2 import GPT2
 from hf_helix.adapters.gpt_neox import GPTNeoX
 from hf_helix.adapters.moe import Mixtral, Phimoe, Qwen3Moe
@@ -30,14 +31,21 @@ def family_of(model: Any) -> Family:
     """The family of a model.
 
     Raises:
-        ValueError: its class is not registered; lists those that are, and how to add one.
+        ValueError: its class, and none that it is made of, is registered; lists those that are, and how to add one.
     """
-    name = type(model).__name__
-    if name not in _FAMILIES:
+    kind = type(model)
+    # A subclass of the user's own is run as what it is made of; one of Transformers' is another model.
+    names = [base.__name__ for base in kind.__mro__] if not kind.__module__.startswith("transformers.") else []
+    name = next((name for name in (kind.__name__, *names) if name in _FAMILIES), None)
+    if name is None:
+        compiled = hasattr(model, "_orig_mod")
         raise ValueError(
-            f"{name} is not supported. Supported: {', '.join(supported_models())}. To add it, describe its decoder "
-            "layer in a subclass of hf_helix.adapters.base.Family and call hf_helix.register_layer(YourFamily())"
+            f"{kind.__name__} is not supported{': pass the model without torch.compile' if compiled else ''}. "
+            f"Supported: {', '.join(supported_models())}. To add another, describe its decoder layer in a subclass of "
+            "hf_helix.adapters.base.Family and call hf_helix.register_layer(YourFamily()); docs/adding_a_model.md "
+            "shows how"
         )
+    check_class(model, name)
     return _FAMILIES[name]
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gpt2_eager
+from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forward as gpt_neox_eager
 from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils.logging import get_logger
 
@@ -26,6 +28,9 @@ logger = get_logger(__name__)
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values [batch, heads, tokens, head_dim]."""
+
+PLAIN = (eager_attention_forward, gpt2_eager, gpt_neox_eager)
+"""Eager attention that is softmax(q k * scaling + mask) v and nothing else."""
 
 Window = int | None
 """How many tokens a layer looks back on, itself included; None for all."""
@@ -44,6 +49,8 @@ class Attention:
         window: of the layer; side input `masks` has a mask for it.
         eager: what the module falls back on.
         dropout: of the module.
+        is_plain: whether `eager` is softmax(q k * scaling + mask) v and nothing else, so that attention over a shared
+            sequence may take its place; None for whether it is one of those that are known to be.
     """
 
     def __init__(
@@ -53,7 +60,9 @@ class Attention:
         window: Window = None,
         eager: Callable[..., Any] = eager_attention_forward,
         dropout: float | None = None,
+        is_plain: bool | None = None,
     ) -> None:
+        self.is_plain = eager in PLAIN if is_plain is None else is_plain
         self.module = module
         self.heads = heads
         self.window = window
@@ -79,6 +88,13 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
         uses: the submodules whose parameters `attention.heads` reads.
     """
     module, side = attention.module, ("cos", "sin") if rope else ()
+    if b.cp.size > 1 and module.config._attn_implementation == "eager" and not attention.is_plain:
+        raise ValueError(
+            f"cp_size={b.cp.size} with attn_implementation='eager': eager attention of {type(module).__name__} is "
+            f"{attention.eager.__module__}.{attention.eager.__qualname__}, which is not built over a sequence that "
+            "ranks share; use cp_size=1 with tp_size or pp_size, or another attn_implementation if the model may do "
+            "without what is special in it"
+        )
     if b.cp.size == 1:
         return b.local(
             "attention",

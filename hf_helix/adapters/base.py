@@ -56,7 +56,7 @@ class Family(ABC):
         return b.build(self.loss(b, model, b.input("x")))
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
-        """Declare norm, head and loss of the tokens. The value `head.logits` is kept where it is asked for."""
+        """Declare norm, head and loss of the tokens. Whatever a model does to its logits stands before `b.loss`."""
         h = b.norm("norm", self.final_norm(model), x)
         h = b.gather("gather", h)
         head = model.get_output_embeddings()
@@ -105,6 +105,14 @@ class Family(ABC):
     def loss_adds_up(self, model: Any) -> bool:
         """Whether the loss of a batch is the sum of what its rows bring by themselves."""
         return True
+
+    def side_modules(self, model: Any) -> Sequence[nn.Module]:
+        """The submodules that are called to make side inputs, such as a rope."""
+        return ()
+
+    def num_positions(self, model: Any) -> int | None:
+        """The rows of a table of positions; None where any position has an embedding."""
+        return None
 
     def empty(self, model: Any, tp_size: int) -> Callable[[Mapping[str, Any]], Tensors]:
         """From the side inputs of a micro-batch, room for what a layer hands on: [sequence shard, batch, hidden].

@@ -97,6 +97,8 @@ class Builder:
         self.cp = sharing.cp
         self.repeats = repeats
         self.meters: list[RouterMeter] = []
+        self.called: list[nn.Module] = []
+        self.logits: str | None = None
         self._declared: list[Operator] = []
         self._operators: dict[str, TensorOperator] = {}
         self._placements: dict[nn.Parameter, Placement] = {}
@@ -122,7 +124,7 @@ class Builder:
         """A function of one output under autograd: a submodule, or any function. Selective recompute runs it again.
 
         Args:
-            uses: the submodules whose parameters a function reads.
+            uses: the submodules that a function calls, or whose parameters it reads.
             on_shard: its inputs are this rank's part of the sequence or of the heads, so its parameters' gradients are
                 summed.
             draws, lowers: see `Segment`.
@@ -284,7 +286,12 @@ class Builder:
         return self.declare(name, segment, (), (name,), effort=LIGHT)[0]
 
     def loss(self, name: str, logits: str, vocab_size: int) -> str:
-        """Cross-entropy over logits cut by vocabulary. Reads side inputs `targets` and `loss_scale`."""
+        """Cross-entropy over logits cut by vocabulary. Reads side inputs `targets` and `loss_scale`.
+
+        Args:
+            logits: the model's, with everything that it does to them behind its head; `predict()` gives them.
+        """
+        self.logits = logits
         first, _ = cut_bounds(vocab_size, self.tp.size, self.tp.rank)
         smoothing = self.additions.label_smoothing
 
@@ -319,6 +326,8 @@ class Builder:
             operators=self._operators | sums,
             placements=self._placements,
             meters=tuple(self.meters),
+            called=tuple(self.called),
+            logits=self.logits,
         )
 
     def _collective(self, name: str, operator: Gather | Scatter, value: str, cheap: bool = False) -> str:
@@ -383,6 +392,7 @@ class Builder:
     def _parameters(self, function: object, uses: Sequence[nn.Module], on_shard: bool) -> list[nn.Parameter]:
         """What a function under autograd differentiates, every rank with a copy."""
         modules = [function] if isinstance(function, nn.Module) else uses
+        self.called += modules
         parameters = [parameter for module in modules for parameter in module.parameters()]
         self.place(parameters, COPIED_ON_SHARDS if on_shard else COPIED)
         return parameters

@@ -63,7 +63,7 @@ class Dense(Family):
         h = b.norm("mlp.norm", layer.post_attention_layernorm, x)
         h = b.gather("mlp.gather", h)
         gate, up = b.column_parallel("mlp.up", {"gate": mlp.gate_proj, "up": mlp.up_proj}, h)
-        h = b.local("mlp.act", lambda gate, up: mlp.act_fn(gate) * up, gate, up)
+        h = b.local("mlp.act", lambda gate, up: mlp.act_fn(gate) * up, gate, up, uses=(mlp.act_fn,))
         h = b.row_parallel("mlp.down", mlp.down_proj, h)
         h = b.scatter("mlp.scatter", h)
         return b.add("mlp.add", x, h)
@@ -79,6 +79,9 @@ class Dense(Family):
     def window(self, attn: Any) -> Window:
         """How many tokens a layer looks back on, itself included; None for all."""
         return getattr(attn, "sliding_window", None)
+
+    def side_modules(self, model: Any) -> Sequence[nn.Module]:
+        return (model.model.rotary_emb,)
 
     def check_context(self, model: Any) -> None:
         check_shared(model)

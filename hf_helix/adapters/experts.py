@@ -40,7 +40,7 @@ def declare_experts(b: Builder, h: str, weights: str, chosen: str, module: Any, 
     rows, places, counts = _spread(b, h, chosen, len(module.gate_up_proj), meter)
     rows, sizes, counts = _dispatch(b, rows, counts, len(module.gate_up_proj))
     rows = _grouped(b, "experts.up", module.gate_up_proj, rows, sizes)
-    rows = b.local("experts.act", module._apply_gate, rows)
+    rows = b.local("experts.act", module._apply_gate, rows, uses=(module.act_fn,))
     rows = _grouped(b, "experts.down", module.down_proj, rows, sizes)
     rows = _combine(b, rows, counts, len(module.gate_up_proj))
     collect = (Unpermute if b.sharing.capacity_factor is None else Collect)(module.down_proj.dtype)

@@ -71,6 +71,9 @@ class GPT2(Family):
         lengths = {"vocab_size": config.vocab_size, "n_inner": config.n_inner or 4 * config.n_embd}
         check_cuts(tp_size, {"attention heads (n_head)": config.n_head}, lengths)
 
+    def num_positions(self, model: Any) -> int | None:
+        return int(model.transformer.wpe.weight.shape[0])
+
     def check_context(self, model: Any) -> None:
         check_shared(model, "attn_pdrop")
 
@@ -95,4 +98,5 @@ def _attention(attn: Any) -> Attention:
         return attn._upcast_and_reordered_attn(q, k, v, mask)
 
     eager = upcast if attn.reorder_and_upcast_attn else eager_attention_forward
-    return Attention(attn, heads, eager=eager, dropout=attn.attn_dropout.p)
+    # Upcast, it is the same in another precision.
+    return Attention(attn, heads, eager=eager, dropout=attn.attn_dropout.p, is_plain=True)

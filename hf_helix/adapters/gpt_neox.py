@@ -55,6 +55,9 @@ class GPTNeoX(Family):
         lengths = {name: getattr(config, name) for name in ("vocab_size", "intermediate_size")}
         check_cuts(tp_size, {"attention heads": config.num_attention_heads}, lengths)
 
+    def side_modules(self, model: Any) -> Sequence[nn.Module]:
+        return (model.gpt_neox.rotary_emb,)
+
     def check_context(self, model: Any) -> None:
         check_shared(model)
 

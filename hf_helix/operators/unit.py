@@ -105,6 +105,8 @@ class Unit:
         operators: by their declared names.
         placements: each parameter with the way it is cut.
         meters: what its routers count.
+        called: the submodules that operators call as they are, hooks included; of others they read the weights.
+        logits: of the head, the value that the loss reads: what the model's own forward returns as logits.
     """
 
     label: str
@@ -112,6 +114,8 @@ class Unit:
     operators: Mapping[str, TensorOperator]
     placements: Mapping[torch.nn.Parameter, Placement]
     meters: Sequence[RouterMeter] = ()
+    called: Sequence[torch.nn.Module] = ()
+    logits: str | None = None
 
     @property
     def name(self) -> str:

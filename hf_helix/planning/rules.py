@@ -39,14 +39,24 @@ def make_plan(
     mesh: Mapping[str, int],
     schedule: Schedule | None = None,
     progress: Progress | None = None,
+    searching: float = 1.0,
 ) -> Plan:
     """The plan of a rule.
+
+    Args:
+        rule: its name.
+        profile: the times of the operators.
+        model: the model's class, for plan files.
+        mesh: the sizes of the mesh, for plan files.
+        schedule: of the window that a searched plan is made for.
+        progress: told how much of the work is done.
+        searching: the length of a search, in parts of the usual one.
 
     Raises:
         KeyError: no rule has this name.
     """
     if rule in FLOW_RULES:
-        flow = greedy(profile) if rule == "greedy" else search(profile, schedule, progress=progress)
+        flow = greedy(profile) if rule == "greedy" else search(profile, schedule, progress=progress, effort=searching)
         return Plan(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), {}, flow)
     tiles = mesh["tp_size"] if rule == TILED else 1
     return block_plan(rule, BLOCK_RULES[rule], tiled(profile, tiles), model=model, mesh=mesh, tiles=tiles)

@@ -58,12 +58,18 @@ class Scheduler:
         return self._costs or Costs(even, even, even, gain=USUAL_GAIN)
 
 
+def schedule_names(name: str, num_ranks: int) -> tuple[str, ...]:
+    """The schedules that a run under `name` may choose from."""
+    return (*FOLDED, AUTO) if name == AUTO and num_ranks > 1 else (name,)
+
+
 def candidates(name: str, profile: Profile) -> list[Scheduler]:
     """The schedulers that a run under `name` may choose from, once its operators are measured."""
     num_ranks = profile.layout.num_ranks
-    if name != AUTO or num_ranks == 1:
-        return [Scheduler(name, num_ranks)]
-    return [*(Scheduler(folded, num_ranks) for folded in FOLDED), Scheduler(AUTO, num_ranks, stage_costs(profile))]
+    names = schedule_names(name, num_ranks)
+    return [
+        Scheduler(each, num_ranks, stage_costs(profile) if len(names) > 1 and each == AUTO else None) for each in names
+    ]
 
 
 def stage_costs(profile: Profile) -> Costs:

@@ -75,6 +75,7 @@ def search(
     schedule: Schedule | None = None,
     extra_layers: int | None = None,
     progress: Progress | None = None,
+    effort: float = 1.0,
 ) -> Flow:
     """The best flow found.
 
@@ -82,6 +83,7 @@ def search(
         schedule: of the window that the flow is made for; by default eight micro-batches of the W schedule, or of 1F1B
             where every rank has one chunk.
         extra_layers: as for `greedy`.
+        effort: the length of the search, in parts of the usual one.
     """
     num_ranks = profile.layout.num_ranks
     name = "w" if len(profile.layout.chunks) > num_ranks else "1f1b"
@@ -105,9 +107,14 @@ def search(
     for number, (layout, few, seed) in enumerate(views):
         start = first if number < len(views) - 1 else best()
         told = None if progress is None else functools.partial(_tell, progress, number, len(views))
-        flow = _improve(start, profile, layout, few, seed, told)
+        flow = _improve(start, profile, layout, few, seed, effort, told)
         found.append((flow, judge.at_paces(flow.bias)))
     return best()
+
+
+def num_annealings(layout: Layout) -> int:
+    """How many times a search anneals, each time with an effort of up to `EFFORT`."""
+    return CHAIN_STARTS * len(chains(layout)) + 1
 
 
 def chains(layout: Layout, layers: int = CHAIN_LAYERS) -> list[tuple[Layout, Schedule]]:
@@ -119,7 +126,13 @@ def chains(layout: Layout, layers: int = CHAIN_LAYERS) -> list[tuple[Layout, Sch
 
 
 def _improve(
-    start: Flow, profile: Profile, layout: Layout, schedule: Schedule, seed: int, progress: Progress | None
+    start: Flow,
+    profile: Profile,
+    layout: Layout,
+    schedule: Schedule,
+    seed: int,
+    effort: float,
+    progress: Progress | None,
 ) -> Flow:
     """The flow with the biases that annealing finds for a window."""
     judge = _Judge(start, profile, layout, schedule)
@@ -127,7 +140,7 @@ def _improve(
         names=judge.window.work.names,
         scale=max(profile.times.values()),
         cost=judge,
-        steps=min(MOST_STEPS, EFFORT // judge.effort),
+        steps=int(effort * min(MOST_STEPS, EFFORT // judge.effort)),
         dice=random.Random(seed),
     )
     return replace(start, bias=annealer.run(start.bias, progress))

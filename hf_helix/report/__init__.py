@@ -1,1 +1,1 @@
-"""What people read: tables and, later, pictures and traces."""
+"""What people look at: timelines, heat maps, traces, the scorecard and log entries, as text and pictures."""

@@ -61,7 +61,7 @@ def figure_file(path: str | Path, width: float, height: float) -> Iterator[Figur
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'hf_helix[pictures]'") from error
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     style: dict[Any, Any] = STYLE
     with matplotlib.rc_context(style):
         figure = Figure((width, height))

@@ -2,19 +2,29 @@
 
 In:   windows as they are trained, one of them traced between two logs, and what was measured alone.
 Out:  `helix/...` entries of a log.
-Must hold: every figure comes from windows since the last log; what is not known is left out, never guessed.
+Must hold: every figure comes from windows since the last log; what is not known, and what noise makes of a little
+communication, is left out, never guessed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hf_helix.report.flops import TokenFlops
 from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.trace import Trace
+
+# What a log line shows: what this library adds to a run. The speed is there already, in the progress bar.
+SHORT = ("helix/overlapped_fraction", "helix/hidden_fraction")
+LEAST_COMMUNICATION = 0.05  # in parts of a window's time, which varies by about as much
+
+
+def short_entries(figures: Mapping[str, float]) -> dict[str, float]:
+    """What of the figures a log line shows: two at most."""
+    return {name: figures[name] for name in SHORT if name in figures}
 
 
 @dataclass
@@ -98,7 +108,10 @@ def _overlap(since: _Since, alone: Overlap | None) -> dict[str, float]:
     found = {"helix/overlapped_fraction": trace.beside() / busy}
     if alone is not None and alone.communication:
         share = since.traced_tokens / alone.tokens  # windows differ in length, what was measured had its own
+        communication = share * alone.communication
         exposed = max(0.0, since.traced_seconds - share * alone.computation)
-        found["helix/hidden_fraction"] = 1 - exposed / (share * alone.communication)
+        if communication >= LEAST_COMMUNICATION * since.traced_seconds:
+            # Where communication slows computation down by more than it takes itself, nothing is hidden.
+            found["helix/hidden_fraction"] = max(0.0, 1 - exposed / communication)
     found["helix/exposed_ms"] = exposed * 1e3
     return {name: round(value, 4) for name, value in found.items()}

@@ -1,14 +1,17 @@
 """The scorecard: what overlap is worth, in a few lines that tell the truth.
 
 In:   an `Overlap` and the plan it was measured with, or what `plan="auto"` measured.
-Out:  text.
+Out:  text: a sentence for everybody, a paragraph with all figures, a card.
 Must hold: overlapped and hidden are always printed together, beside the bound; a loss is printed as a loss.
 """
 
 from __future__ import annotations
 
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.measure import Overlap
-from hf_helix.runtime.tuning import BASELINE, Tuning
+from hf_helix.runtime.tuning import Tuning
+
+SMALL = 1.05  # a gain below this is explained
 
 
 def format_scorecard(overlap: Overlap, rule: str) -> str:
@@ -46,6 +49,52 @@ def _overlapped(overlap: Overlap) -> list[str]:
     return [f"  overlapped           {overlap.overlapped_fraction:12.0%}   of communication ran beside computation"]
 
 
+def format_verdict(tuning: Tuning, contention: str = "") -> str:
+    """What was chosen and what it gains, in one sentence; where it gains nothing, the reason.
+
+    Args:
+        tuning: what was measured.
+        contention: who shares the cores with communication; empty where devices have their own.
+    """
+    kept, baseline = tuning.overlaps[tuning.kept], _baseline(tuning)
+    plan = f"plan {_named(tuning.kept)}"
+    if baseline is None:
+        return f"{plan}, as asked for: {_worth(kept)}"
+    reason = _reason(kept, contention)
+    if tuning.kept == baseline:
+        return f"{plan}: overlap gains nothing here, because {reason}"
+    without = "without overlap"
+    if tuning.kept.split(" on ")[0] == BASELINE:
+        without = f"with {_named(baseline)}"
+    gain = tuning.overlaps[baseline].step / kept.step
+    small = f"; overlap gains little here, because {reason}" if gain < SMALL else ""
+    return f"{plan}, {gain:.2f}x as fast as {without}{small}"
+
+
+def _named(label: str) -> str:
+    """`search`, or `search` on the schedule `w`."""
+    return " on the schedule ".join(f"`{part}`" for part in label.split(" on "))
+
+
+def _worth(overlap: Overlap) -> str:
+    if not overlap.communication:
+        return "there are no collectives to hide"
+    hidden = max(0.0, overlap.hidden_fraction)
+    return f"{overlap.overlapped_fraction:.0%} of communication runs beside computation, {hidden:.0%} of it is hidden"
+
+
+def _reason(overlap: Overlap, contention: str) -> str:
+    """Why there is little or no gain."""
+    if not overlap.communication:
+        return "there are no collectives to hide"
+    share = overlap.communication / (overlap.computation + overlap.communication)
+    if share < 0.1:
+        return f"communication is only {share:.0%} of the work"
+    if contention:
+        return contention
+    return "computation beside communication loses as much time as it hides"
+
+
 def format_tuning(tuning: Tuning, share_of_step: float = 1.0) -> str:
     """What was chosen and why, in one paragraph.
 
@@ -61,7 +110,7 @@ def format_tuning(tuning: Tuning, share_of_step: float = 1.0) -> str:
     when = f" (measured {tuning.measured})" if tuning.measured else ""
     when += f" on an emulated link of {kept.link}" if kept.link else ""
     sentences = [
-        f"hf_helix: plan {tuning.kept} is kept{gain}{when}.",
+        f"Plan {tuning.kept} is kept{gain}{when}.",
         f"A window takes: {others}; its computation alone {_ms(kept.computation)}{_bubbles(kept)}{_alone(kept)}.",
         _hidden(kept),
         *_why_small(tuning),
@@ -116,7 +165,7 @@ def _by_kind(overlap: Overlap) -> str:
 def _why_small(tuning: Tuning) -> list[str]:
     """The reason, where there is little or no gain."""
     kept, baseline = tuning.overlaps[tuning.kept], _baseline(tuning)
-    if baseline is None or not kept.communication or tuning.overlaps[baseline].step >= 1.05 * kept.step:
+    if baseline is None or not kept.communication or tuning.overlaps[baseline].step >= SMALL * kept.step:
         return []
     start = f"The gain over {baseline} is small"
     if tuning.kept.split(" on ")[0] == BASELINE:

@@ -136,10 +136,10 @@ class CheckpointHooks:
         }
         parameters = describe_parameters(self._held(), mesh, optimizer)
         name = type(stepped(optimizer)).__name__ if optimizer is not None else None
-        return Manifest(type(self.model).__name__, parameters, dict(mesh.sizes), per_step, name)
+        return Manifest(type(self._engine.model).__name__, parameters, dict(mesh.sizes), per_step, name)
 
     def _held(self) -> dict[nn.Parameter, Held]:
-        return held_parameters(self.model, self._engine.runner.whole, self._mesh)
+        return held_parameters(self._engine.model, self._engine.runner.whole, self._mesh)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Each rank reads its slices of the model. Collective."""
@@ -187,7 +187,7 @@ class CheckpointHooks:
         folder = Path(self.args.output_dir or ".")
         needed = self._least_bytes(self._describe())
         probe = decide_on_rank_0(lambda: _probe(folder, needed))
-        # Rank 0 alone writes the model, but optimizer states come from all ranks, and all ranks read.
+        # The model can go through rank 0, but optimizer states come from all ranks, and all ranks read.
         is_shared = not self.args.save_only_model or self.args.load_best_model_at_end
         lost = f"output_dir={str(folder)!r} is not the folder that rank 0 has written to; give one that all hosts share"
         agree_on_success(ValueError(lost) if is_shared and not probe.exists() else None)
@@ -250,7 +250,7 @@ class CheckpointHooks:
             self._push_waits = True
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """An ordinary Hugging Face checkpoint, gathered unit by unit. Collective."""
+        """An ordinary Hugging Face checkpoint, every rank writing what it holds. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
         self._engine.save_pretrained(folder)

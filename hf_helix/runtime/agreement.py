@@ -103,34 +103,35 @@ def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -
         )
 
 
-def agree_on_number(count: int, device: torch.device, state: Tensor | None = None) -> list[int]:
+def agree_on_number(count: int, device: torch.device, states: Tensor | None = None) -> list[list[int]]:
     """Compare the number of micro-batches of a window over all ranks. Collective.
 
     Args:
-        state: a number that the ranks tell each other on this occasion.
+        states: whole numbers that the ranks tell each other on this occasion, as many on every rank.
 
     Returns:
-        The states of all ranks.
+        The states of every rank.
 
     Raises:
         ValueError: on every rank, if they differ: the dataset of a rank has ended before the others'.
     """
-    mine = torch.tensor([count, 0], device=device)
-    if state is not None:
-        mine[1] = state
+    mine = torch.tensor([count], device=device)
+    if states is not None:
+        mine = torch.cat((mine, states))
     found = mine[None]
     if dist.is_initialized() and dist.get_world_size() > 1:
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, mine)
         found = torch.stack(gathered)
-    counts, states = found.T.tolist()
+    rows = found.tolist()
+    counts = [row[0] for row in rows]
     if len(set(counts)) > 1:
         raise ValueError(
             f"the ranks have windows of different length (micro-batches by rank: {counts}): the dataset of some ranks "
             "ends before that of the others. Give every data-parallel rank as many samples, or stop before the "
             "shortest ends with TrainingArguments(max_steps=...)"
         )
-    return states
+    return [row[1:] for row in rows]
 
 
 def _fingerprint(inputs: Sequence[Tensor]) -> Tensor:

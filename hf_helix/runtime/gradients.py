@@ -7,7 +7,8 @@ Must hold: a parameter that several ranks copy counts once; sums come in the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -119,6 +120,19 @@ def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) 
     for unit in units:
         reduction.complete(unit)
     reduction.finish()
+
+
+@contextlib.contextmanager
+def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Around a window: gradients of an earlier one are complete, so they are added after its sums over the ranks."""
+    held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    for parameter in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, earlier in held.items():
+            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
 
 
 def _summing(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -302,8 +302,19 @@ def check_link(link: str, device: torch.device, world: int) -> None:
         )
 
 
-def check_world(world: int, tp_size: int, pp_size: int = 1, cp_size: int = 1, ep_size: int = 1) -> None:
-    """See `build_mesh`."""
+def check_world(
+    world: int,
+    tp_size: int,
+    pp_size: int = 1,
+    cp_size: int = 1,
+    ep_size: int = 1,
+    fits: Callable[[int], bool] | None = None,
+) -> None:
+    """See `build_mesh`.
+
+    Args:
+        fits: whether the model can be cut over so many tensor-parallel ranks; None where there is no model yet.
+    """
     left = world
     taken: list[str] = []
     sizes = {"tp_size": tp_size, "pp_size": pp_size, "cp_size": cp_size, "ep_size": ep_size}
@@ -313,6 +324,8 @@ def check_world(world: int, tp_size: int, pp_size: int = 1, cp_size: int = 1, ep
             left //= size
             continue
         works = [number for number in range(1, left + 1) if left % number == 0]
+        if name == "tp_size" and fits is not None:
+            works = [number for number in works if fits(number)]
         if taken:
             what = f"the {left} process{'es' * (left > 1)} that {' and '.join(taken)} leaves of {world}"
         else:

@@ -28,8 +28,6 @@ from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import Streams
 
-LOGITS = "head.logits"
-
 
 class Runner:
     """Runs windows on one rank.
@@ -67,7 +65,7 @@ class Runner:
         (loss,) = self.layout.graphs[self.layout.units[head]].forward.outputs
         self._loss: Key = (head, loss)
         self._loss_gradient: Key = (head, f"d.{loss}")
-        self._logits: Key = (head, LOGITS)
+        self._logits: Key = (head, self.stage.model[head].logits or "")
         self._last = self.layout.rank_of(head)
 
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:

@@ -20,16 +20,14 @@ from hf_helix.planning.rules import make_plan, predict_plan
 from hf_helix.planning.schedule import Schedule
 from hf_helix.planning.scheduler import Scheduler
 from hf_helix.planning.search import lower_bound
+from hf_helix.runtime.effort import BASELINE, FULL, Effort
 from hf_helix.runtime.measure import Overlap, measure_overlap, time_steps
 from hf_helix.runtime.mesh import rank
 from hf_helix.runtime.profiler import measure_profile
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
 
-BASELINE = "sequential"
-CANDIDATES = (BASELINE, "intra_batch", "round_robin", "dhelix", "greedy", "search")
 CLOSE = 1.05  # times that differ by less than this may have changed places
-TIMED = 3  # of the candidates, besides the baseline, those that are predicted to be fastest
 
 Progress = Callable[[str, float], object]
 """Told what is being done, and how much of it is done, from 0 to 1."""
@@ -49,6 +47,9 @@ class Tuning:
         gradient_bytes: of the whole model, what data parallelism would sum at the end of a step.
         ranks: that share the layers, the experts or the sequences of a rank of the pipeline.
         schedule: the name of the schedule that is in use.
+        effort: the name of the effort that was made, see `hf_helix.runtime.effort`.
+        verdict: the choice and its reason in a sentence.
+        report: all figures in a paragraph.
     """
 
     kept: str
@@ -60,6 +61,12 @@ class Tuning:
     gradient_bytes: int = 0
     ranks: int = 1
     schedule: str = "w"
+    effort: str = FULL.name
+    verdict: str = ""
+    report: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verdict}\n{self.report}"
 
     @property
     def gradient_seconds(self) -> float:
@@ -72,31 +79,30 @@ class Tuning:
 def tune(
     runner: Runner,
     window: Sequence[MicroBatch],
-    rules: Sequence[str] = CANDIDATES,
+    effort: Effort = FULL,
     *,
     about: Mapping[str, str] | None = None,
     profile: Profile | None = None,
     schedules: Callable[[Profile], Sequence[Scheduler]] | None = None,
-    timed: int = TIMED,
-    repeats: int = 2,
     microbatches: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Runner, Tuning]:
     """The runner of the fastest of the rules' plans. Collective; call it when there are no gradients.
 
     Args:
+        runner: of the parameters and streams that are measured with.
+        window: the micro-batches that are measured with.
+        effort: the rules to choose from, and how thoroughly.
         about: what the measurement is for, see `Profile`.
         profile: what to plan with; None to measure.
         schedules: to choose from, given the profile; None for the runner's own.
-        timed: how many candidates are timed in real steps besides the baseline.
-        repeats: how often each is timed.
         microbatches: of the windows that plans are for; by default as many as `window` has.
     """
     if profile is None:
         base = planned(runner, [BASELINE], rough_profile(runner.whole.layout), len(window))[BASELINE]
         profile = measure_profile(base, window, about, progress=_tell(progress, "measuring operators"))
     schedulers = schedules(profile) if schedules else [runner.scheduler]
-    planned_runners = planned(runner, rules, profile, microbatches or len(window), progress)
+    planned_runners = planned(runner, effort.rules, profile, microbatches or len(window), progress, effort.searching)
     runners = {
         _label(rule, scheduler, schedulers): found.with_plan(found.plan, scheduler)
         for scheduler in schedulers
@@ -104,10 +110,10 @@ def tune(
     }
     predicted = {name: predict_window(found, profile, len(window)) for name, found in runners.items()}
     baseline = _label(BASELINE, schedulers[0], schedulers)
-    shortlist = sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: timed + 1]
+    shortlist = sorted(predicted, key=lambda name: (name != baseline, predicted[name]))[: effort.timed + 1]
     chosen = {name: found for name, found in runners.items() if name in shortlist}
-    overlaps = measure_overlap(chosen, window, repeats, _tell(progress, "timing plans"))
-    overlaps = _settle(overlaps, chosen, window, repeats)
+    overlaps = measure_overlap(chosen, window, effort.repeats, _tell(progress, "timing plans"))
+    overlaps = _settle(overlaps, chosen, window, effort.repeats)
     kept = min(overlaps, key=lambda name: overlaps[name].step)
     limit = min(lower_bound(profile, scheduler(len(window))) for scheduler in schedulers)
     whole = sum(
@@ -126,6 +132,7 @@ def tune(
         gradient_bytes=whole,
         ranks=runner.mesh.experts.size * runner.mesh.cp.size,
         schedule=runners[kept].scheduler.name,
+        effort=effort.name,
     )
     return runners[kept], tuning
 
@@ -152,11 +159,21 @@ def planned(
     profile: Profile,
     microbatches: int,
     progress: Progress | None = None,
+    searching: float = 1.0,
 ) -> dict[str, Runner]:
-    """A runner with the plan of each rule for windows of so many micro-batches. Collective."""
+    """A runner with the plan of each rule for windows of so many micro-batches. Collective.
+
+    Args:
+        runner: to take the parameters and the schedule from.
+        rules: by name.
+        profile: what to plan with.
+        microbatches: of a window.
+        progress: told what is being done.
+        searching: see `make_plan`.
+    """
     schedule = runner.scheduler(microbatches)
     about = {"model": runner.plan.model, "mesh": runner.plan.mesh}
-    plans = make_plans(rules, profile, **about, schedule=schedule, progress=progress)  # type: ignore[arg-type]
+    plans = make_plans(rules, profile, **about, schedule=schedule, progress=progress, searching=searching)  # type: ignore[arg-type]
     return {rule: runner.with_plan(plan) for rule, plan in plans.items()}
 
 
@@ -168,6 +185,7 @@ def make_plans(
     mesh: Mapping[str, int],
     schedule: Schedule | None = None,
     progress: Progress | None = None,
+    searching: float = 1.0,
 ) -> dict[str, Plan]:
     """The plan of each rule: rank 0 makes them, every rank takes them over. Collective.
 
@@ -180,7 +198,9 @@ def make_plans(
         try:
             for rule in rules:
                 told = _tell(progress, f"searching ({rule})")
-                plan = make_plan(rule, profile, model=model, mesh=mesh, schedule=schedule, progress=told)
+                plan = make_plan(
+                    rule, profile, model=model, mesh=mesh, schedule=schedule, progress=told, searching=searching
+                )
                 texts[rule] = plan.to_json()
         except Exception as problem:  # every rank must hear of it
             error = f"rank 0 could not make a plan: {type(problem).__name__}: {problem}"

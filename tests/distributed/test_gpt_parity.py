@@ -116,7 +116,7 @@ def test_training_equals_the_stock_trainer(model: str, plan: str, cluster_of: An
     training = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
     case = {"model": MODELS[model], "data": data, "training": training}
     expected = jobs.train(str(tmp_path / "stock"), None, **case)
-    folder, helix = str(tmp_path / "helix"), {"tp_size": 2, "plan": plan, "cache": False}
+    folder, helix = str(tmp_path / "helix"), {"tp_size": 2, "plan": plan, "cache": False, "tuning_share": 1.0}
     for result in cluster_of(2).run("train", folder=folder, helix=helix, **case):
         compare_runs(result, expected)
     compare_weights(folder, str(tmp_path / "stock"))

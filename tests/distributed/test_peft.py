@@ -379,7 +379,7 @@ def test_measured_plans(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) 
         "training": {"max_steps": 4, "gradient_accumulation_steps": 4},
     }
     train = "support.pipeline_trainer_jobs:train"
-    tuned = cluster_of(2).run(train, folder=str(tmp_path), helix={**helix, "cache": False}, **job)
+    tuned = cluster_of(2).run(train, folder=str(tmp_path), helix={**helix, "cache": False, "tuning_share": 1.0}, **job)
     plain = cluster_of(2).run(train, folder=str(tmp_path), helix={**helix, **GREEDY}, **job)
     assert tuned[0]["losses"] == plain[0]["losses"]
     operators = json.loads(tuned[0]["plan"])

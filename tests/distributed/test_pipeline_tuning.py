@@ -13,7 +13,7 @@ from hf_helix.planning.profile import load_profile
 from hf_helix.planning.schedule import build_schedule
 from hf_helix.planning.scheduler import FOLDED
 from hf_helix.report.scorecard import format_scorecard
-from hf_helix.runtime.tuning import CANDIDATES, TIMED
+from hf_helix.runtime.effort import CANDIDATES, FULL
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def test_plans_and_schedules_are_measured_and_the_fastest_is_kept(tuned: Any) ->
     found = tuned[0]
     assert found["measured"] == 1
     assert set(found["predicted"]) == {f"{rule} on {schedule}" for rule in CANDIDATES for schedule in SCHEDULES}
-    assert len(found["steps"]) == 1 + TIMED
+    assert len(found["steps"]) == 1 + FULL.timed
     assert "sequential on w" in found["steps"]
     assert found["kept"] == min(found["steps"], key=found["steps"].get)
     rule, _, schedule = found["kept"].partition(" on ")
@@ -67,13 +67,17 @@ def test_plans_and_schedules_are_measured_and_the_fastest_is_kept(tuned: Any) ->
     assert found["schedule"] == schedule
 
 
-def test_it_is_said_in_one_paragraph(tuned: Any) -> None:
-    (said,) = tuned[0]["said"]
-    assert said.startswith(f"hf_helix: plan {tuned[0]['kept']} is kept")
+def test_it_is_said_in_a_sentence_and_a_paragraph(tuned: Any) -> None:
+    before, verdict = tuned[0]["said"]
+    assert before.startswith("hf_helix: measuring and searching plans, about ")
+    rule, _, schedule = tuned[0]["kept"].partition(" on ")
+    assert verdict.startswith(f"hf_helix: plan `{rule}` on the schedule `{schedule}`")
+    report = tuned[0]["report"]
+    assert report.startswith(f"Plan {tuned[0]['kept']} is kept")
     for name in tuned[0]["steps"]:
-        assert f"{name} " in said
-    assert "of which a rank of the pipeline waits " in said
-    assert "There are no collectives to hide." in said
+        assert f"{name} " in report
+    assert "of which a rank of the pipeline waits " in report
+    assert "There are no collectives to hide." in report
 
 
 def test_measuring_leaves_no_trace_in_the_results(tuned: Any, plain: Any) -> None:
@@ -96,7 +100,8 @@ def test_the_second_run_comes_from_the_cache(tuned: Any, folder: Path, cluster_o
     helix = {"plan": "auto", "schedule": "auto"}
     again = tune(cluster_of(2), tmp_path, cache=folder / "cache", helix=helix, forbidden=True)[0]
     assert again["measured"] == 0
-    for key in ("plan", "schedule", "kept", "steps", "said", "losses"):
+    assert len(again["said"]) == 1
+    for key in ("plan", "schedule", "kept", "steps", "report", "losses"):
         assert again[key] == tuned[0][key], key
 
 
@@ -126,7 +131,7 @@ def test_a_given_profile_finds_the_schedule_at_once(profile: str, plain: Any, cl
 def test_a_given_profile_and_auto_times_only(profile: str, cluster_of: Any, tmp_path: Path) -> None:
     helix = {"plan": "auto", "schedule": "auto", "profile": profile}
     found = tune(cluster_of(2), tmp_path, helix=helix, forbidden=True)[0]
-    assert len(found["steps"]) == 1 + TIMED
+    assert len(found["steps"]) == 1 + FULL.timed
     assert found["schedule"] in SCHEDULES
 
 

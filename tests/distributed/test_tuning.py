@@ -1,4 +1,4 @@
-"""`plan="auto"` and `plan="search"` measure in the first window; training goes on as if they had not."""
+"""`plan="auto"` and `plan="search"` measure before the first step; training goes on as if they had not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_helix.planning import search
 from hf_helix.planning.plan import load_plan
 from hf_helix.planning.profile import load_profile
 from hf_helix.planning.rules import make_plan
-from hf_helix.runtime.tuning import CANDIDATES, TIMED
+from hf_helix.runtime.effort import CANDIDATES, FULL
 
 CASE = {
     "model": {"num_hidden_layers": 4, "attention_dropout": 0.1},
@@ -30,7 +30,7 @@ CASE = {
 def runs(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(plan: str) -> list[dict[str, Any]]:
         folder = str(tmp_path_factory.mktemp(plan))
-        helix = {"tp_size": 2, "plan": plan, "cache": False}
+        helix = {"tp_size": 2, "plan": plan, "cache": False, "tuning_share": 1.0}
         return cluster_of(2).run("support.tuning_jobs:train", folder=folder, helix=helix, **CASE)
 
     return {plan: run(plan) for plan in ("auto", "search", "sequential")}
@@ -40,7 +40,7 @@ def test_the_fastest_plan_is_kept(runs: Any) -> None:
     for result in runs["auto"]:
         assert set(result["predicted"]) == set(CANDIDATES)
         assert "sequential" in result["steps_by_rule"]
-        fastest = sorted((r for r in CANDIDATES if r != "sequential"), key=result["predicted"].get)[:TIMED]
+        fastest = sorted((r for r in CANDIDATES if r != "sequential"), key=result["predicted"].get)[: FULL.timed]
         assert set(result["steps_by_rule"]) == {"sequential", *fastest}
         assert result["kept"] == min(result["steps_by_rule"], key=result["steps_by_rule"].get)
         assert json.loads(result["plan"])["rule"] == result["kept"]
@@ -102,11 +102,20 @@ def test_the_second_run_of_a_case_measures_nothing(plan: str, kept: Any, cluster
     assert first[plan]["measured"] == 1
     again = tune(cluster_of(2), tmp_path, plan, cache, forbidden=True)
     assert again["measured"] == 0
-    for key in ("plan", "tuning", "said"):
+    for key in ("plan", "tuning"):
         assert again[key] == first[plan][key], key
     assert again["tuning"]["measured"] == datetime.date.today().isoformat()
+    before, verdict = first[plan]["said"]
+    assert before.startswith("hf_helix: measuring and searching plans, about ")
+    assert before.endswith("; cached afterwards")
     assert len(again["said"]) == 1
-    assert f"plan {again['tuning']['kept']} is kept" in again["said"][0]
+    for said in (verdict, *again["said"]):
+        assert said.startswith(f"hf_helix: plan `{again['tuning']['kept']}`")
+    assert verdict.partition(" (details: ")[0] == again["said"][0].partition(" (details: ")[0]
+    assert again["report"] in (tmp_path / "helix" / "tuning.txt").read_text()
+    made_for = {"model": "LlamaForCausalLM", "mesh": {"tp_size": 2, "pp_size": 1}}
+    graphs = load_profile(tmp_path / "helix" / "profile.json").layout.graphs
+    assert load_plan(tmp_path / "helix" / "plan.json", graphs, **made_for).to_json() == again["plan"]
 
 
 def test_the_cache_holds_files_for_people(kept: Any) -> None:
@@ -190,7 +199,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no tuning": lambda folder: (folder / "tuning.json").unlink(),
     "no plan": lambda folder: (folder / "plan.json").unlink(),
     "empty tuning": garble("tuning.json", ""),
-    "truncated tuning": garble("tuning.json", '{"format": "hf_helix.tuning/1", "case"'),
+    "truncated tuning": garble("tuning.json", '{"format": "hf_helix.tuning/2", "case"'),
     "tuning is a list": garble("tuning.json", "[]"),
     "bytes": lambda folder: (folder / "tuning.json").write_bytes(b"\xff\xfe"),
     "another format": damage("tuning.json", lambda data: data.update(format="hf_helix.tuning/0")),
@@ -290,7 +299,7 @@ def test_auto_with_a_given_profile_times_plans_only(profile: Path, cluster_of: A
     found = tune(cluster_of(2), tmp_path, "auto", helix={"profile": str(profile)}, forbidden=True)
     assert found["tuning"]["predicted"].keys() == set(CANDIDATES)
     assert found["tuning"]["kept"] == found["rule"]
-    assert len(found["tuning"]["steps"]) == 1 + TIMED
+    assert len(found["tuning"]["steps"]) == 1 + FULL.timed
 
 
 def test_a_given_profile_and_an_ablation(profile: Path, cluster_of: Any, tmp_path: Path) -> None:
@@ -357,21 +366,28 @@ def check_refused(path: Path, message: str, cluster: Any) -> None:
 
 
 def test_a_window_of_one_micro_batch_waits(cluster_of: Any, tmp_path: Path) -> None:
-    """`greedy` serves, and that is said once, not at every step."""
+    """Nothing is interleaved, and that is said once, whatever the plan, with what to change."""
     training = {"gradient_accumulation_steps": 1, "max_steps": 3}
-    for plan in ("auto", "dhelix"):
+    for plan, rule in (("auto", "greedy"), ("dhelix", "greedy"), ("round_robin", "round_robin")):
         found = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
-        assert found["first"] == found["rule"] == "greedy"
+        assert found["rule"] == rule
         assert found["tuning"] is None
-        assert len(found["said"]) == 1
-        assert f"plan='{plan}' waits for a window of two micro-batches; until then greedy serves" in found["said"][0]
-        assert "gradient_accumulation_steps" in found["said"][0]
+        (said,) = found["said"]
+        assert "one micro-batch here, and nothing to interleave it with; set gradient_accumulation_steps=2" in said
     assert not (tmp_path / "cache").exists()
 
 
-def test_no_window_of_one_micro_batch_needs_anything_where_the_plan_is_known(cluster_of: Any, tmp_path: Path) -> None:
+def test_a_data_set_of_one_batch_is_the_reason(cluster_of: Any, tmp_path: Path) -> None:
+    """Accumulation is on already, so no advice to switch it on."""
+    training = {"gradient_accumulation_steps": 4, "max_steps": 3}
+    options = {"training": training, "data": {"count": 2, "lengths": (9,)}}
+    (said,) = tune(cluster_of(2), tmp_path, "auto", forbidden=True, **options)["said"]
+    assert "gradient_accumulation_steps is 4, but the data set has only one batch for this rank" in said
+
+
+def test_plans_of_one_micro_batch_at_a_time_need_no_other(cluster_of: Any, tmp_path: Path) -> None:
     training = {"gradient_accumulation_steps": 1, "max_steps": 2}
-    for plan in ("greedy", "intra_batch", "sequential"):
+    for plan in ("intra_batch", "sequential"):
         found = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
         assert found["rule"] == plan
         assert found["said"] == []

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import networkx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import LLAMA, collective, compute, layout_of, linear, pair, random_times, schedule_of
 
@@ -208,7 +208,6 @@ def prerequisites(work: Work) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
 @given(works())
 def test_without_slowdown_it_is_the_longest_path(work: Work):
     graph = networkx.DiGraph()
@@ -222,7 +221,6 @@ def test_without_slowdown_it_is_the_longest_path(work: Work):
         assert timeline.ends[place] == pytest.approx(networkx.dag_longest_path_length(upstream, "weight"))
 
 
-@settings(max_examples=200, deadline=None)
 @given(works(), st.integers(0, 999))
 def test_with_slowdown_each_does_its_work_at_the_rates_of_what_runs_beside_it(work: Work, seed: int):
     """Only one timeline starts everything at once when it may, and does exactly its work at these rates."""
@@ -244,7 +242,6 @@ def test_with_slowdown_each_does_its_work_at_the_rates_of_what_runs_beside_it(wo
         assert done == pytest.approx(work.seconds[place], abs=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
 @given(works(), st.integers(0, 999))
 def test_slowdown_never_shortens_an_operator(work: Work, seed: int):
     timeline = simulate(work, lambda a, b: 1.0 + random.Random(f"{seed}{a}{b}").random())

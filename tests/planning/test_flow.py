@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import (
     LLAMA,
@@ -51,7 +51,6 @@ def names(program: list[Instruction]) -> list[str]:
     return [instruction.operator.name for instruction in program]
 
 
-@settings(max_examples=80, deadline=None)
 @given(layers(), st.integers(1, 4), st.integers(1, 6), st.integers(0, 999), st.integers(0, 2))
 def test_any_window_is_valid_and_within_its_memory(
     layer: GraphPair, num_layers: int, num_microbatches: int, seed: int, extra_layers: int
@@ -78,7 +77,6 @@ def test_memory_that_is_allowed_is_used_up_and_no_more():
         assert 4 + extra - 0.5 < most_layers_alive(program, layout) <= 4 + extra
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 999))
 def test_a_strand_enters_a_unit_once_it_has_left_the_last_but_one(num_layers: int, num_microbatches: int, seed: int):
     layout = layout_of(LLAMA, num_layers)

@@ -223,21 +223,16 @@ def chosen(num_ranks: int, num_microbatches: int, costs: Costs, **options: int) 
 
 
 @every_set
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 7, 8))])
 def test_the_choice_is_never_behind_and_takes_no_more_room(num_ranks: int, costs: dict[str, float], hasty: None):
+    """At two micro-batches a rank, it clearly beats W."""
     for count in sorted({1, num_ranks, num_ranks + 1, 2 * num_ranks, min(16, 4 * num_ranks)}):
         times = even(2 * num_ranks, **costs)
         others, found = named(num_ranks, count, times), chosen(num_ranks, count, times)
         assert found.seconds <= min(other.seconds for other in others.values()) + 1e-9
         assert max(found.live) <= max(max(other.live) for other in others.values())
-
-
-@every_set
-@pytest.mark.parametrize("num_ranks", range(2, 9))
-def test_the_choice_clearly_beats_w_at_two_micro_batches_a_rank(num_ranks: int, costs: dict[str, float], hasty: None):
-    times = even(2 * num_ranks, **costs)
-    gain = named(num_ranks, 2 * num_ranks, times)["w"].seconds / chosen(num_ranks, 2 * num_ranks, times).seconds
-    assert gain >= 1.1
+        if num_ranks > 1 and count == 2 * num_ranks:
+            assert others["w"].seconds / found.seconds >= 1.1
 
 
 @pytest.mark.parametrize("seed", range(10))

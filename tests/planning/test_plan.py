@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from support.graphs import (
     EMBEDDING,
     SMALL_LAYER,
@@ -155,7 +155,6 @@ def random_profile(graph: Graph) -> Profile:
     return rough_profile(Layout([graph.name], {0: [0], 1: []}, {graph.name: GraphPair.of(graph)}))
 
 
-@settings(max_examples=150, deadline=None)
 @given(graphs())
 def test_any_graph_has_a_backward_that_every_rule_orders_and_that_gives_the_right_gradients(graph: Graph):
     backward = derive_backward(graph)

@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import (
     SMALL,
@@ -43,7 +43,6 @@ def window(rule: str, num_layers: int, num_microbatches: int) -> list[Instructio
 
 
 @pytest.mark.parametrize("rule", UNTILED)
-@settings(max_examples=30, deadline=None)
 @given(num_layers=st.integers(1, 7), num_microbatches=st.integers(1, 5))
 def test_windows_are_valid_and_whole(rule: str, num_layers: int, num_microbatches: int):
     program = window(rule, num_layers, num_microbatches)
@@ -61,7 +60,6 @@ def test_windows_are_valid_and_whole(rule: str, num_layers: int, num_microbatche
 
 
 @pytest.mark.parametrize("rule", UNTILED)
-@settings(max_examples=30, deadline=None)
 @given(num_layers=st.integers(1, 7), num_microbatches=st.integers(2, 5))
 def test_gradients_are_added_in_the_order_of_micro_batches(rule: str, num_layers: int, num_microbatches: int):
     """Whatever adds to a parameter's gradient: W, and whole backwards (norms)."""

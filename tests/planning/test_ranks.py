@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import (
     SMALL,
@@ -91,14 +91,12 @@ def check_ranks(programs: list[list[Instruction]], layout: Layout, schedule: Sch
     assert seconds >= lower_bound(profile_of(layout, random_times(layout, 0)), schedule) - 1e-9
 
 
-@settings(max_examples=60, deadline=None)
 @given(**SHAPES, rule=st.sampled_from(BLOCKS))
 def test_programs_of_blocks(name: str, num_ranks: int, num_microbatches: int, counts: list[int], rule: str):
     layout, schedule = case(name, num_ranks, num_microbatches, counts)
     check_ranks(build_programs(schedule, layout, block_plan_of(rule)), layout, schedule)
 
 
-@settings(max_examples=100, deadline=None)
 @given(**SHAPES, seed=SEEDS, recompute=st.sampled_from(RECOMPUTE))
 def test_programs_of_flows(
     name: str, num_ranks: int, num_microbatches: int, counts: list[int], seed: int, recompute: str
@@ -113,7 +111,6 @@ def test_programs_of_flows(
         assert most_layers_alive(program, layout) <= room + 1e-3
 
 
-@settings(max_examples=30, deadline=None)
 @given(**SHAPES, seed=SEEDS)
 def test_a_flow_is_predicted_as_its_programs_run(
     name: str, num_ranks: int, num_microbatches: int, counts: list[int], seed: int

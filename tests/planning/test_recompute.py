@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import graphs as by_hand
 from support.graphs import collective, compute, linear, llama_layer, llama_layer_on_one_rank, segment
@@ -181,7 +181,6 @@ def test_the_digest_tells_modes_apart() -> None:
     assert len({digest([pair.forward]) for pair in pairs}) == len({digest([pair.backward]) for pair in pairs}) == 3
 
 
-@settings(max_examples=200, deadline=None)
 @given(by_hand.graphs(), st.sampled_from([SELECTIVE, FULL]))
 def test_whatever_backward_reads_is_kept_or_comes_again(forward: Graph, mode: str) -> None:
     """Of any graph. `Graph` itself refuses a reader before its writer."""

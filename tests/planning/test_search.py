@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import (
     LLAMA,
@@ -70,7 +70,6 @@ def test_greedy_waits_for_nothing_and_takes_weight_gradients_last():
     assert names == ["add", "scatter", "down.I", "up.I", "gather", "down.W", "norm", "up.W"]
 
 
-@settings(max_examples=40, deadline=None)
 @given(layers(), st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
 def test_greedy_is_between_the_bound_and_everything_in_a_row(
     layer: GraphPair, num_layers: int, num_microbatches: int, seed: int
@@ -235,7 +234,6 @@ def test_the_bound_by_hand():
     assert longest_way(layer.forward, {op.name: 1.0 for op in layer.forward.operators}) == 6
 
 
-@settings(max_examples=60, deadline=None)
 @given(layers(), st.integers(1, 3), st.integers(1, 4), st.integers(0, 9999))
 def test_no_valid_order_beats_the_bound(layer: GraphPair, num_layers: int, num_microbatches: int, seed: int):
     """Any order that keeps the flow's rules but for urgency: values, strands and gradients."""
@@ -254,7 +252,6 @@ def test_no_valid_order_beats_the_bound(layer: GraphPair, num_layers: int, num_m
     assert simulate(window.work, lambda a, b: 1.5).seconds >= limit - 1e-9
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 999))
 def test_no_flow_beats_the_bound(num_layers: int, num_microbatches: int, seed: int):
     profile = llama_profile(num_layers, seed)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import graphs as by_hand
 from support.graphs import (
@@ -151,7 +151,6 @@ def test_no_tiles_are_refused() -> None:
         tile_graph(llama_layer(), 0)
 
 
-@settings(max_examples=200, deadline=None)
 @given(graph=by_hand.graphs(), tiles=st.integers(2, 4))
 def test_any_graph_keeps_its_ends_and_has_a_backward(graph: Graph, tiles: int) -> None:
     cut = tile_graph(graph, tiles)
@@ -187,7 +186,6 @@ def test_an_order_that_adds_tiles_up_the_other_way_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tiles", TILES)
-@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_flows_order_tiled_windows(tiles: int, seed: int) -> None:
     layout = tiled(layout_of(LLAMA, 3), tiles)

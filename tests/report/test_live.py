@@ -13,7 +13,7 @@ import pytest
 from support.models import llama
 
 from hf_helix.report.flops import TokenFlops, token_flops
-from hf_helix.report.live import LiveScore
+from hf_helix.report.live import SHORT, LiveScore, short_entries
 from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.trace import Span, Trace
 
@@ -122,7 +122,7 @@ def test_overlap_by_hand_without_a_measurement(clock: Clock) -> None:
         (100, 3.0, 1.0, 0.0),
         (100, 2.0, 1.0, 0.0),  # faster than its computation was alone: noise
         (100, 7.0, 0.0, 4000.0),
-        (100, 9.0, -0.5, 6000.0),  # a loss is a loss
+        (100, 9.0, 0.0, 6000.0),  # nothing is hidden where contention costs more than communication itself
     ],
 )
 @pytest.mark.parametrize("batches", [1, 2])
@@ -137,6 +137,17 @@ def test_overlap_by_hand_beside_what_was_measured_alone(
     assert found["helix/overlapped_fraction"] == 0.5
     assert found["helix/hidden_fraction"] == pytest.approx(hidden)
     assert found["helix/exposed_ms"] == pytest.approx(exposed)
+
+
+def test_a_little_communication_says_nothing_of_what_is_hidden(clock: Clock) -> None:
+    """4 s of communication in a window of 100 s: its time varies by more than that."""
+    alone = Overlap(step=99.0, computation=96.0, communication=4.0, overlapped_fraction=0.9, tokens=100)
+    score = LiveScore(None, ranks=2, batches=1, peak=None)
+    train(score, clock, 100, 10, 100.0)
+    score.add_trace(HALF, 100, 100.0)
+    found = score.entries(alone)
+    assert "helix/hidden_fraction" not in found
+    assert short_entries(found) == {"helix/overlapped_fraction": 0.5}
 
 
 def test_one_rank_has_nothing_to_overlap(clock: Clock) -> None:
@@ -170,15 +181,16 @@ def test_logs_of_a_real_training(cluster_of: Any, tmp_path: Path) -> None:
         assert len(rank["logs"]) == 2
         for entry in rank["logs"]:
             ours = {key for key in entry if key.startswith("helix/")}
-            assert ours == SPEED | {"helix/overlapped_fraction", "helix/hidden_fraction", "helix/exposed_ms"}
+            assert {"helix/overlapped_fraction"} <= ours <= set(SHORT)
             assert {"loss", "grad_norm", "learning_rate", "epoch", "step"} <= entry.keys()
-            # A window has 64 tokens; anything from 6 ms to a minute may pass for it.
-            assert 1 < entry["helix/tokens_per_second"] < 1e4
-            each = entry["helix/tokens_per_second"] * flops / 2 / 1e12
-            assert entry["helix/tflops_per_device"] == pytest.approx(each, rel=1e-4)
-            assert 0 <= entry["helix/overlapped_fraction"] <= 1
-            assert entry["helix/hidden_fraction"] <= 1
-            assert 0 <= entry["helix/exposed_ms"] < 6e4
+            assert all(0 <= entry[key] <= 1 for key in ours)
+        figures = rank["figures"]
+        assert SPEED | {"helix/overlapped_fraction", "helix/exposed_ms"} <= figures.keys()
+        # A window has 64 tokens; anything from 6 ms to a minute may pass for it.
+        assert 1 < figures["helix/tokens_per_second"] < 1e4
+        each = figures["helix/tokens_per_second"] * flops / 2 / 1e12
+        assert figures["helix/tflops_per_device"] == pytest.approx(each, rel=1e-4)
+        assert 0 <= figures["helix/exposed_ms"] < 6e4
         assert not any(key.startswith("helix/") for entry in rank["other_logs"] for key in entry)
         assert not rank["still_traced"]
         assert rank["gradients"] == 0
@@ -204,9 +216,9 @@ def test_logs_of_a_plan_that_needs_no_measurement(cluster_of: Any, tmp_path: Pat
     case = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "greedy"}, **CASE}
     first, second = cluster_of(2).run(JOB, **case, measure=True)
     for entry in first["logs"] + second["logs"]:
-        ours = {key for key in entry if key.startswith("helix/")}
-        assert ours == SPEED | {"helix/overlapped_fraction", "helix/exposed_ms"}
+        assert {key for key in entry if key.startswith("helix/")} == {"helix/overlapped_fraction"}
     for rank in (first, second):
+        assert rank["figures"].keys() == SPEED | {"helix/overlapped_fraction", "helix/exposed_ms"}
         overlap = rank["overlap"]
         assert overlap["tokens"] == 2 * 2 * 16
         assert overlap["by_kind"] == {"local": pytest.approx(overlap["overlapped"])}
@@ -230,11 +242,12 @@ def test_tensorboard_shows_them(cluster_of: Any, tmp_path: Path, monkeypatch: py
     events = accumulator.EventAccumulator(str(files[0]))
     events.Reload()
     names = [key for key in logs[0] if key.startswith("helix/")]
-    assert len(names) == 5
+    assert "helix/overlapped_fraction" in names
     for name in names:
         scalars = events.Scalars(f"train/{name}")
-        assert [scalar.step for scalar in scalars] == [2, 4]
-        assert [scalar.value for scalar in scalars] == pytest.approx([entry[name] for entry in logs], rel=1e-5)
+        logged = [entry for entry in logs if name in entry]
+        assert [scalar.step for scalar in scalars] == [entry["step"] for entry in logged]
+        assert [scalar.value for scalar in scalars] == pytest.approx([entry[name] for entry in logged], rel=1e-5)
 
 
 def test_a_trace_needs_a_window(cluster_of: Any, tmp_path: Path) -> None:
@@ -248,7 +261,8 @@ def test_data_parallel_ranks_have_nothing_to_hide(cluster_of: Any, tmp_path: Pat
     case = {"folder": str(tmp_path), "helix": {"tp_size": 1, "plan": "auto"}, **CASE}
     flops = token_flops(llama(num_hidden_layers=2)).causal(16)
     for rank in cluster_of(2).run(JOB, **case):
-        for entry in rank["logs"]:
-            assert {key for key in entry if key.startswith("helix/")} == SPEED
-            each = entry["helix/tokens_per_second"] * flops / 2 / 1e12
-            assert entry["helix/tflops_per_device"] == pytest.approx(each, rel=1e-4)
+        assert not any(key.startswith("helix/") for entry in rank["logs"] for key in entry)
+        figures = rank["figures"]
+        assert figures.keys() == SPEED
+        each = figures["helix/tokens_per_second"] * flops / 2 / 1e12
+        assert figures["helix/tflops_per_device"] == pytest.approx(each, rel=1e-4)

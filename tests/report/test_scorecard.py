@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_helix.report.scorecard import format_scorecard, format_tuning
+from hf_helix.report.scorecard import format_scorecard, format_tuning, format_verdict
 from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.tuning import Tuning
 
@@ -64,7 +64,7 @@ def test_a_scorecard_of_a_loss_and_of_one_rank() -> None:
 def test_a_gain() -> None:
     found = tuning("search", BOTH, predicted={"search": 7e-3, "dhelix": 9e-3}, measured="2026-01-02")
     text = format_tuning(found)
-    assert text.startswith("hf_helix: plan search is kept, 1.25 times as fast as sequential (measured 2026-01-02).")
+    assert text.startswith("Plan search is kept, 1.25 times as fast as sequential (measured 2026-01-02).")
     assert "A window takes: sequential 10.0 ms, search 8.0 ms (predicted 7.0 ms);" in text
     assert "its computation alone 6.0 ms, its communication alone 4.0 ms, and no plan can beat 6.0 ms." in text
     assert "50% of communication runs beside computation, 50% of its time is saved, 2.0 ms are exposed." in text
@@ -113,7 +113,7 @@ def test_contention_that_costs_more_than_all_communication_is_the_reason() -> No
 
 def test_the_baseline_is_not_compared_with_itself() -> None:
     text = format_tuning(tuning("sequential", {"sequential": overlap(8.0), "search": overlap(9.0)}))
-    assert text.startswith("hf_helix: plan sequential is kept. A window takes: sequential 8.0 ms, search 9.0 ms;")
+    assert text.startswith("Plan sequential is kept. A window takes: sequential 8.0 ms, search 9.0 ms;")
 
 
 def test_a_bound_that_was_beaten_is_noise_and_not_said() -> None:
@@ -129,7 +129,7 @@ def test_what_counts_as_small(baseline: float, small: bool) -> None:
 
 def test_no_baseline_no_comparison() -> None:
     text = format_tuning(tuning("dhelix", {"dhelix": overlap()}))
-    assert text.startswith("hf_helix: plan dhelix is kept. A window takes: dhelix 8.0 ms;")
+    assert text.startswith("Plan dhelix is kept. A window takes: dhelix 8.0 ms;")
     assert "sequential" not in text
 
 
@@ -196,14 +196,14 @@ def test_a_tuning_without_collectives() -> None:
     figures = {"communication": 0.0, "overlapped_fraction": 0.0, "bubble_fraction": 0.25}
     steps = {"sequential": overlap(8.1, **figures), "greedy": overlap(8.0, **figures)}
     text = format_tuning(tuning("greedy", steps, predicted={"greedy": 7e-3}))
-    assert text.startswith("hf_helix: plan greedy is kept, 1.01 times as fast as sequential. A window takes: ")
+    assert text.startswith("Plan greedy is kept, 1.01 times as fast as sequential. A window takes: ")
     assert text.endswith(" waits 25% for others). There are no collectives to hide.")
 
 
 def test_a_choice_among_schedules() -> None:
     steps = {"sequential on w": overlap(10.0), "greedy on w": overlap(9.0), "greedy on dualpipe_v": overlap(8.0)}
     text = format_tuning(tuning("greedy on dualpipe_v", steps))
-    assert "plan greedy on dualpipe_v is kept, 1.25 times as fast as sequential on w. A window takes: " in text
+    assert "Plan greedy on dualpipe_v is kept, 1.25 times as fast as sequential on w. A window takes: " in text
     small = format_tuning(tuning("sequential on w", {"sequential on w": overlap(8.0), "greedy on auto": overlap(8.1)}))
     assert "No plan that overlaps is faster here" in small
     other = {"sequential on w": overlap(8.1), "sequential on dualpipe_v": overlap(8.0)}
@@ -219,3 +219,63 @@ def test_sums_of_gradients_are_not_called_overlapped() -> None:
     assert "hidden" in text
     said = format_tuning(tuning("greedy", {"greedy": overlap(**figures)}))
     assert "Communication is sums of gradients only: 50% of its time is saved, 2.0 ms are exposed." in said
+
+
+# The sentence that is said
+
+SHARED = "2 ranks compute and communicate on the same 2 cores"
+FEW = {"sequential": overlap(10.0, communication=0.5), "search": overlap(9.9, communication=0.5)}
+
+
+@pytest.mark.parametrize(
+    ("kept", "steps", "contention", "sentence"),
+    [
+        ("search", BOTH, SHARED, "plan `search`, 1.25x as fast as without overlap"),
+        (
+            "sequential",
+            {**BOTH, "sequential": overlap(7.0)},
+            SHARED,
+            f"plan `sequential`: overlap gains nothing here, because {SHARED}",
+        ),
+        (
+            "sequential",
+            {**BOTH, "sequential": overlap(7.0)},
+            "",
+            "plan `sequential`: overlap gains nothing here, because computation beside communication loses as much "
+            "time as it hides",
+        ),
+        (
+            "search",
+            FEW,
+            SHARED,
+            "plan `search`, 1.01x as fast as without overlap; overlap gains little here, because communication is only "
+            "8% of the work",
+        ),
+        (
+            "greedy on auto",
+            {"sequential on w": overlap(10.0), "greedy on auto": overlap(8.0)},
+            "",
+            "plan `greedy` on the schedule `auto`, 1.25x as fast as without overlap",
+        ),
+        (
+            "sequential on auto",
+            {"sequential on w": overlap(10.0), "sequential on auto": overlap(8.0)},
+            "",
+            "plan `sequential` on the schedule `auto`, 1.25x as fast as with `sequential` on the schedule `w`",
+        ),
+        (
+            "dhelix",
+            {"dhelix": overlap(12.0)},
+            "",
+            "plan `dhelix`, as asked for: 50% of communication runs beside computation, 0% of it is hidden",
+        ),
+        (
+            "sequential",
+            {"sequential": overlap(7.0, communication=0.0), "greedy": overlap(7.1, communication=0.0)},
+            SHARED,
+            "plan `sequential`: overlap gains nothing here, because there are no collectives to hide",
+        ),
+    ],
+)
+def test_the_verdict_is_a_sentence(kept: str, steps: dict[str, Overlap], contention: str, sentence: str) -> None:
+    assert format_verdict(tuning(kept, steps), contention) == sentence

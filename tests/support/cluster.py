@@ -1,7 +1,8 @@
-"""A few real processes with a real gloo process group, kept alive over many tests (starting one takes seconds).
+"""A few real processes with a real gloo process group, kept alive over many tests.
 
 A job is a module-level function of `support.jobs`, or "module:function", called on every rank at once with the same
-arguments.
+arguments. Ranks are forked from one process that has imported everything, which takes it about eight seconds; that
+process runs no job and has no process group.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class JobFailed(AssertionError):
 class Cluster:
     def __init__(self, size: int) -> None:
         self.size = size
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["support.tuning_jobs"])
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -99,8 +101,14 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         OMP_NUM_THREADS="1",
     )
     import torch
+    from support.tuning_jobs import hasty
 
     torch.set_num_threads(1)
+    with hasty():
+        _work(pipe)
+
+
+def _work(pipe: Connection) -> None:
     while True:
         try:
             job, arguments = pipe.recv()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.jobs import _microbatches, make_trainer
 from support.models import arguments, llama, sequences, tiny
+from support.pipeline_jobs import runner_of
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
@@ -316,15 +317,17 @@ def train_with(
     }
 
 
-def window_memory(folder: str, helix: dict[str, Any], layers: int, num_microbatches: int) -> int:
-    """The most bytes of tensors alive in a window, parameters and gradients left out."""
+def window_memory(folder: str, plan: str, layers: int, num_microbatches: int) -> int:
+    """The most bytes of tensors alive in a window of two ranks, parameters and gradients left out."""
     model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
-    trainer = make_trainer(folder, helix, model=model, data={"lengths": (128,)})
+    helix = {"tp_size": 2, "plan": "sequential"}
+    trainer = make_trainer(folder, helix, model=model, data={"lengths": (64,)})
+    runner = runner_of(trainer, plan, "w")
     trainer.model.train()
     window = _microbatches(trainer, num_microbatches)
-    trainer.runner.train_window(window)  # makes the gradients
+    runner.train_window(window)  # makes the gradients
     kept = [t for p in trainer.model.parameters() for t in (p, p.grad) if t is not None]
     kept += [t for batch in window for t in batch.prepare().values() if isinstance(t, Tensor)]
     with Tally(kept) as counter:
-        trainer.runner.train_window(window)
+        runner.train_window(window)
     return counter.peak

@@ -246,7 +246,7 @@ def tune(
     environment = mock.patch.dict(os.environ, {"HELIX_CACHE": cache})
     counting = mock.patch.object(tuning, "measure_profile", counted)
     with environment, counting, hasty(), contextlib.redirect_stdout(output):
-        trainer: Any = jobs.make_trainer(folder, helix, **options)
+        trainer: Any = jobs.make_trainer(folder, {"tuning_share": 1.0, **helix}, **options)
         trainer.train()
     found = trainer.tuning
     said = [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")]
@@ -257,6 +257,7 @@ def tune(
         "said": said,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "kept": None if found is None else found.kept,
+        "report": found and found.report,
         "steps": {} if found is None else {name: overlap.step for name, overlap in found.overlaps.items()},
         "predicted": {} if found is None else dict(found.predicted),
         "profiled": [] if found is None or found.profile is None else sorted(found.profile.times),

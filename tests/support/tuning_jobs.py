@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,21 +17,22 @@ from support import jobs
 from support.jobs import _microbatches, make_trainer, window_gradients
 from support.models import arguments
 
-from hf_helix.planning import search
+from hf_helix.planning import pairing, search
 from hf_helix.planning.graph import Kind
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
-from hf_helix.runtime import tuning
+from hf_helix.runtime import profiler, tuning
 from hf_helix.runtime.profiler import measure_profile
 
 
 @contextlib.contextmanager
 def hasty() -> Iterator[None]:
-    """Searches of a few steps."""
-    usual, search.EFFORT = search.EFFORT, 20_000
-    try:
+    """Plans need not be good: searches of a few steps, and operators timed once. Every `Cluster` works like this."""
+    with (
+        mock.patch.object(search, "EFFORT", 20_000),
+        mock.patch.object(pairing, "STATES", 100),
+        mock.patch.object(profiler, "TRAIN", 2),
+    ):
         yield
-    finally:
-        search.EFFORT = usual
 
 
 def train(**case: Any) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
     output = io.StringIO()
     try:
         with hasty(), contextlib.redirect_stdout(output):
-            trainer = make_trainer(folder, {"tp_size": 2, **helix}, **options)
+            trainer = make_trainer(folder, {"tp_size": 2, "tuning_share": 1.0, **helix}, **options)
             first = trainer.plan.rule
             trainer.train()
     finally:
@@ -133,6 +135,7 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
         "measured": len(measured),
         "said": [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "report": found and found.report,
         "tuning": None
         if found is None
         else {
@@ -193,6 +196,7 @@ def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = F
     result = {
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "other_logs": [entry for entry in trainer.state.log_history if "loss" not in entry],
+        "figures": trainer.helix.figures,
         "plan": trainer.plan.rule,
         "still_traced": trainer.runner.executor.streams.trace is not None,
         "gradients": sum(parameter.grad is not None for parameter in trainer.model.parameters()),

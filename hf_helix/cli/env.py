@@ -1,0 +1,107 @@
+"""hf-helix env: what to paste into an issue.
+
+In:   the installed packages, the machine, the environment.
+Out:  a list in Markdown.
+Must hold: it works where torch or any other package is missing; it never prints a token, a key or a password.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_helix import __version__
+from hf_helix.cli.options import add_parser
+
+if TYPE_CHECKING:
+    from hf_helix.cli.options import Commands
+
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "safetensors", "huggingface_hub"),
+    *("peft", "trl", "datasets", "flash-attn", "matplotlib"),
+)
+LAUNCHER = re.compile(
+    r"(HELIX|ACCELERATE|FSDP|PARALLELISM_CONFIG|NCCL|GLOO|TORCH|CUDA|OMP|MKL|SLURM)_\w+"
+    r"|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE"
+)
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+TEXT = "Paste the output into an issue, together with the command that failed and what it printed.\n"
+
+
+def add_command(commands: Commands) -> None:
+    """Declare the command."""
+    add_parser(commands, "env", run, "print versions, devices and the launcher's environment, for an issue", TEXT)
+
+
+def run(options: argparse.Namespace) -> None:
+    """A line for each fact."""
+    print("\n".join(f"- {name}: {value}" for name, value in _facts()))
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "hf_helix", f"{__version__} ({Path(__file__).parents[1]})"
+    yield "python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", platform.platform()
+    for package in PACKAGES:
+        yield package, _version(package)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    yield "cores", f"{len(usable)} of {os.cpu_count()}"
+    yield from _devices()
+    yield from _folders()
+    yield from _environment()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    """What torch sees."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        yield "torch", f"cannot be imported: {error}"
+        return
+    names = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
+    yield "torch backends", ", ".join(names) or "none"
+    yield "torch threads", str(torch.get_num_threads())
+    if not torch.cuda.is_available():
+        yield "devices", "CPU only"
+        return
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in names else "none"
+    yield "CUDA", f"{torch.version.cuda}, NCCL {nccl}"
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield f"GPU {index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
+
+
+def _folders() -> Iterator[tuple[str, str]]:
+    """Where measurements are kept, and the file that `accelerate launch` reads where no other is given."""
+    try:
+        from huggingface_hub.constants import HF_HOME
+
+        from hf_helix.cache import cache_root
+    except ImportError:
+        return
+    cases = sum(1 for _ in cache_root().glob("*/tuning.json"))
+    yield "cache", f"{cache_root()} ({cases} measured cases)"
+    default = Path(HF_HOME, "accelerate", "default_config.yaml")
+    yield "accelerate config", str(default) if default.exists() else f"none at {default}"
+
+
+def _environment() -> Iterator[tuple[str, str]]:
+    """What launchers and libraries read, without anything secret."""
+    for name, value in sorted(os.environ.items()):
+        if LAUNCHER.fullmatch(name):
+            yield name, "(not shown)" if SECRET.search(name) else value

@@ -1,0 +1,55 @@
+"""hf-helix: measure operators, make plans from the measurement, and look at both.
+
+In:   a command line.
+Out:  JSON files that people can read, compare and hand to `HelixConfig(profile=..., plan=...)`; text and pictures.
+Must hold: only `profile` needs the model and its processes; all others work without torch, `env` apart.
+Every command is one file of this folder, with `add_command` and `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from hf_helix import __version__
+from hf_helix.cli import env, models, plan, profile, show
+from hf_helix.cli.options import HelpFormatter
+
+COMMANDS = (profile, plan, show, models, env)
+
+EXAMPLES = """\
+examples:
+  hf-helix profile --model Qwen/Qwen3-0.6B --tp_size 2 --sequence_length 256   writes profile.json
+  hf-helix plan profile.json                                                   writes plan.json
+  hf-helix show plan.json --profile profile.json                               draws it in the terminal
+  hf-helix models                                                              what is supported
+  hf-helix env                                                                 what to paste into an issue
+
+`hf-helix COMMAND --help` explains the options of a command. Training takes the files:
+HelixConfig(plan="plan.json") or HelixConfig(profile="profile.json").
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command `hf-helix`; errors of use end with status 2 and one message."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except (ValueError, OSError, ImportError) as error:
+        parser.exit(2, f"hf-helix {options.command}: {error}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="hf-helix",
+        description="Measure a model's operators, make plans from the measurement, and look at both.",
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_command(commands)
+    return parser

@@ -1,0 +1,43 @@
+"""How a command declares its options, so that `--help` says every option, its default and examples.
+
+In:   the name of a command, what it does, examples.
+Out:  a parser to add options to.
+Must hold: nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults where there are any, and keeps the line breaks of descriptions and examples."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        without = action.default is None or action.default is False or action.default == []
+        return action.help if without else super()._get_help_string(action)
+
+
+def add_parser(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], None], summary: str, text: str
+) -> argparse.ArgumentParser:
+    """Declare a command.
+
+    Args:
+        commands: where it is added.
+        name: of the command.
+        run: what it does with its options.
+        summary: one line, for the list of commands.
+        text: what stands below the options in its own `--help`: examples and explanations.
+    """
+    description = f"{summary[0].upper()}{summary[1:]}."
+    parser = commands.add_parser(
+        name, help=summary, description=description, epilog=text, formatter_class=HelpFormatter
+    )
+    parser.set_defaults(run=run)
+    return parser

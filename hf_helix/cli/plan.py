@@ -1,0 +1,95 @@
+"""hf-helix plan: make plans from a profile, and predict their times.
+
+In:   a profile.
+Out:  a table of every rule's predicted time; one plan, as JSON: the fastest, or that of the rule that is asked for.
+Must hold: it works from the file alone, without torch; a slower plan than the fastest is never saved without a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_helix.cli.files import made_for, profile_of, schedule_for
+from hf_helix.cli.options import add_parser
+from hf_helix.config import ABLATIONS, RECOMPUTE
+
+if TYPE_CHECKING:
+    from hf_helix.cli.options import Commands
+    from hf_helix.planning.plan import Plan
+    from hf_helix.planning.profile import Profile
+    from hf_helix.planning.schedule import Schedule
+
+FASTEST = "fastest"
+EVERY = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
+
+
+EXAMPLES = """\
+examples:
+  hf-helix plan profile.json                                  predicts every rule, writes plan.json
+  hf-helix plan profile.json --rule greedy --microbatches 16
+  hf-helix plan profile.json --without wgrad                  what weight gradients as fillers are worth
+
+Training takes the plan with HelixConfig(plan="plan.json"). The rules, the paper's and others to compare with, are
+explained in docs/plans.md.
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Declare the command and its options."""
+    summary = "make plans from a profile, and predict the time of a window under each"
+    parser = add_parser(commands, "plan", run, summary, EXAMPLES)
+    parser.add_argument("profile", type=Path, help="a file made with `hf-helix profile`")
+    rule = f"the rule whose plan is saved; {FASTEST}: whichever is predicted to be fastest"
+    parser.add_argument("--rule", choices=(FASTEST, *EVERY), default=FASTEST, help=rule)
+    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches in the window that is predicted")
+    order = "the order of micro-batches in a pipeline: w, dualpipe_v, 1f1b, auto, or the path of an action file"
+    parser.add_argument("--schedule", default="w", help=order)
+    without = "for ablations, what plans must not use"
+    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help=without)
+    recompute = "plan as if the profile had been measured with this `--recompute`"
+    parser.add_argument("--recompute", choices=RECOMPUTE[1:], help=recompute)
+    parser.add_argument("--output", type=Path, default=Path("plan.json"), help="where the plan is written")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Predict every rule, print the table, save one plan."""
+    from hf_helix.planning.rules import predict_plan
+    from hf_helix.planning.search import lower_bound
+
+    profile = profile_of(options)
+    schedule = schedule_for(profile, options.microbatches, options.schedule)
+    limit = lower_bound(profile, schedule)
+    plans = {rule: _plan(rule, profile, schedule) for rule in EVERY}
+    predicted = {rule: predict_plan(plan, profile, schedule)[1].seconds for rule, plan in plans.items()}
+    fastest = min(predicted, key=lambda rule: predicted[rule])
+    saved = fastest if options.rule == FASTEST else options.rule
+    print(f"a window of {options.microbatches} micro-batches; no plan can beat {limit * 1e3:,.1f} ms")
+    print(f"{'plan':<12} {'predicted':>13} {'speed-up':>9} {'of bound':>9}")
+    for rule, seconds in predicted.items():
+        print(
+            f"{rule:<12} {seconds * 1e3:10,.1f} ms {predicted['sequential'] / seconds:8.2f}x {limit / seconds:9.2f}"
+            f"{'  <- saved' if rule == saved else ''}"
+        )
+    plans[saved].save(options.output)
+    print(f"{saved}: {options.output}")
+    gain = predicted[saved] / predicted[fastest] - 1
+    if gain > 0:
+        print(f"{fastest} is predicted to be {gain:.1%} faster: --rule {fastest}")
+
+
+def _plan(rule: str, profile: Profile, schedule: Schedule) -> Plan:
+    from hf_helix.planning.rules import make_plan
+    from hf_helix.report.progress import progress_bar
+
+    model, mesh = made_for(profile)
+    with progress_bar() as progress:
+        return make_plan(
+            rule,
+            profile,
+            model=model,
+            mesh=mesh,
+            schedule=schedule,
+            progress=lambda share: progress(f"planning ({rule})", share),
+        )

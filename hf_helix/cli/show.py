@@ -1,0 +1,170 @@
+"""hf-helix show: draw a plan as a timeline, a profile as a table of overlap, a schedule as a pipeline.
+
+In:   a plan with its profile, a profile, or the name of a schedule.
+Out:  text, or pictures.
+Must hold: it works from files alone, without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_helix.cli.files import made_for, profile_of, schedule_for
+from hf_helix.cli.options import add_parser
+from hf_helix.cli.plan import EVERY
+from hf_helix.config import ABLATIONS, RECOMPUTE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hf_helix.cli.options import Commands
+    from hf_helix.planning.plan import Plan
+    from hf_helix.planning.profile import Profile
+    from hf_helix.planning.simulate import Simulated
+
+PARTS = {"forward": "forward (F)", "input": "input gradient (I)", "weight": "weight gradients (W)"}
+
+
+EXAMPLES = """\
+examples:
+  hf-helix show plan.json --profile profile.json                      a timeline in the terminal
+  hf-helix show plan.json --profile profile.json --output plan.svg    the same as a picture
+  hf-helix show plan.json --profile profile.json --compare sequential   two layers without overlap and with
+  hf-helix show profile.json                                          where time goes, and what overlaps well
+  hf-helix show --schedule w --pp 4 --microbatches 12                 a pipeline, slot by slot
+  hf-helix show --schedule all --gain 1.4                             the schedules beside each other
+
+The overlap efficiency (OEF) of two operators is (T_i + T_j - P_ij) / min(T_i, T_j), with their times alone and the
+time of both side by side (equation 1 of the DHelix paper). At 1 the shorter is hidden wholly behind the longer, at 0
+they take as long as one after the other, below 0 they hinder each other.
+"""
+
+
+def add_command(commands: Commands) -> None:
+    """Declare the command and its options."""
+    summary = "draw a plan as a timeline, a profile as a table of overlap, or a schedule as a pipeline"
+    parser = add_parser(commands, "show", run, summary, EXAMPLES)
+    parser.add_argument("file", type=Path, nargs="?", help="a plan or a profile")
+    parser.add_argument("--profile", type=Path, help="the profile whose times a plan is drawn with")
+    parser.add_argument("--compare", choices=EVERY, help="draw two layers under this rule, and below it under the plan")
+    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="as given when the plan was made")
+    parser.add_argument("--recompute", choices=RECOMPUTE[1:], help="as given when the plan was made")
+    parser.add_argument(
+        "--microbatches", type=int, help="micro-batches that are drawn: 3 of a plan, 3 * pp of a schedule"
+    )
+    parser.add_argument("--width", type=int, default=100, help="columns of text")
+    parser.add_argument(
+        "--output", type=Path, help="draw a picture instead of text: a path ending in .svg, .png or .pdf"
+    )
+    schedule = "draw this schedule: w, dualpipe_v, 1f1b, auto, or the path of an action file; `all` compares them"
+    parser.add_argument("--schedule", help=schedule)
+    parser.add_argument("--pp", type=int, default=4, help="pipeline ranks of the schedule")
+    parser.add_argument("--layers", type=int, help="layers of the model; left out, two for each rank")
+    for part, meaning in PARTS.items():
+        parser.add_argument(f"--{part}", type=float, default=1.0, help=f"time of a layer's {meaning}")
+    parser.add_argument("--transfer", type=float, default=0.0, help="time from a rank to the next")
+    gain = "how many times faster a forward and a backward are side by side than one after the other"
+    parser.add_argument("--gain", type=float, default=1.0, help=gain)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Text, or a picture where `--output` is given."""
+    if (options.file is None) == (options.schedule is None):
+        raise ValueError("show takes either a plan or a profile, or a schedule, such as --schedule w; give one of them")
+    if options.schedule is not None:
+        return _show_schedule(options)
+    try:
+        data = json.loads(options.file.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{options.file} is not JSON: {error}") from error
+    kind = str(data.get("format", "")) if isinstance(data, dict) else ""
+    if kind.startswith("hf_helix.profile/"):
+        _show_profile(options)
+    elif kind.startswith("hf_helix.plan/"):
+        _show_plan(options)
+    else:
+        raise ValueError(f"{options.file} is neither a plan nor a profile (its format is {kind!r})")
+
+
+def _show_profile(options: argparse.Namespace) -> None:
+    from hf_helix.planning.profile import load_profile
+    from hf_helix.report import heatmap
+
+    profile = load_profile(options.file)
+    if options.output is None:
+        about = "\n".join(f"{key}: {value}" for key, value in profile.about.items())
+        print(about, heatmap.text_breakdown(profile), heatmap.text_heatmap(profile), sep="\n\n")
+        return
+    share = options.output.with_stem(options.output.stem + "-breakdown")
+    heatmap.draw_heatmap(profile, options.output)
+    heatmap.draw_breakdown(profile, share)
+    print(f"{options.output}\n{share}")
+
+
+def _show_plan(options: argparse.Namespace) -> None:
+    from hf_helix.planning.plan import load_plan
+    from hf_helix.planning.rules import make_plan, predict_plan
+    from hf_helix.report.bars import bars_of_timeline
+    from hf_helix.report.timeline import draw_timeline, text_timeline
+
+    microbatches = 3 if options.microbatches is None else options.microbatches
+    if options.profile is None:
+        raise ValueError("a plan is drawn with times: add --profile profile.json")
+    profile = profile_of(options)
+    model, mesh = made_for(profile)
+    plan = load_plan(options.file, profile.layout.graphs, model=model, mesh=mesh)
+    if options.compare is not None:
+        other = make_plan(options.compare, profile, model=model, mesh=mesh)
+        return _show_strands([other, plan], profile, options)
+    program, timeline = predict_plan(plan, profile, schedule_for(profile, microbatches))
+    bars = bars_of_timeline(timeline, program)
+    title = f"{plan.rule}: {microbatches} micro-batches, predicted {timeline.seconds * 1e3:,.1f} ms"
+    if options.output is None:
+        print(title, text_timeline(bars, options.width), sep="\n")
+    else:
+        draw_timeline(bars, options.output, title)
+        print(options.output)
+
+
+def _show_strands(plans: Sequence[Plan], profile: Profile, options: argparse.Namespace) -> None:
+    from hf_helix.report.strands import draw_strips, note_of, strips, text_strips
+
+    found = strips(profile, plans)
+    if options.output is None:
+        print(f"two decoder layers ({note_of(profile)})", text_strips(found, options.width), sep="\n")
+    else:
+        draw_strips(found, options.output, note_of(profile))
+        print(options.output)
+
+
+def _show_schedule(options: argparse.Namespace) -> None:
+    from hf_helix.planning.pipeline import AUTO
+    from hf_helix.planning.schedule import PLACEMENT_OF
+    from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
+
+    if options.pp < 1:
+        raise ValueError(f"--pp {options.pp} must be at least 1, such as --pp 4")
+    if options.schedule == "all":
+        if options.output is not None:
+            raise ValueError("--schedule all is a table; for a picture name one schedule, such as --schedule w")
+        print(text_comparison(dict(_simulated(name, options) for name in (*PLACEMENT_OF, AUTO))))
+        return
+    label, simulated = _simulated(options.schedule, options)
+    title = f"{label}: {options.pp} ranks, {simulated.num_microbatches} micro-batches, time {simulated.seconds:,.6g}"
+    if options.output is None:
+        print(title, text_pipeline(simulated, options.width), text_ranks(simulated), sep="\n\n")
+    else:
+        draw_pipeline(simulated, options.output, title)
+        print(text_ranks(simulated), options.output, sep="\n")
+
+
+def _simulated(name: str, options: argparse.Namespace) -> tuple[str, Simulated]:
+    """A schedule by name or file, and its label, run on a clock with the times of the command line."""
+    from hf_helix.planning.pipeline import simulate_layers
+
+    times = {key: getattr(options, key) for key in (*PARTS, "transfer", "gain")}
+    label, simulated = simulate_layers(name, options.pp, options.microbatches, options.layers, **times)
+    return name if label == name else f"{name} ({label})", simulated

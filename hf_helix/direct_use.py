@@ -1,0 +1,76 @@
+"""What a cut model no longer does itself: it is not called, and does not say, save or take its weights.
+
+In:   a cut model, which outside of the doors is an ordinary Transformers or PEFT model.
+Out:  the same, whose methods raise and say what to call, where they would work on one rank's part.
+Must hold: no part of a tensor is given away as if it were the tensor; who reads single parameters still can. The
+refusals go with copies of the model, and keep it from being pickled.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, NoReturn
+
+from torch import nn
+
+
+class Instead(NamedTuple):
+    """What to call.
+
+    Attributes:
+        calling: instead of the model.
+        saving: to save it; every rank calls it with a folder.
+    """
+
+    calling: str
+    saving: str
+
+
+def refuse_calls(model: nn.Module, instead: Instead) -> None:
+    """Keep a model from being called. The signature stays: the Trainer chooses columns by it."""
+
+    @functools.wraps(model.forward)
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "this model's weights are cut over several ranks, so it cannot be called directly; use "
+            f"{instead.calling}, or save it with {instead.saving} and load it with from_pretrained(folder)"
+        )
+
+    refuse.is_refusal = True  # type: ignore[attr-defined]  # it is ours, and no patch of the user's
+    model.forward = refuse
+
+
+def refuse_parts(model: nn.Module, instead: Instead) -> None:
+    """Keep a model and its modules from giving one rank's part for the whole, and from taking the whole.
+
+    Refused on every rank alike: a method that gathered the whole would wait for ever for a rank that does not call it.
+    """
+    for module in model.modules():
+        module.register_state_dict_pre_hook(_Refusal("state_dict()", instead.saving))
+        module.register_load_state_dict_pre_hook(_Refusal("load_state_dict()", instead.saving))
+        for name in ("save_pretrained", "push_to_hub"):
+            if hasattr(type(module), name):
+                setattr(module, name, _Refusal(f"{name}()", instead.saving))
+
+
+class _Refusal:
+    """A method or hook that raises. It stays itself in copies, and cannot be pickled."""
+
+    def __init__(self, what: str, saving: str) -> None:
+        self._what = what
+        self._saving = saving
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._error(self._what)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise self._error("pickling it, as torch.save(model) does,")
+
+    def _error(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"this model's weights are cut over several ranks, and {what} would be about one rank's part; call "
+            f"{self._saving} on every rank, and load the whole with from_pretrained(folder)"
+        )

@@ -1,0 +1,18 @@
+"""`hf-helix models` tells what the registry holds and what the tests compare, no more and no less."""
+
+from __future__ import annotations
+
+from support.layouts import layouts_in_tests
+
+from hf_helix.adapters import supported_models
+from hf_helix.cli.models import SUPPORTED
+
+
+def test_every_registered_class_is_listed() -> None:
+    assert sorted(SUPPORTED) == supported_models()
+
+
+def test_the_layouts_are_those_that_tests_compare() -> None:
+    tested = layouts_in_tests()
+    assert {name: set(model.layouts) for name, model in SUPPORTED.items()} == tested
+    assert all(len(set(model.layouts)) == len(model.layouts) for model in SUPPORTED.values())

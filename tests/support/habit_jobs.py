@@ -1,0 +1,697 @@
+"""Habits of Trainer users, each a few steps of a model of one layer. A habit gets what makes trainers, stock or Helix,
+and returns plain data that must be the same for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.models import arguments, llama, sequences
+from support.more_jobs import Stream
+from support.trainer_jobs import padded
+from transformers import Trainer, TrainerCallback, TrainerState, logging
+
+from hf_helix import HelixConfig, HelixTrainer
+
+HABITS: dict[str, Callable[[Make], Any]] = {}
+TIMES = ("runtime", "per_second", "preparation_time")
+PARTIAL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": -1}
+
+
+class Make:
+    """Makes the trainers of a habit: `make(max_steps=2, rows=5)` takes arguments, and options of the Trainer by name."""
+
+    def __init__(self, folder: Path, helix: dict[str, Any] | None) -> None:
+        self.folder, self.helix = folder, helix
+
+    def model(self) -> Any:
+        return llama(num_hidden_layers=1, hidden_size=16, intermediate_size=24)
+
+    def args(self, **changes: Any) -> Any:
+        return arguments(str(self.folder), **{"max_steps": 2, **changes})
+
+    def trainer(self, args: Any, kind: type | None = None, **options: Any) -> Any:
+        """`kind` makes the class from the trainer's."""
+        base = Trainer if self.helix is None else HelixTrainer
+        made = type("Mine", (kind, base), {}) if kind else base
+        if "model_init" not in options:
+            options.setdefault("model", self.model())
+        if self.helix is not None:
+            options.setdefault("helix_config", HelixConfig(**self.helix))
+        return made(args=args, **options)
+
+    def __call__(self, kind: type | None = None, rows: int = 7, options: Any = None, **changes: Any) -> Any:
+        data = {"train_dataset": sequences(rows), "eval_dataset": sequences(3, seed=9)}
+        return self.trainer(self.args(**changes), kind, **{**data, **(options or {})})
+
+
+def habit(run: Callable[[Make], Any]) -> Callable[[Make], Any]:
+    HABITS[run.__name__.strip("_")] = run
+    return run
+
+
+def run_habits(folder: str, helix: dict[str, Any] | None, names: list[str]) -> dict[str, Any]:
+    """What every habit gives, or the error it ends with."""
+    found: dict[str, Any] = {}
+    for name in names:
+        here = Path(folder) / name
+        try:
+            found[name] = plain(HABITS[name](Make(here, helix)))
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Without what is another number in every run, and without tensors."""
+    if isinstance(value, dict):
+        return {
+            str(key): plain(item)
+            for key, item in value.items()
+            if not str(key).endswith(TIMES) and not str(key).startswith("helix/")
+        }
+    if isinstance(value, (list, tuple, set)):
+        return [plain(item) for item in (sorted(value) if isinstance(value, set) else value)]
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def trained(trainer: Any) -> Any:
+    """What a run logs."""
+    output = trainer.train()
+    return trainer.state.log_history, output.metrics, trainer.state.epoch, trainer.state.max_steps
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    """The part of the tokens that are right, and how many samples there are."""
+    parts = [found.predictions], [found.label_ids]
+    if isinstance(found.predictions, list):
+        parts = found.predictions, found.label_ids
+    right = [(logits.argmax(-1)[:, :-1] == labels[:, 1:]).mean() for logits, labels in zip(*parts, strict=True)]
+    return {"accuracy": sum(right) / len(right), "samples": sum(map(len, parts[0]))}
+
+
+# -- the loop ------------------------------------------------------------------------------------------------------
+
+
+class Controls(TrainerCallback):
+    """Sets flags of the control at steps, and notes what it is called with."""
+
+    def __init__(self, **flags: int) -> None:
+        self.flags, self.seen = flags, []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        for flag, step in self.flags.items():
+            if state.global_step == step:
+                setattr(control, flag, True)
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **given: Any) -> None:
+        self.seen.append(("evaluate", state.global_step, sorted(metrics)))
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.seen.append(("save", state.global_step))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.seen.append(sorted(name for name, value in given.items() if value is not None))
+
+
+def controlled(make: Make, max_steps: int = 4, **flags: int) -> Any:
+    callback = Controls(**flags)
+    trainer = make(options={"callbacks": [callback]}, max_steps=max_steps, logging_steps=100)
+    found = trained(trainer)
+    return found, [
+        seen if isinstance(seen[0], str) else [n for n in seen if n != "data_collator"] for seen in callback.seen
+    ]
+
+
+@habit
+def control_evaluate_log(make: Make) -> Any:
+    return controlled(make, should_evaluate=1, should_log=2, should_save=3)
+
+
+@habit
+def control_stop_training(make: Make) -> Any:
+    return controlled(make, should_training_stop=3)
+
+
+@habit
+def control_stop_epoch(make: Make) -> Any:
+    return controlled(make, should_epoch_stop=2)
+
+
+@habit
+def stopped_inside_a_window(make: Make) -> Any:
+    """And trained again, by the whole run and by hand."""
+
+    class Stop(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+            control.should_training_stop = state.global_step == 1
+            return control
+
+    trainer = make(options={"callbacks": [Stop()]}, gradient_accumulation_steps=2, rows=12, max_steps=3)
+    first = trained(trainer)
+    trainer.remove_callback(Stop)
+    trainer.model.zero_grad()
+    return first[1]["train_loss"], trained(trainer)[1]["train_loss"]
+
+
+@habit
+def callbacks_added_and_removed(make: Make) -> Any:
+    trainer, mine = make(), Controls()
+    trainer.add_callback(mine)
+    trainer.add_callback(TrainerCallback)
+    popped = trainer.pop_callback(Controls) is mine
+    trainer.remove_callback(TrainerCallback)
+    return popped, [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+
+
+@habit
+def a_part_of_an_epoch(make: Make) -> Any:
+    return trained(make(num_train_epochs=1.5, rows=7, **PARTIAL))
+
+
+@habit
+def windows_of_several_lengths(make: Make) -> Any:
+    """Samples of several lengths, in batches of which the last is not full, in windows of which the last is not full."""
+    data = {"train_dataset": sequences(9, lengths=(5, 11, 8)), "data_collator": padded}
+    return trained(make(options=data, num_train_epochs=2, **PARTIAL))
+
+
+@habit
+def logs_of_an_epoch(make: Make) -> Any:
+    settings = {"logging_first_step": True, "logging_strategy": "epoch", "eval_strategy": "epoch", "eval_delay": 1}
+    return trained(make(num_train_epochs=2, rows=5, **settings, **PARTIAL))
+
+
+@habit
+def no_clipping(make: Make) -> Any:
+    return trained(make(max_grad_norm=0))
+
+
+@habit
+def schedules(make: Make) -> Any:
+    kinds = ("constant_with_warmup", "cosine", "inverse_sqrt", "polynomial")
+    return [trained(make(lr_scheduler_type=kind, warmup_steps=1, max_steps=3))[0] for kind in kinds]
+
+
+@habit
+def seeds_of_data(make: Make) -> Any:
+    return [trained(make(data_seed=seed, seed=5, max_steps=2))[0] for seed in (1, 2)]
+
+
+@habit
+def determinism(make: Make) -> Any:
+    try:
+        return trained(make(full_determinism=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@habit
+def workers(make: Make) -> Any:
+    return trained(make(dataloader_num_workers=1, dataloader_persistent_workers=True, dataloader_drop_last=True))
+
+
+@habit
+def trained_twice(make: Make) -> Any:
+    trainer = make()
+    return trained(trainer), trained(trainer)
+
+
+@habit
+def a_model_made_anew(make: Make) -> Any:
+    trainer = make(options={"model_init": make.model})
+    return trained(trainer), trained(trainer)
+
+
+@habit
+def a_trial_by_hand(make: Make) -> Any:
+    seen = []
+
+    def init(trial: Any) -> Any:
+        seen.append(trial)
+        return make.model()
+
+    trainer = make(options={"model_init": init})
+    trainer.train(trial={"learning_rate": 0.1})
+    return trainer.state.log_history, seen
+
+
+@habit
+def after_an_exception(make: Make) -> Any:
+    class Fails(TrainerCallback):
+        def on_step_end(self, *args: Any, **given: Any) -> None:
+            raise KeyError("mine")
+
+    trainer = make(options={"callbacks": [Fails()]})
+    with contextlib.suppress(KeyError):
+        trainer.train()
+    return trained(make())
+
+
+@habit
+def steps_by_the_bound(make: Make) -> Any:
+    """`max_steps` wins over epochs, and goes through the data more than once."""
+    return trained(make(rows=3, max_steps=5, num_train_epochs=1))
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+@habit
+def no_training_data(make: Make) -> Any:
+    return make(options={"train_dataset": None}).train()
+
+
+@habit
+def no_evaluation_data(make: Make) -> Any:
+    return make(options={"eval_dataset": None}).evaluate()
+
+
+@habit
+def a_stream_without_steps(make: Make) -> Any:
+    return make(options={"train_dataset": Stream(sequences(4))}, max_steps=-1)
+
+
+@habit
+def a_stream_that_ends(make: Make) -> Any:
+    return trained(make(options={"train_dataset": Stream(sequences(4))}, max_steps=3))[0][-1]["train_loss"]
+
+
+@habit
+def loaders_of_ones_own(make: Make) -> Any:
+    """Lists of batches, which have no data set."""
+
+    class Mine:
+        def get_train_dataloader(self) -> Any:
+            return [padded(sequences(2, seed=seed)) for seed in range(3)]
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            return [padded(sequences(2, seed=4)), padded(sequences(1, seed=5))]
+
+    trainer = make(kind=Mine, options={"compute_metrics": accuracy}, max_steps=4)
+    return trained(trainer), trainer.evaluate()
+
+
+@habit
+def columns_kept(make: Make) -> Any:
+    rows = [{**row, "index": torch.tensor(place)} for place, row in enumerate(sequences(4))]
+    seen = []
+
+    def collate(batch: Any) -> Any:
+        seen.append([int(row["index"]) for row in batch])
+        return padded(batch)
+
+    options = {"train_dataset": rows, "data_collator": collate}
+    return trained(make(options=options, remove_unused_columns=False)), seen
+
+
+# -- evaluation ----------------------------------------------------------------------------------------------------
+
+
+@habit
+def a_stream_evaluated(make: Make) -> Any:
+    """Of which the last batch is not full, handed out by rank 0 or read by all."""
+    found = []
+    for dispatch in (None, False):
+        for count in (5, 6):
+            stream = Stream(sequences(count, seed=9))
+            options = {"eval_dataset": stream, "compute_metrics": accuracy}
+            trainer = make(options=options, accelerator_config={"dispatch_batches": dispatch})
+            output = trainer.predict(stream)
+            found.append((trainer.evaluate(), output.metrics, output.predictions.shape, output.label_ids))
+    return found
+
+
+@habit
+def several_sets(make: Make) -> Any:
+    sets = {"one": sequences(3, seed=9), "two": sequences(2, seed=8)}
+    trainer = make(options={"eval_dataset": sets}, eval_strategy="steps", eval_steps=1)
+    return trained(trainer), trainer.evaluate(sequences(1, seed=7), metric_key_prefix="other")
+
+
+@habit
+def predictions(make: Make) -> Any:
+    trainer = make(options={"compute_metrics": accuracy}, eval_do_concat_batches=False)
+    output = trainer.predict(sequences(3, seed=6), metric_key_prefix="mine")
+    return [part.shape for part in output.predictions], [part.shape for part in output.label_ids], output.metrics
+
+
+@habit
+def predictions_without_labels(make: Make) -> Any:
+    rows = [{"input_ids": row["input_ids"]} for row in sequences(3, seed=6)]
+    output = make().predict(rows)
+    return output.predictions.shape, float(output.predictions.mean()), output.label_ids, output.metrics
+
+
+@habit
+def predictions_of_losses_only(make: Make) -> Any:
+    output = make(prediction_loss_only=True).predict(sequences(3, seed=6))
+    return output.predictions, output.label_ids, output.metrics
+
+
+@habit
+def logits_left_out(make: Make) -> Any:
+    output = make().predict(sequences(4, seed=6), ignore_keys=["logits", "past_key_values"])
+    return output.predictions, output.label_ids.shape, output.metrics
+
+
+@habit
+def hidden_states(make: Make) -> Any:
+    trainer = make()
+    trainer.model.config.output_hidden_states = True
+    return len(trainer.predict(sequences(2, seed=6)).predictions)
+
+
+@habit
+def hidden_states_left_out(make: Make) -> Any:
+    trainer = make()
+    trainer.model.config.output_hidden_states = True
+    return trainer.predict(sequences(2, seed=6), ignore_keys=["hidden_states", "past_key_values"]).predictions.shape
+
+
+@habit
+def hidden_states_for_metrics(make: Make) -> Any:
+    """Known when training begins."""
+    trainer = make(options={"compute_metrics": lambda found: {"parts": len(found.predictions)}}, eval_strategy="epoch")
+    trainer.model.config.output_hidden_states = True
+    return trained(trainer)
+
+
+# -- by hand -------------------------------------------------------------------------------------------------------
+
+
+def norm(trainer: Any) -> float:
+    if isinstance(trainer, HelixTrainer):
+        return float(trainer._engine.gradient_norm())
+    return float(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]))
+
+
+def batch_of(seed: int) -> Any:
+    return padded(sequences(2, seed=seed))
+
+
+@habit
+def steps_by_hand(make: Make) -> Any:
+    """Before a run and after it, whose gradients add up; the last without a number of tokens."""
+    trainer, found = make(gradient_accumulation_steps=2), []
+    counts = [torch.tensor(30), torch.tensor(31)]
+    for seed, count in enumerate(counts):
+        found += [trainer.training_step(trainer.model, batch_of(seed), count), norm(trainer)]
+    found.append(trained(trainer))
+    trainer.model.zero_grad()
+    for seed in range(2):
+        found += [trainer.training_step(trainer.model, batch_of(seed)), norm(trainer)]
+    return found
+
+
+@habit
+def predictions_by_hand(make: Make) -> Any:
+    trainer = make()
+    trainer.model.eval()
+    found = [trainer.prediction_step(trainer.model, batch_of(1), only) for only in (True, False)]
+    return [[None if value is None else value.float().mean() for value in row] for row in found]
+
+
+@habit
+def losses_by_hand(make: Make) -> Any:
+    trainer = make()
+    return trainer.compute_loss(trainer.model, batch_of(1)).detach()
+
+
+@habit
+def steps_watched(make: Make) -> Any:
+    class Mine:
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+            seen.append(float(loss))
+            return loss
+
+    seen: list[float] = []
+    return trained(make(kind=Mine, rows=12, gradient_accumulation_steps=3)), seen
+
+
+@habit
+def losses_changed(make: Make) -> Any:
+    class Mine:
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(*args, **kwargs) * 2  # type: ignore[misc]
+
+    return trained(make(kind=Mine, rows=12, gradient_accumulation_steps=3))
+
+
+@habit
+def predictions_changed(make: Make) -> Any:
+    class Mine:
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss, logits, labels = super().prediction_step(*args, **kwargs)  # type: ignore[misc]
+            return loss * 2, logits, labels
+
+    return make(kind=Mine).evaluate()
+
+
+class ChangesInputs:
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = {**inputs, "labels": inputs["labels"].roll(1, 0)}
+        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+
+class WritesInputs:
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs["labels"][:, :3] = -100
+        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+
+class ChangesSamples:
+    def get_batch_samples(self, *args: Any) -> Any:
+        samples, count = super().get_batch_samples(*args)  # type: ignore[misc]
+        return [dict(sample, input_ids=sample["input_ids"].roll(1, 0)) for sample in samples], count
+
+
+@habit
+def batches_changed(make: Make) -> Any:
+    return [trained(make(kind=kind))[1]["train_loss"] for kind in (ChangesInputs, WritesInputs, ChangesSamples)]
+
+
+@habit
+def batches_of_windows_changed(make: Make) -> Any:
+    return trained(make(kind=ChangesInputs, gradient_accumulation_steps=2))[1]["train_loss"]
+
+
+@habit
+def batches_of_windows_written(make: Make) -> Any:
+    return trained(make(kind=WritesInputs, gradient_accumulation_steps=2))[1]["train_loss"]
+
+
+@habit
+def batches_of_windows_changed_when_fetched(make: Make) -> Any:
+    return trained(make(kind=ChangesSamples, gradient_accumulation_steps=2))[1]["train_loss"]
+
+
+@habit
+def steps_of_ones_own(make: Make) -> Any:
+    class Mine:
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[attr-defined]
+            self.accelerator.backward(loss)  # type: ignore[attr-defined]
+            return loss.detach()
+
+    return trained(make(kind=Mine))[1]["train_loss"]
+
+
+@habit
+def a_loss_of_ones_own(make: Make) -> Any:
+    class Mine:
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs).loss
+
+    return trained(make(kind=Mine))[1]["train_loss"]
+
+
+@habit
+def a_loss_assigned(make: Make) -> Any:
+    trainer = make()
+    trainer.compute_loss = lambda model, inputs, *args, **kwargs: model(**inputs).loss
+    return trained(trainer)[1]["train_loss"]
+
+
+@habit
+def a_loss_function_assigned(make: Make) -> Any:
+    trainer = make()
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.mean()
+    return trained(trainer)[1]["train_loss"]
+
+
+@habit
+def a_model_wrapped(make: Make) -> Any:
+    class Mine:
+        def _wrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            return model
+
+    return trained(make(kind=Mine))[1]["train_loss"]
+
+
+@habit
+def means_of_micro_batches(make: Make) -> Any:
+    trainer = make(gradient_accumulation_steps=2)
+    trainer.model_accepts_loss_kwargs = False
+    return trained(trainer)[1]["train_loss"]
+
+
+@habit
+def another_model_assigned(make: Make) -> Any:
+    trainer = make()
+    trainer.model = trainer.model_wrapped = make.model()
+    return trainer.evaluate()
+
+
+# -- what a trainer says of itself -----------------------------------------------------------------------------------
+
+
+@habit
+def counts(make: Make) -> Any:
+    trainer = make()
+    batch = batch_of(0)
+    before = trainer.state.total_flos
+    return [
+        trainer.get_num_trainable_parameters(),
+        trainer.model.num_parameters(),
+        trainer.model.num_parameters(exclude_embeddings=True),
+        trainer.model.num_parameters(only_trainable=True),
+        trainer.floating_point_ops(batch),
+        trainer.get_total_train_batch_size(trainer.args),
+        trainer.num_examples(trainer.get_train_dataloader()),
+        before,
+        trained(trainer)[1]["train_loss"],
+        trainer.state.total_flos,
+    ]
+
+
+@habit
+def counts_of_frozen_models(make: Make) -> Any:
+    model = make.model()
+    model.model.embed_tokens.requires_grad_(False)
+    trainer = make(options={"model": model})
+    return trainer.get_num_trainable_parameters(), trainer.model.num_parameters(only_trainable=True)
+
+
+@habit
+def what_the_log_says(make: Make) -> Any:
+    lines: list[str] = []
+    handler = logging.logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.get_logger("transformers.trainer")
+    logger.addHandler(handler)
+    try:
+        make(log_level="info", log_level_replica="info").train()
+    finally:
+        logger.removeHandler(handler)
+        logging.set_verbosity_warning()
+    return [line for line in lines if "Num" in line or "Total" in line or "parameters" in line]
+
+
+@habit
+def groups_of_the_optimizer(make: Make) -> Any:
+    trainer = make()
+    trainer.create_optimizer()
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    groups = [[names[id(parameter)] for parameter in group] for group in trainer.get_optimizer_group()]
+    return sorted(trainer.get_decay_parameter_names(trainer.model)), trainer.get_learning_rates(), groups
+
+
+@habit
+def the_state_saved(make: Make) -> Any:
+    trainer = make()
+    trainer.train()
+    trainer.log({"mine": 1.0})
+    trainer.save_state()
+    read = TrainerState.load_from_json(str(make.folder / "trainer_state.json"))
+    return read.global_step, read.log_history, trainer.is_world_process_zero() or None
+
+
+@habit
+def arguments_left_alone(make: Make) -> Any:
+    """The trainer's are the user's; what is saved is what was given; another trainer takes them."""
+    args = make.args()
+    given = args.to_dict()
+    data = {"train_dataset": sequences(7), "eval_dataset": sequences(3, seed=9)}
+    trainer = make.trainer(args, **data)
+    first = trained(trainer)
+    trainer.save_model()
+    if args.should_save:
+        assert torch.load(make.folder / "training_args.bin", weights_only=False).to_dict() == given
+    assert trainer.args is args
+    assert args.to_dict() == given == json.loads(args.to_json_string())
+    second = make.trainer(args, **data)
+    if make.helix is None:
+        return first, trained(second), trainer.evaluate()
+    with_another = make.trainer(args, **data, helix_config=HelixConfig(plan="sequential", tp_size=1))
+    assert with_another.accelerator.parallelism_config.config.tp_size == 1
+    assert trainer.accelerator.parallelism_config.config.tp_size == make.helix.get("tp_size", 1)
+    assert Trainer(make.model(), args).accelerator.parallelism_config is None
+    return first, trained(second), trainer.evaluate()
+
+
+@habit
+def checkpoints_kept(make: Make) -> Any:
+    trainer = make(save_strategy="steps", save_steps=1, save_total_limit=2, max_steps=4)
+    trainer.train()
+    return sorted(path.name for path in make.folder.glob("checkpoint-*"))
+
+
+@habit
+def going_on_for_longer(make: Make) -> Any:
+    make(save_strategy="steps", save_steps=2, max_steps=2, lr_scheduler_type="constant").train()
+    trainer = make(max_steps=4, lr_scheduler_type="constant", ignore_data_skip=True)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer.state.log_history[-2]["loss"], trainer.state.global_step
+
+
+@contextlib.contextmanager
+def quiet_optuna() -> Iterator[Any]:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    yield optuna
+
+
+@habit
+def a_search(make: Make) -> Any:
+    """With checkpoints, and a size of batches that a trial chooses."""
+    with quiet_optuna() as optuna:
+        options = {"model_init": make.model}
+        trainer = make(options=options, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
+        space = {"learning_rate": [0.1, 0.01], "per_device_train_batch_size": [2, 1]}
+        best = trainer.hyperparameter_search(
+            hp_space=lambda trial: {
+                "learning_rate": trial.suggest_categorical("learning_rate", space["learning_rate"]),
+                "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [2, 1]),
+            },
+            n_trials=3,
+            sampler=optuna.samplers.GridSampler(space, seed=1),
+        )
+    folders = sorted(path.relative_to(make.folder).as_posix() for path in make.folder.glob("run-*/checkpoint-*"))
+    return folders, None if best is None else (best.run_id, best.objective, best.hyperparameters)
+
+
+def is_close(found: Any, expected: Any) -> bool:
+    """Equal but for what another order of sums explains."""
+    if isinstance(expected, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(is_close(found[name], value) for name, value in expected.items())
+        )
+    if isinstance(expected, list):
+        return isinstance(found, list) and len(found) == len(expected) and all(map(is_close, found, expected))
+    if isinstance(expected, float):
+        return isinstance(found, (int, float)) and math.isclose(found, expected, rel_tol=1e-4, abs_tol=1e-5)
+    return bool(found == expected)

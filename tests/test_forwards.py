@@ -1,0 +1,307 @@
+"""What stands in the place of Transformers' code is run, or refused by name at construction."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import FAMILIES, arguments, llama, mixtral, sequences, tiny
+from torch import nn
+from transformers import LlamaForCausalLM, Trainer
+from transformers.models.llama import modeling_llama
+
+from hf_helix import HelixConfig, HelixTrainer
+
+DECLARED = sorted(set(FAMILIES) - {"starcoder2"})
+IDS = torch.arange(1, 9).unsqueeze(0)
+
+
+def trainer_of(model: Any, folder: Path, **changes: Any) -> HelixTrainer:
+    rows = sequences(4)
+    args = arguments(str(folder), max_steps=1, **changes)
+    return HelixTrainer(model=model, args=args, train_dataset=rows, helix_config=HelixConfig())
+
+
+def small(**changes: Any) -> Any:
+    return llama(num_hidden_layers=1, **changes)
+
+
+@pytest.mark.parametrize("family", DECLARED)
+def test_what_transformers_sets_itself_passes(family: str, tmp_path: Path) -> None:
+    """Decorated forwards, the hooks of a first call, and those that gradients of inputs need."""
+    model = tiny(family, num_hidden_layers=1)
+    model(IDS, labels=IDS, output_hidden_states=True, output_attentions=True)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    assert any(module._forward_hooks for module in model.modules())
+    trainer_of(model, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3_moe"])
+def test_what_peft_sets_itself_passes(family: str, tmp_path: Path) -> None:
+    from peft.helpers import update_forward_signature
+
+    targets = ["c_attn", "c_fc"] if family == "gpt2" else ["q_proj", "o_proj"]
+    model = tiny(family, num_hidden_layers=1, lora={"target_modules": targets})
+    update_forward_signature(model)
+    model.enable_input_require_grads()
+    model(IDS, labels=IDS)
+    trainer_of(model, tmp_path)
+
+
+def hook(*_: Any) -> None:
+    raise AssertionError("never run")
+
+
+def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("never run")
+
+
+class Attention(modeling_llama.LlamaAttention):
+    forward = scaled
+
+
+class MLP(nn.Module):
+    """As Liger's: the same submodules, another forward."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = (*given.children(),)
+
+    def forward(self, x: Any) -> Any:
+        return hook(x)
+
+
+def replaced(name: str, make: Callable[[Any], nn.Module]) -> Callable[[Any], None]:
+    def replace(model: Any) -> None:
+        layer = model.model.layers[0]
+        setattr(layer, name, make(getattr(layer, name)))
+
+    return replace
+
+
+def of_class(kind: type[nn.Module]) -> Callable[[Any], nn.Module]:
+    def change(module: nn.Module) -> nn.Module:
+        module.__class__ = kind
+        return module
+
+    return change
+
+
+def dispatched(model: Any) -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    add_hook_to_module(model.model.layers[0], AlignDevicesHook())
+
+
+def patched(path: str, **options: Any) -> Callable[[Any], None]:
+    def patch(model: Any) -> None:
+        module = model.get_submodule(path)
+        module.forward = types.MethodType(scaled, module)
+
+    return patch
+
+
+def wrapped(model: Any) -> None:
+    """With the names of the original."""
+    before = model.model.layers[0].self_attn.forward
+    model.model.layers[0].self_attn.forward = functools.wraps(before)(lambda *args, **kwargs: before(*args, **kwargs))
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
+    "a hook on a layer": (
+        lambda model: model.model.layers[0].register_forward_hook(hook),
+        ["model.model.layers.0 has a forward hook, test_forwards.hook", "handle.remove()"],
+    ),
+    "a pre-hook on a projection": (
+        lambda model: model.model.layers[0].mlp.up_proj.register_forward_pre_hook(hook),
+        ["model.model.layers.0.mlp.up_proj has a forward pre-hook"],
+    ),
+    "a backward hook on attention": (
+        lambda model: model.model.layers[0].self_attn.register_full_backward_hook(hook),
+        ["model.model.layers.0.self_attn has a backward hook"],
+    ),
+    "a backward pre-hook on the model": (
+        lambda model: model.register_full_backward_pre_hook(hook),
+        ["model has a backward pre-hook"],
+    ),
+    "a hook on the embedding": (
+        lambda model: model.get_input_embeddings().register_forward_hook(functools.partial(hook, 1)),
+        ["model.model.embed_tokens has a forward hook, test_forwards.hook"],
+    ),
+    "a hook on a gradient": (
+        lambda model: model.lm_head.weight.register_hook(hook),
+        ["model.lm_head.weight has a hook on its gradient", "handle.remove()"],
+    ),
+    "a patched forward": (
+        patched("model.layers.0.self_attn"),
+        ["model.model.layers.0.self_attn.forward was replaced by test_forwards.scaled", "without the patch"],
+    ),
+    "a patched forward under the name of the original": (
+        wrapped,
+        ["model.model.layers.0.self_attn.forward was replaced by test_forwards."],
+    ),
+    "a patched forward of the model": (
+        lambda model: setattr(model, "forward", types.MethodType(scaled, model)),
+        ["model.forward was replaced by test_forwards.scaled"],
+    ),
+    "attention of one's own": (
+        replaced("self_attn", of_class(Attention)),
+        ["model.model.layers.0.self_attn is a test_forwards.Attention", "docs/adding_a_model.md"],
+    ),
+    "another MLP": (replaced("mlp", MLP), ["model.model.layers.0.mlp is a test_forwards.MLP"]),
+    "layers over devices": (dispatched, ["model.model.layers.0 has a hook of Accelerate", "without device_map"]),
+    "a loss of one's own": (
+        lambda model: setattr(model, "loss_function", hook),
+        ["model.loss_function is test_forwards.hook", "ForCausalLMLoss"],
+    ),
+    "a loss of another type": (
+        lambda model: setattr(model, "loss_type", "ForMaskedLM"),
+        ["model.loss_type='ForMaskedLM'", "loss_type='ForCausalLM'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_never_run_is_refused(case: str, tmp_path: Path) -> None:
+    model, (change, words) = small(), REFUSED[case]
+    change(model)
+    with pytest.raises(ValueError, match="would never run") as caught:
+        trainer_of(model, tmp_path)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wraps"])
+@pytest.mark.parametrize("kind", ["LlamaMLP", "LlamaForCausalLM", "LlamaAttention"])
+def test_classes_that_were_patched_are_refused(
+    kind: str, wraps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Liger and others do."""
+    patched_class = getattr(modeling_llama, kind)
+    monkeypatch.setattr(patched_class, "forward", functools.wraps(patched_class.forward)(scaled) if wraps else scaled)
+    with pytest.raises(ValueError, match=rf"modeling_llama\.{kind}\.forward was replaced by test_forwards\.") as caught:
+        trainer_of(small(), tmp_path)
+    assert "without the patch" in str(caught.value)
+
+
+def test_all_are_named_up_to_a_few(tmp_path: Path) -> None:
+    model = small()
+    for module in model.model.layers[0].modules():
+        module.register_forward_hook(hook)
+    with pytest.raises(ValueError, match=r"and \d+ more"):
+        trainer_of(model, tmp_path)
+
+
+class SameName:
+    """What a user may call a class of their own."""
+
+    class LlamaForCausalLM(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().forward(*args, **kwargs)
+            found.loss = found.loss * 100
+            return found
+
+
+class Unrelated:
+    class LlamaForCausalLM(nn.Module):
+        pass
+
+
+class Longer(LlamaForCausalLM):
+    """Adds a method, and nothing to the way from ids to a loss."""
+
+    def length(self) -> int:
+        return len(self.model.layers)
+
+
+class OwnLoss(LlamaForCausalLM):
+    @property
+    def loss_function(self) -> Any:
+        return hook
+
+
+def test_classes_of_ones_own(tmp_path: Path) -> None:
+    config = small().config
+    with pytest.raises(ValueError, match=r"model is a test_forwards\.SameName\.LlamaForCausalLM with a forward"):
+        trainer_of(SameName.LlamaForCausalLM(config), tmp_path)
+    with pytest.raises(ValueError, match=r"has the name of transformers\..*LlamaForCausalLM.*adding_a_model"):
+        trainer_of(Unrelated.LlamaForCausalLM(), tmp_path)
+    with pytest.raises(ValueError, match=r"OwnLoss\.loss_function overrides"):
+        trainer_of(OwnLoss(config), tmp_path)
+
+
+def test_models_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Linear is not supported.*docs/adding_a_model\.md"):
+        trainer_of(nn.Linear(2, 2), tmp_path)
+
+
+@pytest.mark.slow
+def test_compiled_models(tmp_path: Path) -> None:
+    model = small()
+    with pytest.raises(ValueError, match=r"OptimizedModule is not supported: pass the model without torch\.compile"):
+        trainer_of(torch.compile(model, backend="eager"), tmp_path)
+    model.model.layers[0].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"model\.model\.layers\.0 was compiled"):
+        trainer_of(model, tmp_path)
+
+
+class Halved(nn.Module):
+    """A norm of one's own, in the place of the model's."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def forward(self, x: Any) -> Any:
+        return 0.5 * self.given(x)
+
+
+def test_what_is_called_is_honoured(tmp_path: Path) -> None:
+    """Norms and activations run as they are: a class of one's own, a patch, a hook; and a subclass trains."""
+
+    def change(model: Any) -> Any:
+        layer = model.model.layers[0]
+        layer.input_layernorm = Halved(layer.input_layernorm)
+        layer.mlp.act_fn.register_forward_hook(lambda _, __, found: 2 * found)
+        norm = model.model.norm
+        norm.forward = lambda x: 0.25 * type(norm).forward(norm, x)
+        return model
+
+    plain = small()
+    losses = []
+    for kind in (Trainer, HelixTrainer):
+        model = Longer(plain.config)
+        model.load_state_dict(plain.state_dict())
+        options = {} if kind is Trainer else {"helix_config": HelixConfig()}
+        args = arguments(str(tmp_path), max_steps=2)
+        trainer = kind(model=change(model), args=args, train_dataset=sequences(4), **options)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
+    trainer = trainer_of(plain, tmp_path)
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["loss"] - losses[0][0]) > 1e-3
+
+
+def test_hooks_that_come_later(tmp_path: Path) -> None:
+    trainer = trainer_of(small(), tmp_path)
+    trainer.model.model.layers[0].register_forward_hook(hook)
+    with pytest.raises(ValueError, match=r"model\.model\.layers\.0 has a forward hook"):
+        trainer.train()
+    with pytest.raises(ValueError, match=r"model\.model\.layers\.0 has a forward hook"):
+        trainer.evaluate(sequences(2))
+
+
+def test_noise_on_embeddings_is_known(tmp_path: Path) -> None:
+    """The Trainer's own hook, which comes when training starts."""
+    trainer_of(small(), tmp_path, neftune_noise_alpha=1.0).train()
+
+
+def test_hooks_on_routers_run(tmp_path: Path) -> None:
+    trainer_of(mixtral(all_to=(0, 1), num_hidden_layers=1), tmp_path)
