@@ -239,7 +239,6 @@ class Engine:
         """
         window = self.last_window = self._checked_window(batches, scale, step)
         with set_aside(self.runner.stage.placements):
-            self._settle_link(window)
             return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
 
     def tune(
@@ -258,7 +257,7 @@ class Engine:
         with watched(), set_aside(self.runner.stage.placements):
             make = functools.partial(self._checked_window, batches, scale, step)
             if self.mesh.link is not None and not self._said_link:
-                self._settle_link(make())
+                make()  # which settles the link, before any time is taken
             self.runner = self.tuner.update(self.runner, make, len(batches), steps_left)
         return self.tuning if self.tuning is not before else None
 
@@ -270,7 +269,9 @@ class Engine:
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self.model.train()
-        return self._microbatches(batches, scale, step)
+        window = self._microbatches(batches, scale, step)
+        self._settle_link(window)
+        return window
 
     def _settle_link(self, window: Sequence[MicroBatch]) -> None:
         """Say once how fast the emulated link is; find out first where it is to be even. Collective."""
@@ -278,7 +279,8 @@ class Engine:
         if link is None or self._said_link:
             return
         if link.rate is None:
-            even_out(self.runner, window[:TUNED_MICROBATCHES])
+            with watched(), set_aside(self.runner.stage.placements):
+                even_out(self.runner, window[:TUNED_MICROBATCHES])
         say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._said_link = True
 

@@ -107,7 +107,7 @@ def main() -> None:
 
     helix = resolve_config(None, getattr(args.parallelism_config, "config", None))
     if recipe.link:
-        helix = replace(helix, link=recipe.link)
+        helix = replace(helix, link=recipe.link, tuning_share=1.0)  # the gain is what it is about
 
     config = read_config(recipe.config_name, recipe.config_overrides)
     documents = read_documents(recipe.text, recipe.text_column)
@@ -131,7 +131,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or has_checkpoint(args))
     metrics = trainer.evaluate()
     overlap = None if helix.link else trainer.measure_overlap()
-    compared = trainer.compare_plans() if helix.link else None
+    compared = trainer.compare_plans(repeats=3) if helix.link else None
     if recipe.trace:
         trainer.trace(recipe.trace)
     trainer.save_model()

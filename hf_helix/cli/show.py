@@ -19,6 +19,8 @@ from hf_helix.cli.plan import EVERY, plan_by
 from hf_helix.config import ABLATIONS, RECOMPUTE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hf_helix.cli.options import Commands
     from hf_helix.planning.plan import Plan
     from hf_helix.planning.profile import Profile

@@ -2,10 +2,12 @@
 
 In:   transfers, each with the bytes that this rank sends and receives in it.
 Out:  the same transfers, which end no earlier than latency + bytes / rate after the one before them in that direction.
-Must hold: a rank has one link, full duplex, which all its axes and streams share. The sender holds the bytes back until
-the link would have delivered them, and then really sends them: so another rank never has them early, however late
-this one was, and the emulation adds exactly latency + bytes / rate to what a transfer takes without it. Waiting is
-sleeping: no core is taken, and no lock is held. Deadlines are absolute, so errors of the clock do not add up.
+Must hold: a rank has one link, full duplex, which all its axes and streams share. The bytes really move while the link
+is carrying them, so a transfer takes what it takes here or what the link needs, whichever is more. Waiting is sleeping:
+no core is taken, and no lock is held. Deadlines are absolute, so errors of the clock do not add up.
+
+Every rank keeps its own clock. In a collective it counts from the moment when this rank begins it; what a single rank
+sends to another (a pipeline) is held back by the one that receives it, from the moment when it is there.
 
 For runs on CPU, whose transfers run in threads of their own (`hf_helix.runtime.streams`); nothing here knows CUDA.
 """
@@ -66,18 +68,31 @@ class Link:
         self._sleep = sleep
 
     def carry(self, sent: int, received: int, move: Callable[[], object]) -> None:
-        """Run a transfer at the link's speed.
+        """Run a transfer that all its ranks take part in at the same time.
 
         Args:
             sent, received: bytes that leave this rank, and that come to it.
             move: really moves them, and returns when they are there.
         """
         now = self._clock()
-        leaves = self.out.reserve(sent, self.seconds(sent), now)
-        arrives = self.into.reserve(received, self.seconds(received), now)
-        self._wait_until(leaves, sent)
+        ends = self._reserve(self.out, sent, now), self._reserve(self.into, received, now)
         move()
-        self._wait_until(arrives, received)
+        if sent or received:
+            self._wait_until(max(ends))
+
+    def send(self, count: int, move: Callable[[], object]) -> None:
+        """Run a transfer to a rank that receives it with `receive`."""
+        end = self._reserve(self.out, count, self._clock())
+        move()
+        self._wait_until(end)
+
+    def receive(self, count: int, move: Callable[[], object]) -> None:
+        """Run the other end of `send`."""
+        move()
+        self._wait_until(self._reserve(self.into, count, self._clock()))
+
+    def _reserve(self, way: Direction, count: int, now: float) -> float:
+        return way.reserve(count, self.seconds(count), now)
 
     @property
     def speed_now(self) -> LinkSpeed:
@@ -92,8 +107,8 @@ class Link:
         """How long so many bytes occupy one way."""
         return 0.0 if self.rate is None else 8 * count / self.rate
 
-    def _wait_until(self, end: float, count: int) -> None:
-        if self.rate is None or not count:
+    def _wait_until(self, end: float) -> None:
+        if self.rate is None:
             return
         while (left := end + self.speed.latency - self._clock()) > 0:
             self._sleep(left)
@@ -136,17 +151,17 @@ class LinkedTransport(Transport):
 
 
 class LinkedPassage(Passage):
-    """A way between two ranks of a pipeline over an emulated link. What arrives has been held back by its sender."""
+    """A way between two ranks of a pipeline over an emulated link."""
 
     def __init__(self, inner: Passage, link: Link) -> None:
         self.inner = inner
         self._link = link
 
     def send(self, value: Tensor, forward: bool) -> None:
-        self._link.carry(value.nbytes, 0, lambda: self.inner.send(value, forward))
+        self._link.send(value.nbytes, lambda: self.inner.send(value, forward))
 
     def receive(self, out: Tensor, forward: bool) -> None:
-        self.inner.receive(out, forward)
+        self._link.receive(out.nbytes, lambda: self.inner.receive(out, forward))
 
 
 def all_reduce(value: Tensor, group: dist.ProcessGroup, link: Link | None) -> None:

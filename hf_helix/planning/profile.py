@@ -61,6 +61,7 @@ class Profile:
         pairs: what was measured beside each other.
         like: operators that do the same as another (a collective of the same size) -> that other, which `pairs` names.
         bytes: of each operator that communicates, what a rank sends in it.
+        bare: seconds of each of them without the emulated link that `times` were measured on; empty without one.
     """
 
     about: Mapping[str, str]
@@ -70,6 +71,7 @@ class Profile:
     pairs: Mapping[tuple[Name, Name], Pair] = field(default_factory=dict)
     like: Mapping[Name, Name] = field(default_factory=dict)
     bytes: Mapping[Name, int] = field(default_factory=dict)
+    bare: Mapping[Name, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_kinds", {name: op.kind for name, op in named_operators(self.layout)})
@@ -118,6 +120,8 @@ class Profile:
                 figures["like"] = _join(self.like[name])
             if name in self.bytes:
                 figures["bytes"] = self.bytes[name]
+            if name in self.bare:
+                figures["bare_ms"] = round_ms(self.bare[name])
             operators.setdefault(name[0], {})[name[1]] = figures
         data = {
             "format": FORMAT,
@@ -260,7 +264,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     ranks = [int(rank) for rank in data["layout"].get("ranks", ())]
     if ranks and len(ranks) != len(chunks):
         raise ValueError(f"its layout has {len(chunks)} stages on {len(ranks)} ranks")
-    times, spread, like, moved = {}, {}, {}, {}
+    times, spread, like, moved, bare = {}, {}, {}, {}, {}
     for unit, operators in data["operators"].items():
         for entry, figures in operators.items():
             if "ms" not in figures:
@@ -271,12 +275,14 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
                 like[unit, entry] = _split(figures["like"])
             if "bytes" in figures:
                 moved[unit, entry] = int(figures["bytes"])
+            if "bare_ms" in figures:
+                bare[unit, entry] = float(figures["bare_ms"]) / 1e3
     pairs = {}
     for row in data["pairs"]:
         seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
         pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
     about = {str(key): str(value) for key, value in data["about"].items()}
-    return Profile(about, Layout(units, chunks, graphs, shared, ranks), times, spread, pairs, like, moved)
+    return Profile(about, Layout(units, chunks, graphs, shared, ranks), times, spread, pairs, like, moved, bare)
 
 
 def _graph_data(graph: Graph) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 In:   a profile that knows the bytes of its collectives, and the speeds of links.
 Out:  profiles of the same operators on these links, and for each the predicted times of plans made for it.
-Must hold: a collective takes what it takes without a link, plus latency and bytes / rate. That is how the emulation
-works (`hf_helix.operators.link`), so between emulated links nothing is assumed about the collectives themselves. What
-collectives and computations cost each other is their real work on the machine, which no link changes: the same seconds
-a collective, however long it is on its way.
+Must hold: a collective takes what it takes without a link, or latency + bytes / rate, whichever is more. That is how
+the emulation works (`hf_helix.operators.link`), so nothing is assumed about the collectives themselves. What they and
+computations cost each other is their real work on the machine, which no link changes: the same seconds a collective,
+however long it is on its way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_helix.planning.rules import make_plan, predict_plan
 from hf_helix.planning.schedule import Schedule
 from hf_helix.planning.window import window_instructions
 
-BARE = LinkSpeed(None)
+NO_LINK = LinkSpeed(None)
 """No link: collectives as fast as they were measured, or would have been without the emulation."""
 
 
@@ -31,7 +31,7 @@ class Predicted:
     """What the cost function says of a window on a link.
 
     Attributes:
-        speed: of the link; `BARE` for none.
+        speed: of the link; `NO_LINK` for none.
         computation, communication: seconds of each alone.
         plans: by rule, seconds of a window under the plan that it makes for this link.
     """
@@ -47,9 +47,9 @@ class Predicted:
 
 
 def link_of(profile: Profile) -> LinkSpeed:
-    """The emulated link that a profile was measured on; `BARE` for none."""
+    """The emulated link that a profile was measured on; `NO_LINK` for none."""
     text = profile.about.get("emulated_link")
-    return parse_link(text) if text else BARE
+    return parse_link(text) if text else NO_LINK
 
 
 def on_link(profile: Profile, speed: LinkSpeed) -> Profile:
@@ -58,7 +58,6 @@ def on_link(profile: Profile, speed: LinkSpeed) -> Profile:
     Raises:
         ValueError: it does not say how many bytes its collectives move.
     """
-    before = link_of(profile)
     moving = [name for name, seconds in profile.times.items() if profile.kind(name).communicates and seconds]
     if not profile.bytes and moving:
         raise ValueError(
@@ -67,8 +66,7 @@ def on_link(profile: Profile, speed: LinkSpeed) -> Profile:
         )
     times = dict(profile.times)
     for name, count in profile.bytes.items():
-        real = max(times[name] - before.seconds(count), 0.02 * times[name])
-        times[name] = real + speed.seconds(count)
+        times[name] = max(profile.bare.get(name, times[name]), speed.seconds(count))
     pairs = {names: _pair(profile, times, names) for names in profile.pairs}
     about = {**profile.about, "emulated_link": speed.text if speed.rate else ""}
     return replace(profile, about={key: value for key, value in about.items() if value}, times=times, pairs=pairs)

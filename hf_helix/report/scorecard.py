@@ -61,17 +61,18 @@ def format_verdict(tuning: Tuning, contention: str = "") -> str:
     """
     kept, baseline = tuning.overlaps[tuning.kept], _baseline(tuning)
     plan = f"plan {_named(tuning.kept)}"
+    where = f" on an emulated link of {kept.link}" if kept.link else ""
     if baseline is None:
-        return f"{plan}, as asked for: {_worth(kept)}"
+        return f"{plan}, as asked for{where}: {_worth(kept)}"
     reason = _reason(kept, contention)
     if tuning.kept == baseline:
-        return f"{plan}: overlap gains nothing here, because {reason}"
+        return f"{plan}: overlap gains nothing here{where}, because {reason}"
     without = "without overlap"
     if tuning.kept.split(" on ")[0] == BASELINE:
         without = f"with {_named(baseline)}"
     gain = tuning.overlaps[baseline].step / kept.step
     small = f"; overlap gains little here, because {reason}" if gain < SMALL else ""
-    return f"{plan}, {gain:.2f}x as fast as {without}{small}"
+    return f"{plan}, {gain:.2f}x as fast as {without}{where}{small}"
 
 
 def contention_of(mesh: Mesh) -> str:

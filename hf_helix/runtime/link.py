@@ -15,22 +15,18 @@ from hf_helix.runtime.measure import forget_gradients, measure_overlap, over_ran
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
 
-LEAST = 0.25  # of the computation, where the bytes as they really go take most of it
-
 
 def even_out(runner: Runner, window: Sequence[MicroBatch], repeats: int = 2) -> None:
     """Give the link of a runner's mesh its rate. Collective; call it when there are no gradients."""
     link = runner.mesh.link
     assert link is not None
     with bare(link):
-        found = measure_overlap({"": runner}, window, repeats)[""]
         before = link.out.bytes
         runner.train_window(window)
         forget_gradients(runner)
         sent = max(over_ranks(link.out.bytes - before))
-    # The emulation adds to what transfers take by themselves.
-    missing = max(found.computation - found.communication, LEAST * found.computation)
-    link.rate = float(f"{8 * sent / missing:.3g}")
+        computation = measure_overlap({"": runner}, window, repeats)[""].computation
+    link.rate = float(f"{8 * sent / computation:.3g}")
 
 
 @contextmanager

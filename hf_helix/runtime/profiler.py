@@ -30,6 +30,7 @@ from hf_helix.planning.graph import SEND, Kind, Operator, Part
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
 from hf_helix.planning.program import build_programs
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
+from hf_helix.runtime.link import bare
 from hf_helix.runtime.measure import forget_gradients, over_ranks, trace_window, transports
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
@@ -66,13 +67,9 @@ def measure_profile(
         about: what the door knows: model, mesh, shapes.
         pairs: whether to measure operators beside each other, too.
     """
-    mine = _in_steps(runner, window)
     bench = _Bench(runner, window[0])
-    for timed in bench.moving:
-        mine[timed.name] = bench.train(timed)
-    transfers, sent = _transfers(runner, window[0])
-    mine |= transfers
-    sent |= {timed.name: bench.bytes_sent(timed) for timed in bench.moving}
+    moving, sent = _moving(bench)
+    mine = _in_steps(runner, window) | moving
     medians = {name: statistics.median(found) for name, found in mine.items()}
     names = [name for name, _ in named_operators(runner.layout)]
     # Ranks of a pipeline hold different units.
@@ -82,9 +79,29 @@ def measure_profile(
     spread = {name: max(found[name] for _, found, *_ in ranks if name in found) for name in names}
     like = {name: other for _, _, found, _ in ranks for name, other in found.items()}
     moved = {name: max(found[name] for *_, found in ranks if name in found) for *_, each in ranks for name in each}
+    without = _without_link(bench)
     found = _measure_pairs(bench, times, like, progress) if pairs else {}
     forget_gradients(runner)
-    return Profile({**machine(runner), **(about or {})}, runner.layout, times, spread, found, like, moved)
+    return Profile({**machine(runner), **(about or {})}, runner.layout, times, spread, found, like, moved, without)
+
+
+def _moving(bench: _Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:
+    """Seconds of everything that communicates, and the bytes that this rank sends in it."""
+    found, sent = _transfers(bench.runner, bench.batch)
+    for timed in bench.moving:
+        found[timed.name], sent[timed.name] = bench.train(timed), bench.bytes_sent(timed)
+    return found, sent
+
+
+def _without_link(bench: _Bench) -> dict[Name, float]:
+    """What communication takes without the emulated link; nothing where there is none."""
+    link = bench.runner.mesh.link
+    if link is None:
+        return {}
+    with bare(link):
+        found, _ = _moving(bench)
+    ranks = over_ranks({name: statistics.median(seconds) for name, seconds in found.items()})
+    return {name: min(each[name] for each in ranks if name in each) for mine in ranks for name in mine}
 
 
 def machine(runner: Runner) -> dict[str, str]:

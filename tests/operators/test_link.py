@@ -37,12 +37,12 @@ def a_link(speed: str = "1gbit") -> tuple[Link, Clock]:
     return Link(parse_link(speed), clock.read, clock.sleep), clock
 
 
-def test_a_transfer_is_held_back_by_its_sender_until_the_link_would_have_carried_it():
+def test_a_transfer_takes_what_the_link_needs_or_what_it_takes_here():
     link, clock = a_link("1gbit,2ms")
-    moved_at: list[float] = []
-    link.carry(MEGABYTE, MEGABYTE, lambda: moved_at.append(clock.passed))
-    assert moved_at == [0.010]  # latency and 8 ms; nobody has the bytes before
-    assert clock.passed == 0.010
+    link.carry(MEGABYTE, MEGABYTE, lambda: clock.sleep(0.003))
+    assert clock.passed == 0.010  # latency and 8 ms
+    link.carry(MEGABYTE, MEGABYTE, lambda: clock.sleep(0.050))
+    assert clock.passed == 0.060
 
 
 def test_transfers_queue_in_one_direction_and_directions_do_not_wait_for_each_other():
@@ -58,13 +58,20 @@ def test_transfers_queue_in_one_direction_and_directions_do_not_wait_for_each_ot
     assert (link.out.bytes, link.into.bytes) == (3 * MEGABYTE, MEGABYTE)
 
 
-def test_what_moving_really_takes_comes_on_top_for_the_sender_and_an_early_wake_is_no_early_end():
+def test_the_direction_with_more_bytes_counts_and_an_early_wake_is_no_early_end():
     link, clock = a_link()
     link._sleep = lambda seconds: clock.sleep(seconds / 2 + 1e-6)  # type: ignore[method-assign]
-    link.carry(MEGABYTE, 0, lambda: clock.sleep(0.003))
-    assert 0.011 <= clock.passed < 0.0111
-    link.carry(0, MEGABYTE, lambda: None)  # the other way was free all the time
-    assert 0.019 <= clock.passed < 0.0192
+    link.carry(MEGABYTE // 8, MEGABYTE, lambda: None)
+    assert 0.008 <= clock.passed < 0.0081
+
+
+def test_between_two_ranks_the_sender_is_busy_and_the_receiver_holds_back():
+    link, clock = a_link("1gbit,2ms")
+    link.send(MEGABYTE, lambda: clock.sleep(0.001))
+    assert clock.passed == 0.010
+    link.receive(MEGABYTE, lambda: clock.sleep(0.005))  # the other rank was late
+    assert clock.passed == 0.025
+    assert (link.out.bytes, link.into.bytes) == (MEGABYTE, MEGABYTE)
 
 
 def test_nothing_waits_for_no_bytes_or_before_the_rate_is_known():

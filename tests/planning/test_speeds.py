@@ -11,10 +11,11 @@ from hf_helix.planning.link import LinkSpeed
 from hf_helix.planning.profile import Profile, load_profile, named_operators
 from hf_helix.planning.rules import make_plan
 from hf_helix.planning.schedule import build_schedule
-from hf_helix.planning.speeds import BARE, link_of, on_link, predict_speeds
+from hf_helix.planning.speeds import NO_LINK, link_of, on_link, predict_speeds
 
 HERE = LinkSpeed(1e9, 0.5e-3)
-BYTES = 187_500  # 1.5 ms at 1 Gbit/s: of the 3 ms of a collective, 1 ms is what it really takes
+BYTES = 312_500  # 2.5 ms at 1 Gbit/s, so with the latency the 3 ms of a collective
+BARE = 1e-3  # seconds of one without the link
 
 
 def measured() -> Profile:
@@ -22,17 +23,21 @@ def measured() -> Profile:
     profile = tiny_profile()
     moving = [name for name, op in named_operators(profile.layout) if op.kind.communicates]
     about = {**ABOUT, "emulated_link": HERE.text}
-    return dataclasses.replace(profile, about=about, bytes=dict.fromkeys(moving, BYTES))
+    return dataclasses.replace(
+        profile, about=about, bytes=dict.fromkeys(moving, BYTES), bare=dict.fromkeys(moving, BARE)
+    )
 
 
-def test_latency_and_bytes_come_off_and_those_of_the_other_link_come_on():
+def test_a_collective_takes_what_the_link_needs_or_what_it_takes_without_one():
     profile = measured()
     assert link_of(profile) == HERE
-    slow, fast, bare = (on_link(profile, speed) for speed in (LinkSpeed(0.25e9), LinkSpeed(3e9, 1e-3), BARE))
-    assert [round(found.times[GATHER] * 1e3, 6) for found in (slow, fast, bare)] == [7.0, 2.5, 1.0]
+    slow, late, fast, none = (
+        on_link(profile, speed) for speed in (LinkSpeed(0.25e9), LinkSpeed(2.5e9, 1e-3), LinkSpeed(10e9), NO_LINK)
+    )
+    assert [round(found.times[GATHER] * 1e3, 6) for found in (slow, late, fast, none)] == [10.0, 2.0, 1.0, 1.0]
     assert slow.times[UP] == profile.times[UP]
-    assert (link_of(slow), link_of(bare)) == (LinkSpeed(0.25e9), BARE)
-    assert "emulated_link" not in bare.about
+    assert (link_of(slow), link_of(none)) == (LinkSpeed(0.25e9), NO_LINK)
+    assert "emulated_link" not in none.about
     back = on_link(slow, HERE)
     assert back.times == pytest.approx(profile.times)
     assert back.slowdown(UP, GATHER) == pytest.approx(profile.slowdown(UP, GATHER))
@@ -68,6 +73,7 @@ def test_plans_are_made_for_each_link_and_predicted_on_it():
 def test_bytes_are_kept_in_the_file_and_a_profile_without_them_is_refused(tmp_path):
     profile = measured()
     profile.save(tmp_path / "profile.json")
-    assert load_profile(tmp_path / "profile.json").bytes == profile.bytes
+    kept = load_profile(tmp_path / "profile.json")
+    assert (kept.bytes, kept.bare) == (profile.bytes, profile.bare)
     with pytest.raises(ValueError, match=r"does not say how many bytes .*measure anew with `hf-helix profile`"):
         on_link(tiny_profile(), HERE)
