@@ -48,13 +48,13 @@ def refusals(folder: str, helix: dict[str, Any] | None, kinds: list[str], evalua
         rows = BAD[kind]()
         model = tiny(num_hidden_layers=2)
         trainer = build(folder, helix, training, model=model, train_dataset=rows)
-        held = {name: value.clone() for name, value in model.state_dict().items()}
+        held = {name: value.detach().clone() for name, value in model.named_parameters()}
         actions = {"train": trainer.train}
         if evaluated:
             actions |= {"evaluate": lambda t=trainer, r=rows: t.evaluate(r)}
             actions |= {"predict": lambda t=trainer, r=rows: t.predict(r)}
         found[kind] = {name: said(action) for name, action in actions.items()}
-        found[kind]["untouched"] = all(torch.equal(value, held[name]) for name, value in model.state_dict().items())
+        found[kind]["untouched"] = all(torch.equal(value, held[name]) for name, value in model.named_parameters())
     return found
 
 
