@@ -52,6 +52,7 @@ def test_the_defaults_are_one_rank_and_auto():
         "expert_capacity_factor": None,
         "cross_node": None,
         "recompute": None,
+        "link": None,
     }
 
 
