@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from hf_helix.checkpoint import whole_parameter
+from hf_helix.direct_use import names_allowed
 from hf_helix.runtime.agreement import agree_on_success
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
@@ -38,7 +39,8 @@ def save_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
             if whole is not None:
                 tensors[name] = whole.cpu()
     if rank() == 0:
-        type(model).save_pretrained(model, str(folder), state_dict=tensors)  # its own is refused, see `direct_use`
+        with names_allowed():
+            type(model).save_pretrained(model, str(folder), state_dict=tensors)  # its own is refused, see `direct_use`
     if world_size() > 1:
         dist.barrier()
 
@@ -101,8 +103,9 @@ def _names(model: Any, names: list[str]) -> Names:
         from peft import get_peft_model_state_dict
 
         own = {name: name for name in names}  # it selects by key, whatever the values are
-        for adapter in model.peft_config:
-            box[0][adapter] = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
+        with names_allowed():
+            for adapter in model.peft_config:
+                box[0][adapter] = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
     if world_size() > 1:
         dist.broadcast_object_list(box, src=0)
     return box[0]

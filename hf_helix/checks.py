@@ -25,9 +25,6 @@ from hf_helix.runtime.stage import Stage
 
 logger = logging.getLogger(__name__)
 
-# Plans that lose nothing by a single micro-batch, and those that wait for two and say so.
-_EQUAL_ALONE = ("sequential", "intra_batch", "auto", "search")
-
 
 def check_model(model: Any, additions: Additions, weights: str | Path | None = None) -> None:
     """Refuse models that are not whole, plain and in fp32 or bf16, or that additions and weights do not suit.
@@ -111,19 +108,10 @@ def limits_of(base: Any) -> Limits:
     )
 
 
-def say_what_surprises(model: Any, config: HelixConfig, microbatches: int) -> None:
-    """Warn on rank 0 of what is right and may not be meant.
-
-    Args:
-        microbatches: of a usual window.
-    """
+def say_what_surprises(model: Any) -> None:
+    """Warn on rank 0 of what is right and may not be meant."""
     if rank() != 0:
         return
-    if microbatches == 1 and config.communicates and config.plan not in _EQUAL_ALONE:
-        logger.warning(
-            f"gradient_accumulation_steps=1: a window is one micro-batch, and plan={config.plan!r} has no other to "
-            "run beside it, so communication is not hidden; set gradient_accumulation_steps to 2 or more"
-        )
     if any(parameter.requires_grad and parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
         logger.warning(
             "the trained weights are torch.bfloat16, and so are gradients and the optimizer's states, as in the stock "

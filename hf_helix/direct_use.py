@@ -8,7 +8,9 @@ refusals go with copies of the model, and keep it from being pickled.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
@@ -46,11 +48,25 @@ def refuse_parts(model: nn.Module, instead: Instead) -> None:
     Refused on every rank alike: a method that gathered the whole would wait for ever for a rank that does not call it.
     """
     for module in model.modules():
-        module.register_state_dict_pre_hook(_Refusal("state_dict()", instead.saving))
+        module.register_state_dict_pre_hook(_RefusalOfNames("state_dict()", instead.saving))
         module.register_load_state_dict_pre_hook(_Refusal("load_state_dict()", instead.saving))
         for name in ("save_pretrained", "push_to_hub"):
             if hasattr(type(module), name):
                 setattr(module, name, _Refusal(f"{name}()", instead.saving))
+
+
+@contextlib.contextmanager
+def names_allowed() -> Iterator[None]:
+    """While `state_dict()` of modules is asked for its names alone, as PEFT does where it is given the tensors."""
+    global _names_allowed
+    _names_allowed = True
+    try:
+        yield
+    finally:
+        _names_allowed = False
+
+
+_names_allowed = False
 
 
 class _Refusal:
@@ -60,7 +76,7 @@ class _Refusal:
         self._what = what
         self._saving = saving
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise self._error(self._what)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
@@ -74,3 +90,11 @@ class _Refusal:
             f"this model's weights are cut over several ranks, and {what} would be about one rank's part; call "
             f"{self._saving} on every rank, and load the whole with from_pretrained(folder)"
         )
+
+
+class _RefusalOfNames(_Refusal):
+    """The same of `state_dict()`, see `names_allowed`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not _names_allowed:
+            super().__call__()

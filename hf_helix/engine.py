@@ -50,6 +50,7 @@ from hf_helix.report.notices import say
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.agreement import agree_on_text, agree_on_window
 from hf_helix.runtime.comparison import PAPER, Comparison, compare
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.extents import extents
 from hf_helix.runtime.gradients import gradient_norm, set_aside
 from hf_helix.runtime.link import even_out
@@ -64,7 +65,7 @@ from hf_helix.runtime.stage import Stage, place_units
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.trace import Trace
-from hf_helix.runtime.tuning import BASELINE, Tuning
+from hf_helix.runtime.tuning import Tuning
 from hf_helix.saving import save_pretrained
 from hf_helix.sizes import Sizes
 from hf_helix.tuner import TUNED_MICROBATCHES, Tuner, describe
@@ -144,7 +145,7 @@ class Engine:
         self._said_link = False
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
         self._live = LiveScore(token_flops(base), world_size(), mesh.dp_size, peak)
-        say_what_surprises(model, config, microbatches)
+        say_what_surprises(model)
         stage = self._place(additions, modes)
         with watched():
             plan = self._agreed_plan(stage, microbatches)
@@ -222,6 +223,10 @@ class Engine:
         """How far the ids, labels and positions of a window reach, for `limits.judge`. Nothing waits for it."""
         return extents(batches, self.mesh.device)
 
+    def check_extents(self, batch: Any) -> None:
+        """Refuse a batch that was not announced in a window, as `limits.judge`. Waits for the device."""
+        self.limits.judge([self.extents([batch]).tolist()])
+
     def train_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[Tensor]:
         """Forward and backward of a window; gradients are added to `parameter.grad`. Collective.
 
@@ -251,6 +256,8 @@ class Engine:
         before = self.tuning
         with watched(), set_aside(self.runner.stage.placements):
             make = functools.partial(self._checked_window, batches, scale, step)
+            if self.mesh.link is not None and not self._said_link:
+                make()  # which settles the link, before any time is taken
             self.runner = self.tuner.update(self.runner, make, len(batches), steps_left)
         return self.tuning if self.tuning is not before else None
 
@@ -369,7 +376,7 @@ class Engine:
             The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
         """
         self._look_again()
-        self.limits.judge([self.extents([batch]).tolist()])  # evaluation may wait for the device
+        self.check_extents(batch)
         self.model.eval()
         pieces = pieces_of(batch, self.runner) if self.family.loss_adds_up(self.base) else [batch]
         with torch.no_grad():

@@ -18,10 +18,14 @@ from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.runtime.endings import is_launched
+from hf_helix.runtime.liveness import install_hook
 from hf_helix.runtime.mesh import Mesh, build_mesh, check_joined
 from hf_helix.runtime.restarts import separate_starts
 
 separate_starts()
+if is_launched():
+    install_hook()  # options are checked before there is anything else of ours
 
 
 class HelixPlugin(ParallelismConfig):

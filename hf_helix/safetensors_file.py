@@ -109,7 +109,7 @@ def _bytes(rows: Tensor) -> np.ndarray:
 
 def _write(file: int, data: np.ndarray, place: int) -> None:
     """All of it: the system may write less at a time, at most 2 GiB."""
-    left = memoryview(data)
+    left = data.data
     while left:
         count = os.pwrite(file, left, place)
         left, place = left[count:], place + count

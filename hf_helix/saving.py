@@ -219,13 +219,15 @@ class _Writer:
             # What is on disk has the numbers of all experts, and what is converted here those from 0 on.
             made = revert_weight_conversion(self.model, {source.target: tensor.detach()})
             return [made[key] for key in source.part(0, len(tensor)).names]
-        whole = {}
+        joined = {}
         for name in source.convert(self.model, self.layout.tensors.__getitem__):
             held = self.tensors[name]
-            whole[name] = join_slices(held.detach(), self.placements.get(held, COPIED), self.mesh)
+            joined[name] = join_slices(held.detach(), self.placements.get(held, COPIED), self.mesh)
         if axis.rank > 0:
             return []
-        made = revert_weight_conversion(self.model, whole)
+        made = revert_weight_conversion(
+            self.model, {name: value for name, value in joined.items() if value is not None}
+        )
         return [made[key] for key in source.names]
 
     # -- where the folder is not shared

@@ -182,9 +182,9 @@ def match(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
     return list(sources.values()), sorted(info.unexpected_keys)
 
 
-def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
+def persistent_tensors(model: nn.Module) -> dict[str, Any]:
     """What `model.state_dict()` holds, under the same names and in the same order; of a cut model, what is here."""
-    found: dict[str, Tensor] = {}
+    found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {**module._parameters, **module._buffers}
         for name, tensor in own.items():

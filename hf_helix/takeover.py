@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import trainer
+from transformers import trainer as stock_trainer
 
 from hf_helix.engine import Engine, Scale
 from hf_helix.evaluation import count_targets
@@ -26,6 +26,8 @@ from hf_helix.overrides import check_overrides
 from hf_helix.runtime.agreement import agree_on_number
 from hf_helix.runtime.health import Health
 from hf_helix.runtime.liveness import watched
+
+_COUNT = "get_model_param_count"
 
 
 class Window:
@@ -87,12 +89,13 @@ class WindowHooks:
         """As the stock method, whose log says how many parameters it trains, by a function that counts tensors."""
         if self.compute_metrics is not None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
-        stock = trainer.get_model_param_count
-        trainer.get_model_param_count = lambda model, trainable_only=False: self._engine.sizes.count(trainable_only)
+        names: dict[str, Any] = vars(stock_trainer)
+        stock = names[_COUNT]
+        names[_COUNT] = lambda model, trainable_only=False: self._engine.sizes.count(trainable_only)
         try:
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
-            trainer.get_model_param_count = stock
+            names[_COUNT] = stock
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective."""
@@ -117,16 +120,17 @@ class WindowHooks:
         """
         window = self._window
         if window is None:
-            self._engine.limits.judge([self._engine.extents([inputs]).tolist()])
+            self._engine.check_extents(inputs)
             return self._run_window([inputs], self._scale_of_one(inputs, num_items_in_batch))[0]
         if len(window.batches) == 1:
+            if not window.holds(inputs):
+                self._engine.check_extents(inputs)
             window.batches = [inputs]
         elif not window.holds(inputs):
             raise RuntimeError(
-                f"{type(self).__name__}.training_step got a micro-batch that is not the one, or not as, "
-                "get_batch_samples returned it: the micro-batches of an optimizer step run together, so a change would "
-                "come too late for the others; change batches in the data collator, or use "
-                "gradient_accumulation_steps=1"
+                f"{type(self).__name__}.training_step got another micro-batch than was fetched, or a changed one: "
+                "the micro-batches of an optimizer step run together, so a change would come too late for the "
+                "others; change batches in the data collator, or use gradient_accumulation_steps=1"
             )
         if window.losses is None:
             window.losses = self._run_window(window.batches, self._scale(num_items_in_batch))

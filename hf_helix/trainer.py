@@ -39,13 +39,15 @@ from hf_helix.report.notices import say
 from hf_helix.resume.hooks import CheckpointHooks, make_output_dir
 from hf_helix.runtime.agreement import agree_on_text
 from hf_helix.runtime.comparison import PAPER, Comparison
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.health import Health
 from hf_helix.runtime.liveness import start_watch
 from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import prepare_cuda
-from hf_helix.runtime.tuning import BASELINE, Tuning
+from hf_helix.runtime.tuning import Tuning
+from hf_helix.search_hooks import SearchHooks
 from hf_helix.sft import adapted, check_routers, check_sft, is_sft
 from hf_helix.takeover import WindowHooks
 from hf_helix.tuner import options_of
@@ -59,7 +61,7 @@ INSTEAD = Instead(
 )
 
 
-class HelixTrainerMixin(WindowHooks, EvaluationHooks, CheckpointHooks):
+class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHooks):
     """Puts Helix under a Trainer class: `class MyTrainer(HelixTrainerMixin, Trainer)`.
 
     Args:
@@ -318,7 +320,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, CheckpointHooks):
             write_card(self, stock, given, self._engine.overlap)
 
 
-class HelixTrainer(HelixTrainerMixin, Trainer):
+class HelixTrainer(HelixTrainerMixin, Trainer):  # type: ignore[misc]  # Trainer.objective has no declared type
     """`transformers.Trainer` with the model cut over the ranks and communication hidden behind computation.
 
     Takes what `Trainer` takes, and `helix_config`. See `HelixTrainerMixin`.

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -34,7 +33,7 @@ from hf_helix.planning.scheduler import Scheduler, candidates, schedule_names, s
 from hf_helix.planning.window import Layout
 from hf_helix.report.notices import about_time, say
 from hf_helix.report.progress import progress_bar
-from hf_helix.report.scorecard import format_tuning, format_verdict
+from hf_helix.report.scorecard import contention_of, format_tuning, format_verdict
 from hf_helix.runtime.agreement import agree_on_text, decide_on_rank_0
 from hf_helix.runtime.effort import (
     BASELINE,
@@ -47,8 +46,8 @@ from hf_helix.runtime.effort import (
     tuning_budget,
     tuning_cost,
 )
-from hf_helix.runtime.measure import time_steps, without_gradients
-from hf_helix.runtime.mesh import Mesh, rank, world_size
+from hf_helix.runtime.measure import time_steps
+from hf_helix.runtime.mesh import Mesh, rank
 from hf_helix.runtime.profiler import machine
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
@@ -126,14 +125,6 @@ class _Case:
     def share(self) -> float:
         """The part of a step's micro-batches that is timed."""
         return len(self.window) / self.microbatches
-
-
-def contention_of(mesh: Mesh) -> str:
-    """Who shares the cores with communication, in words; empty where devices have their own."""
-    cores, ranks = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-    if mesh.device.type != "cpu" or 2 * ranks <= cores:
-        return ""
-    return f"{ranks} ranks compute and communicate on the same {cores} cores"
 
 
 class Tuner:
@@ -240,7 +231,7 @@ class Tuner:
         """What the rest of the run is worth, beyond what was done already; by the clock of this rank."""
         assert self._case is not None
         pace = self._pace.seconds_per_step
-        budget = tuning_budget(steps_left, pace, self.config.tuning_share)
+        budget = tuning_budget(steps_left, pace, self.config.tuning_share) - self._pace.seconds_paused
         cost = functools.partial(self._cost, runner, pace * self._case.share)
         return affordable(budget, cost, self.tuning.effort if self.tuning else "")
 
@@ -272,7 +263,7 @@ class Tuner:
         """
         case = self._case
         assert case is not None
-        with without_gradients(runner):
+        with self._pace.paused():
             (seconds,) = time_steps({"": runner}, case.window, 1)[""]
             self._say_before(self._cost(runner, seconds, effort), run_seconds)
             with progress_bar(rank() == 0) as progress:

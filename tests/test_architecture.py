@@ -34,10 +34,14 @@ IMPORTERS = {
         "loop",
         "resume",
         "overrides",
+        "search_hooks",
         "takeover",
     },
 }
-ONLY = "only adapters, loading, loop, overrides, refusals, resume, saving, stored, takeover, trainer, workload"
+ONLY = (
+    "only adapters, loading, loop, overrides, refusals, resume, saving, search_hooks, stored, takeover, trainer, "
+    "workload"
+)
 LAZY = {"yaml", "psutil"}  # what level 0 may import inside a function
 
 

@@ -42,6 +42,7 @@ def test_the_defaults_are_one_rank_and_auto():
     assert dataclasses.asdict(HelixConfig()) == {
         **dict.fromkeys(SIZES, 1),
         "plan": "auto",
+        "tuning_share": 0.05,
         "schedule": "w",
         "profile": None,
         "without": (),

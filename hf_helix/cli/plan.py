@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     profile = profile_of(options)
     schedule = schedule_for(profile, options.microbatches, options.schedule)
     limit = lower_bound(profile, schedule)
-    plans = {rule: _plan(rule, profile, schedule) for rule in EVERY}
+    plans = {rule: plan_by(rule, profile, schedule) for rule in EVERY}
     predicted = {rule: predict_plan(plan, profile, schedule)[1].seconds for rule, plan in plans.items()}
     fastest = min(predicted, key=lambda rule: predicted[rule])
     saved = fastest if options.rule == FASTEST else options.rule
@@ -79,7 +79,8 @@ def run(options: argparse.Namespace) -> None:
         print(f"{fastest} is predicted to be {gain:.1%} faster: --rule {fastest}")
 
 
-def _plan(rule: str, profile: Profile, schedule: Schedule) -> Plan:
+def plan_by(rule: str, profile: Profile, schedule: Schedule) -> Plan:
+    """The plan that a rule makes from a profile for windows of a schedule."""
     from hf_helix.planning.rules import make_plan
     from hf_helix.report.progress import progress_bar
 

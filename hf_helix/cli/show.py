@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_helix.cli.files import made_for, profile_of, schedule_for
 from hf_helix.cli.options import add_parser
-from hf_helix.cli.plan import EVERY
+from hf_helix.cli.plan import EVERY, plan_by
 from hf_helix.config import ABLATIONS, RECOMPUTE
 
 if TYPE_CHECKING:
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from hf_helix.planning.simulate import Simulated
 
 PARTS = {"forward": "forward (F)", "input": "input gradient (I)", "weight": "weight gradients (W)"}
+COMPARED_MICROBATCHES = 8  # of the windows that plans which are compared are made for
 
 
 EXAMPLES = """\
 examples:
   hf-helix show plan.json --profile profile.json                      a timeline in the terminal
   hf-helix show plan.json --profile profile.json --output plan.svg    the same as a picture
-  hf-helix show plan.json --profile profile.json --compare sequential   two layers without overlap and with
+  hf-helix show plan.json --profile profile.json --compare sequential two layers with one strand, and under the plan
   hf-helix show profile.json                                          where time goes, and what overlaps well
   hf-helix show --schedule w --pp 4 --microbatches 12                 a pipeline, slot by slot
   hf-helix show --schedule all --gain 1.4                             the schedules beside each other
@@ -49,7 +51,8 @@ def add_command(commands: Commands) -> None:
     parser = add_parser(commands, "show", run, summary, EXAMPLES)
     parser.add_argument("file", type=Path, nargs="?", help="a plan or a profile")
     parser.add_argument("--profile", type=Path, help="the profile whose times a plan is drawn with")
-    parser.add_argument("--compare", choices=EVERY, help="draw two layers under this rule, and below it under the plan")
+    compare = "draw two layers under this rule, and below it under the plan, on one axis of time"
+    parser.add_argument("--compare", choices=EVERY, help=compare)
     parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="as given when the plan was made")
     parser.add_argument("--recompute", choices=RECOMPUTE[1:], help="as given when the plan was made")
     parser.add_argument(
@@ -106,7 +109,7 @@ def _show_profile(options: argparse.Namespace) -> None:
 
 def _show_plan(options: argparse.Namespace) -> None:
     from hf_helix.planning.plan import load_plan
-    from hf_helix.planning.rules import make_plan, predict_plan
+    from hf_helix.planning.rules import predict_plan
     from hf_helix.report.bars import bars_of_timeline
     from hf_helix.report.timeline import draw_timeline, text_timeline
 
@@ -117,8 +120,8 @@ def _show_plan(options: argparse.Namespace) -> None:
     model, mesh = made_for(profile)
     plan = load_plan(options.file, profile.layout.graphs, model=model, mesh=mesh)
     if options.compare is not None:
-        other = make_plan(options.compare, profile, model=model, mesh=mesh)
-        return _show_strands([other, plan], profile, options)
+        other = plan_by(options.compare, profile, schedule_for(profile, COMPARED_MICROBATCHES))
+        return _show_strips([other, plan], profile, options)
     program, timeline = predict_plan(plan, profile, schedule_for(profile, microbatches))
     bars = bars_of_timeline(timeline, program)
     title = f"{plan.rule}: {microbatches} micro-batches, predicted {timeline.seconds * 1e3:,.1f} ms"
@@ -129,7 +132,7 @@ def _show_plan(options: argparse.Namespace) -> None:
         print(options.output)
 
 
-def _show_strands(plans: Sequence[Plan], profile: Profile, options: argparse.Namespace) -> None:
+def _show_strips(plans: Sequence[Plan], profile: Profile, options: argparse.Namespace) -> None:
     from hf_helix.report.strands import draw_strips, note_of, strips, text_strips
 
     found = strips(profile, plans)

@@ -14,7 +14,7 @@ from hf_helix.planning.link import LinkSpeed
 from hf_helix.planning.speeds import Predicted, link_of, predict_speeds
 from hf_helix.report.strands import Strip, draw_strips, note_of, strips, text_strips
 from hf_helix.runtime.comparison import Comparison
-from hf_helix.runtime.tuning import BASELINE
+from hf_helix.runtime.effort import BASELINE
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Speeds of links that are predicted, in parts of the one that was measured on."""

@@ -7,8 +7,11 @@ Must hold: overlapped and hidden are always printed together, beside the bound; 
 
 from __future__ import annotations
 
+import os
+
 from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.measure import Overlap
+from hf_helix.runtime.mesh import Mesh, world_size
 from hf_helix.runtime.tuning import Tuning
 
 SMALL = 1.05  # a gain below this is explained
@@ -70,6 +73,14 @@ def format_verdict(tuning: Tuning, contention: str = "") -> str:
     gain = tuning.overlaps[baseline].step / kept.step
     small = f"; overlap gains little here, because {reason}" if gain < SMALL else ""
     return f"{plan}, {gain:.2f}x as fast as {without}{where}{small}"
+
+
+def contention_of(mesh: Mesh) -> str:
+    """Who shares the cores with communication, in words; empty where devices have their own."""
+    cores, ranks = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    if mesh.device.type != "cpu" or 2 * ranks <= cores:
+        return ""
+    return f"{ranks} ranks compute and communicate on the same {cores} cores"
 
 
 def _named(label: str) -> str:

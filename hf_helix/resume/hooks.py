@@ -28,6 +28,7 @@ from transformers.utils.logging import get_logger
 
 from hf_helix.engine import Engine
 from hf_helix.resume import staging
+from hf_helix.resume.interrupts import prepare_for_interrupts
 from hf_helix.resume.manifest import NAME, Manifest, describe_parameters
 from hf_helix.resume.rng import Generators, generators, set_generators
 from hf_helix.resume.states import Held, held_parameters, load_states, save_states, stepped
@@ -75,6 +76,7 @@ class CheckpointHooks:
                 written. Nothing has been loaded or written then.
         """
         self._health = Health(self.args.device)
+        prepare_for_interrupts(self)
         with watched():
             folder = self._find_checkpoint(resume_from_checkpoint)
             if self.args.save_strategy != SaveStrategy.NO:

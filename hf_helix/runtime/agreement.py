@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.planning.graph import first_difference
+from hf_helix.runtime.endings import describe, told_by
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ def agree_on_success(error: Exception | None) -> None:
         dist.all_gather_object(errors, f"{type(error).__name__}: {error}" if error else "")
         failed = next((rank for rank, text in enumerate(errors) if text), None)
         if failed is not None and error is None:
-            raise ValueError(f"on rank {failed}: {errors[failed]}")
+            raise told_by(ValueError(f"on rank {failed}: {errors[failed]}"), f"rank {failed} failed: {errors[failed]}")
     if error is not None:
         raise error
 
@@ -75,7 +76,8 @@ def decide_on_rank_0(decide: Callable[[], T]) -> T:
         except Exception as raised:
             error = raised
             is_for_users = isinstance(error, ValueError)
-            found[1] = ValueError(str(error)) if is_for_users else RuntimeError(f"rank 0 failed: {error!r}")
+            again = ValueError(str(error)) if is_for_users else RuntimeError(f"rank 0 failed: {error!r}")
+            found[1] = told_by(again, describe(error, 0))
     dist.broadcast_object_list(found, src=0)
     if found[1] is not None:
         raise error or found[1]

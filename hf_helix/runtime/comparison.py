@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from hf_helix.planning.plan import Plan
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.schedule import Schedule
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.link import bare
 from hf_helix.runtime.measure import Overlap, measure_overlap, time_steps
 from hf_helix.runtime.profiler import measure_profile
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
-from hf_helix.runtime.tuning import BASELINE, planned
+from hf_helix.runtime.tuning import planned
 
 PAPER = "dhelix"
 

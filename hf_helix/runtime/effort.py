@@ -9,7 +9,8 @@ a window; they are rough (a factor of two), which is good enough to keep tuning 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hf_helix.planning import search
@@ -120,11 +121,13 @@ class Pace:
     Attributes:
         steps_done: before the step that has begun last.
         seconds_per_step: the mean over the steps since it was found before; 0 as long as it is not known.
+        seconds_paused: what was spent in `paused`, which is no part of any step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.steps_done = -1
         self.seconds_per_step = 0.0
+        self.seconds_paused = 0.0
         self._clock = clock
         self._next = 2
         self._since = (0, 0.0)
@@ -145,3 +148,15 @@ class Pace:
                 self._next *= 2
             self._since = (self.steps_done, now)
         return is_new
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do something else between two steps."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - start
+            steps, before = self._since
+            self._since = (steps, before + seconds)
+            self.seconds_paused += seconds

@@ -3,7 +3,8 @@
 In:   heartbeats of all ranks and the first error of any, through a small store of its own beside the process group.
 Out:  an error that names the rank; a process that ends.
 Must hold: the watch never ends a healthy run: a rank counts as dead only after `DEAD_AFTER` seconds without a
-heartbeat, or when communication with it has failed. Process groups are destroyed at exit, unless the run failed.
+heartbeat, or when communication with it has failed. Process groups are destroyed at exit, unless the run failed. What
+is printed at the end is left to `endings`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from hf_helix.runtime import endings
 from hf_helix.runtime.mesh import forget_meshes
 
 INTERVAL = 0.5
@@ -32,7 +34,9 @@ class RankFailure(RuntimeError):
 
 
 class Watch:
-    """Heartbeats of this rank and an eye on the others. One per process, see `watch`."""
+    """Heartbeats of this rank and an eye on the others. One per process, see `start_watch`."""
+
+    has_spoken = False  # whether this rank has said why it ends
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -43,6 +47,7 @@ class Watch:
         self._in_step = False
         self._failure = ""  # what another rank has said of its end
         self._dead: set[int] = set()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="hf_helix-liveness", daemon=True)
         self._thread.start()
 
@@ -55,28 +60,36 @@ class Watch:
         except RankFailure:
             raise
         except RuntimeError as error:
-            culprit = self._find_culprit() if _is_communication_error(error) else None
+            culprit = self.find_culprit() if _is_communication_error(error) else None
             if culprit is None:
                 raise
             raise RankFailure(culprit) from error
         finally:
             self._in_step = before
 
-    def report(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends: its own error, or the rank that it has found to blame.
+    def report(self, why: str, follows: bool = False) -> str:
+        """Tell the other ranks why this one ends, and wait until they have said their line.
 
-        Without the latter, ranks that notice a little later would blame the ones that have ended because of it.
+        Args:
+            why: this rank's own error, or the rank that it has found to blame. Without the latter, ranks that notice a
+                little later would blame the ones that have ended because of it.
+            follows: whether another rank is to blame. Then only rank 0 waits, with which the store ends.
+
+        Returns:
+            What the first rank that reported has said.
         """
-        own = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        first = why
         with contextlib.suppress(Exception):
-            self._store.compare_set("failed", "", str(error) if isinstance(error, RankFailure) else own)
+            first = self._store.compare_set("failed", "", why).decode()
             self._store.set(f"told/{self.rank}", "1")
-            # The store ends with rank 0, so that waits until everybody has read it.
-            alive = [other for other in range(1, self.world) if other not in self._dead]
-            others = [f"told/{other}" for other in alive] if self.rank == 0 else []
-            deadline = time.monotonic() + GRACE
-            while others and time.monotonic() < deadline and not self._store.check(others):
+            deadline = time.monotonic() + (GRACE if self.rank == 0 or not follows else 0)
+            while time.monotonic() < deadline and any(not self._has_heard(other) for other in range(self.world)):
                 time.sleep(INTERVAL / 5)
+        return first
+
+    def _has_heard(self, other: int) -> bool:
+        gone = other in self._dead or self._store.check([f"left/{other}"])
+        return gone or self._store.check([f"told/{other}"])
 
     def close(self) -> None:
         """Stop watching; this rank leaves in good order."""
@@ -110,10 +123,19 @@ class Watch:
                 self._end(failure)
 
     def _read_failure(self) -> str:
-        if not self._failure and self._store.check(["failed"]):
-            self._failure = self._store.get("failed").decode()
-            self._store.set(f"told/{self.rank}", "1")
+        with self._lock:  # both threads read
+            if not self._failure and self._store.check(["failed"]):
+                self._failure = self._store.get("failed").decode()
+                if not _failed:  # a rank whose own error ends it says that
+                    self._say(self._failure)
+                self._store.set(f"told/{self.rank}", "1")
         return self._failure
+
+    def _say(self, failure: str) -> None:
+        """Say, once, that this rank ends because of another."""
+        if not self.has_spoken:
+            self.has_spoken = True
+            endings.say_line(self.rank, failure)
 
     def _silent(self, limit: float, seen: dict[int, tuple[bytes, float]]) -> str | None:
         """Of the ranks without a sign of life for so long, the one that has been silent longest."""
@@ -132,7 +154,7 @@ class Watch:
         self._dead.add(dead)
         return f"rank {dead} died: no sign of life for {limit:.0f} s"
 
-    def _find_culprit(self) -> str | None:
+    def find_culprit(self) -> str | None:
         """Whose fault a communication error is: wait until a rank has said so or has fallen silent."""
         deadline = time.monotonic() + GRACE + 4 * INTERVAL
         seen: dict[int, tuple[bytes, float]] = {}
@@ -153,13 +175,14 @@ class Watch:
         """Give the main thread time to raise the error itself and to say it, then end the process."""
         if self._stop.wait(GRACE) or (_failed and self._stop.wait(GRACE)):
             return
-        # Not through sys.stderr, which torch.distributed's exception hook replaces while it formats a traceback.
-        os.write(2, f"hf_helix: rank {self.rank} ends because {failure}\n".encode())
+        self._say(failure)
+        endings.record(failure, late=True)
         os._exit(1)
 
 
 _watch: Watch | None = None
 _failed = False
+_status = 1  # of this process, once it has failed
 
 
 def start_watch() -> Watch | None:
@@ -167,7 +190,7 @@ def start_watch() -> Watch | None:
     global _watch
     if _watch is None and dist.is_initialized() and dist.get_world_size() > 1:
         _watch = Watch()
-        _chain_excepthook()
+        install_hook()
     return _watch
 
 
@@ -182,17 +205,55 @@ def watched() -> Iterator[None]:
         raise
 
 
-def _chain_excepthook() -> None:
+def install_hook() -> None:
+    """Say errors as `endings` does. Other exception hooks stay in use; what is installed twice acts once."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        global _failed
-        _failed = True
-        if _watch is not None:
-            _watch.report(error)
-        previous(kind, error, trace)
+        global _failed, _status
+        if _failed:
+            previous(kind, error, trace)
+            return
+        _failed, _status = True, 130 if isinstance(error, KeyboardInterrupt) else 1
+        _say_end(error, trace, previous)
 
     sys.excepthook = hook
+
+
+def _say_end(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> None:
+    """Say why this rank ends: whole where nobody else does, and else in a line."""
+    number = _watch.rank if _watch is not None else int(os.environ.get("RANK", "0"))
+    culprit = _culprit_of(error)
+    if culprit:
+        _follow(number, culprit)
+        return
+    mine = endings.describe(error, number)
+    first = endings.claim(mine)
+    told = _watch.report(mine) if _watch is not None else mine
+    if (first or told) == mine:
+        endings.record(endings.say_whole(error, trace, show))
+    elif endings.is_same(first, mine):
+        endings.record(first, late=True)  # the same screen has it already
+    else:
+        _follow(number, first or told)
+
+
+def _follow(number: int, culprit: str) -> None:
+    """End this rank because of another, which has the word after it."""
+    if _watch is None or not _watch.has_spoken:
+        endings.say_line(number, culprit)
+    endings.record(culprit, late=True)
+    if _watch is not None:
+        _watch.report(culprit, follows=True)
+
+
+def _culprit_of(error: BaseException) -> str:
+    """What another rank says of the end of this one; empty where the error arose here."""
+    if isinstance(error, RankFailure):
+        return str(error)
+    if _watch is not None and isinstance(error, RuntimeError) and _is_communication_error(error):
+        return _watch.find_culprit() or ""
+    return endings.said_elsewhere(error)
 
 
 def _is_communication_error(error: RuntimeError) -> bool:
@@ -207,7 +268,8 @@ def _leave() -> None:
         # Destroying groups with work pending can hang; the peers have been told.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        endings.finish(GRACE)
+        os._exit(_status)
     if _watch is not None:
         _watch.close()
     if dist.is_available() and dist.is_initialized():

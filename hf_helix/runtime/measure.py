@@ -276,18 +276,6 @@ def over_ranks(mine: Any) -> list[Any]:
     return found
 
 
-@contextlib.contextmanager
-def without_gradients(runner: Runner) -> Iterator[None]:
-    """Take the gradients off the parameters for a while."""
-    before = [(parameter, parameter.grad) for parameter in runner.stage.placements]
-    forget_gradients(runner)
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-
-
 def forget_gradients(runner: Runner) -> None:
     """Leave the parameters as between two optimizer steps."""
     for parameter in runner.stage.placements:

@@ -24,7 +24,7 @@ from hf_helix.runtime.strand import MicroBatch
 
 
 class Tally(TorchDispatchMode):
-    """Counts the bytes of every storage that an operator returns, from then until it is freed.
+    """Counts the bytes of every storage that an operator returns, from then until it is freed. Meta tensors have none.
 
     Args:
         existing: tensors whose storages do not count.
@@ -39,7 +39,9 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in self._existing:
+            if not isinstance(leaf, Tensor) or leaf.is_meta:
+                continue
+            if leaf.untyped_storage().data_ptr() not in self._existing:
                 reference = StorageWeakRef(leaf.untyped_storage())
                 self._live[reference.cdata] = reference, leaf.untyped_storage().nbytes()
         self.peak = max(self.peak, self.now())

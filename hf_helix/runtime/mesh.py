@@ -281,10 +281,11 @@ def check_joined(world: int) -> None:
     """Raise ValueError if the launcher started several processes and this one counts a world of one."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world == 1:
+        by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ  # `accelerate launch` sets it
+        needed = "both `distributed_type: MULTI_GPU` with `use_cpu: true` in the YAML and " if by_accelerate else ""
         raise ValueError(
-            f"the launcher started {launched} processes, but this one runs alone. "
-            "On CPU, Accelerate needs both `distributed_type: MULTI_GPU` with `use_cpu: true` in the "
-            "YAML and TrainingArguments(use_cpu=True), or Accelerator(cpu=True), in the script"
+            f"the launcher started {launched} processes, but this one runs alone. On CPU, Accelerate needs {needed}"
+            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True), in the script"
         )
 
 

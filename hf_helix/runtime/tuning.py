@@ -196,8 +196,10 @@ def make_plans(
     error = ""
     if rank() == 0:
         try:
-            for rule in rules:
-                told = _tell(progress, f"searching ({rule})")
+            for place, rule in enumerate(rules):
+                told = _tell(progress, "making plans", place, len(rules))
+                if told is not None:
+                    told(0.0)
                 plan = make_plan(
                     rule, profile, model=model, mesh=mesh, schedule=schedule, progress=told, searching=searching
                 )
@@ -219,5 +221,6 @@ def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> f
     return predict_plan(runner.plan, profile, runner.scheduler(num_microbatches))[1].seconds
 
 
-def _tell(progress: Progress | None, what: str) -> Callable[[float], object] | None:
-    return None if progress is None else lambda share: progress(what, share)
+def _tell(progress: Progress | None, what: str, place: int = 0, count: int = 1) -> Callable[[float], object] | None:
+    """What a part of the work is told by: the part number `place` of `count` that are as long."""
+    return None if progress is None else lambda share: progress(what, (place + share) / count)

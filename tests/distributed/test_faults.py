@@ -77,6 +77,7 @@ CASES = [
     ("in saving states", 0, DIED),
     ("in saving states", 1, DIED),
     ("in saving the model", 0, DIED),
+    ("in saving the model", 1, DIED),
     ("before its place", 0, DIED),
     ("in a step", 0, DIED),
     ("in a step", 1, DIED),
@@ -85,6 +86,7 @@ CASES = [
     ("in the data", 0, UNREADABLE),
     ("in the data", 1, UNREADABLE),
     ("no room for the model", 0, FULL),
+    ("no room for the model", 1, FULL),
     ("no room for states", 0, FULL),
     ("no room for states", 1, FULL),
 ]

@@ -199,10 +199,10 @@ def test_an_own_optimizer_cannot_be_shared(tmp_path: Path) -> None:
 
 UNEVEN: dict[str, dict[str, Any]] = {
     # 21 samples, 2 a batch, 2 ranks: the last batch has one sample, and one rank none.
-    "last batch": {"data": {"count": 21}, "training": {"max_steps": -1, "num_train_epochs": 4}},
+    "last batch": {"data": {"count": 21}, "training": {"max_steps": -1, "num_train_epochs": 2}},
     "last window": {
         "data": {"count": 26, "lengths": (17, 9, 13), "padding": "right"},
-        "training": {"max_steps": -1, "num_train_epochs": 10, "gradient_accumulation_steps": 4},
+        "training": {"max_steps": -1, "num_train_epochs": 6, "gradient_accumulation_steps": 4},
     },
 }
 
@@ -214,7 +214,7 @@ def test_a_last_batch_that_does_not_divide(case: str, pp: int, cluster_of: Any, 
     expected = cluster_of(2).run(f"{JOB}train", folder=str(tmp_path), helix=None, **UNEVEN[case])[0]
     helix = {"pp_size": pp, "plan": "greedy"}
     for result in cluster_of(2 * pp).run(f"{JOB}train", folder=str(tmp_path), helix=helix, **UNEVEN[case]):
-        assert result["steps"] == expected["steps"] >= 20
+        assert result["steps"] == expected["steps"] >= 12
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
         np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
         np.testing.assert_allclose(result["eval"], expected["eval"], rtol=0, atol=1e-5)

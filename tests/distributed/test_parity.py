@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {"tie_word_embeddings": True},
         "data": {"count": 22, "lengths": (15, 8, 12), "padding": "left"},
         # 11 micro-batches an epoch: windows of 5, 5 and 1.
-        "training": {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 7, "max_grad_norm": 0.5},
+        "training": {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 4, "max_grad_norm": 0.5},
     },
     "tokens counted per device": {
         "training": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
@@ -83,13 +83,14 @@ def test_data_parallel_ranks_share_the_batch(ranks: int, tp_size: int, cluster_o
     }
     expected = cluster_of(2).run("train", folder=str(tmp_path / "stock"), helix=None, **case)[0]
     folder = str(tmp_path / "helix")
-    for result in cluster_of(ranks).run("train", folder=folder, helix={"tp_size": tp_size}, **case):
+    helix = {"tp_size": tp_size, "plan": "greedy"}
+    for result in cluster_of(ranks).run("train", folder=folder, helix=helix, **case):
         compare_runs(result, expected)
     compare_weights(folder, str(tmp_path / "stock"))
 
 
 def compare_runs(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert result["steps"] == expected["steps"] >= 20
+    assert result["steps"] == expected["steps"] >= 12
     assert result["rates"] == expected["rates"]
     np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)

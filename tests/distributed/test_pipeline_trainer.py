@@ -30,7 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "training": {
                 "gradient_accumulation_steps": 5,
                 "max_steps": -1,
-                "num_train_epochs": 10,
+                "num_train_epochs": 6,
                 "max_grad_norm": 0.5,
             },
         },
@@ -84,7 +84,7 @@ def check(case: str, tp: int, pp: int, dp: int, cluster_of: Any, reference: Any,
 
 
 def compare_runs(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert result["steps"] == expected["steps"] >= 20
+    assert result["steps"] == expected["steps"] >= 12
     assert result["rates"] == expected["rates"]
     np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
     np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)

@@ -60,7 +60,7 @@ def test_a_run_of_a_few_steps_is_never_worth_it(seconds: float) -> None:
 
 
 def test_the_pace_is_asked_for_ever_more_rarely() -> None:
-    """The first step takes 100 s and is not counted, the others 2 s; from the eighth on 3 s."""
+    """The first step takes 100 s and is not counted, the others 2 s, from the eighth on 3 s; nor do pauses count."""
     now = 0.0
     pace = Pace(clock=lambda: now)
     found: dict[int, float] = {}
@@ -68,7 +68,11 @@ def test_the_pace_is_asked_for_ever_more_rarely() -> None:
     for step in range(20):
         if pace.begin_step(lambda: waits.append(pace.steps_done)):
             found[step] = pace.seconds_per_step
+        if step in (2, 5):
+            with pace.paused():
+                now += 1000.0
         now += 100.0 if step == 0 else 2.0 if step < 8 else 3.0
     assert found == {2: 2.0, 4: 2.0, 8: 2.0, 16: 3.0}
     assert waits == [1, 2, 4, 8, 16], "the device is waited for only when the clock is read"
     assert pace.steps_done == 19
+    assert pace.seconds_paused == 2000.0

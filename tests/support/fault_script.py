@@ -23,7 +23,7 @@ from support.models import arguments, llama, sequences
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_helix import HelixTrainer, checkpoint
+from hf_helix import HelixTrainer, saving
 from hf_helix.resume import staging
 from hf_helix.runtime.executor import Executor
 
@@ -89,11 +89,11 @@ def kill() -> None:
 FAULTS: dict[str, Callable[[Rows], None]] = {
     "in a step": lambda rows: before(Executor, "_compute", kill, 30),
     "in a collective": lambda rows: before(dist, "all_reduce", kill, 1),
-    "in saving the model": lambda rows: before(checkpoint, "save_file", kill),
+    "in saving the model": lambda rows: before(saving, "write_slice", kill),
     "in saving states": lambda rows: before(dcp.FileSystemWriter, "write_data", kill),
     "before its place": lambda rows: before(staging, "publish", kill),
     "in the data": lambda rows: setattr(rows, "reads", 1),
-    "no room for the model": lambda rows: before(checkpoint, "save_file", full),
+    "no room for the model": lambda rows: before(saving, "write_slice", full),
     "no room for states": lambda rows: before(dcp.FileSystemWriter, "write_data", full),
 }
 

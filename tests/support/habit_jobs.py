@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ PARTIAL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "
 
 
 class Make:
-    """Makes the trainers of a habit: `make(max_steps=2, rows=5)` takes arguments, and options of the Trainer by name."""
+    """Makes the trainers of a habit: `make(max_steps=2, rows=5)` takes arguments of the training."""
 
     def __init__(self, folder: Path, helix: dict[str, Any] | None) -> None:
         self.folder, self.helix = folder, helix
@@ -180,7 +180,7 @@ def a_part_of_an_epoch(make: Make) -> Any:
 
 @habit
 def windows_of_several_lengths(make: Make) -> Any:
-    """Samples of several lengths, in batches of which the last is not full, in windows of which the last is not full."""
+    """Samples of several lengths; neither the last batch nor the last window is full."""
     data = {"train_dataset": sequences(9, lengths=(5, 11, 8)), "data_collator": padded}
     return trained(make(options=data, num_train_epochs=2, **PARTIAL))
 
@@ -613,8 +613,10 @@ def the_state_saved(make: Make) -> Any:
     trainer.train()
     trainer.log({"mine": 1.0})
     trainer.save_state()
+    if not trainer.is_world_process_zero():
+        return trainer.state.global_step, trainer.state.log_history
     read = TrainerState.load_from_json(str(make.folder / "trainer_state.json"))
-    return read.global_step, read.log_history, trainer.is_world_process_zero() or None
+    return read.global_step, read.log_history
 
 
 @habit
@@ -655,31 +657,46 @@ def going_on_for_longer(make: Make) -> Any:
     return trainer.state.log_history[-2]["loss"], trainer.state.global_step
 
 
-@contextlib.contextmanager
-def quiet_optuna() -> Iterator[Any]:
+def search(make: Make, n_trials: int, **options: Any) -> Any:
+    """With checkpoints, and a size of batches that a trial chooses."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    yield optuna
+    every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = make(options={"model_init": make.model}, **every)
+    space = {"learning_rate": [0.1, 0.01], "per_device_train_batch_size": [2, 1]}
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {name: trial.suggest_categorical(name, values) for name, values in space.items()},
+        n_trials=n_trials,
+        sampler=optuna.samplers.GridSampler(space, seed=1),
+        **options,
+    )
+    folders = sorted(path.relative_to(make.folder).as_posix() for path in make.folder.glob("run-*/checkpoint-*"))
+    return folders, None if best is None else (best.run_id, best.objective, best.hyperparameters)
 
 
 @habit
 def a_search(make: Make) -> Any:
-    """With checkpoints, and a size of batches that a trial chooses."""
-    with quiet_optuna() as optuna:
-        options = {"model_init": make.model}
-        trainer = make(options=options, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
-        space = {"learning_rate": [0.1, 0.01], "per_device_train_batch_size": [2, 1]}
-        best = trainer.hyperparameter_search(
-            hp_space=lambda trial: {
-                "learning_rate": trial.suggest_categorical("learning_rate", space["learning_rate"]),
-                "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [2, 1]),
-            },
-            n_trials=3,
-            sampler=optuna.samplers.GridSampler(space, seed=1),
-        )
-    folders = sorted(path.relative_to(make.folder).as_posix() for path in make.folder.glob("run-*/checkpoint-*"))
-    return folders, None if best is None else (best.run_id, best.objective, best.hyperparameters)
+    return search(make, n_trials=2)
+
+
+@habit
+def a_search_that_ends_early(make: Make) -> Any:
+    """The sampler knows four trials."""
+    return search(make, n_trials=6)
+
+
+@habit
+def a_search_that_prunes(make: Make) -> Any:
+    import optuna
+
+    return search(make, n_trials=2, pruner=optuna.pruners.MedianPruner())
+
+
+@habit
+def a_search_of_what_is_refused(make: Make) -> Any:
+    trainer = make(options={"model_init": make.model})
+    return trainer.hyperparameter_search(hp_space=lambda trial: {"auto_find_batch_size": True}, n_trials=1) is not None
 
 
 def is_close(found: Any, expected: Any) -> bool:

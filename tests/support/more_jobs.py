@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 
-from hf_helix import HelixConfig, HelixTrainer, checkpoint
+from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.operators.base import Call
 from hf_helix.operators.collectives import (
     Gather,
@@ -215,26 +215,6 @@ def save_untrained(
     options = {"processing_class": tokenizer()} if with_tokenizer else {}
     helix = HelixConfig(tp_size=tp_size)
     HelixTrainer(model=made, args=arguments(folder), helix_config=helix, **options).save_model()
-
-
-def memory_of_saving(folder: str, model: dict[str, Any]) -> dict[str, Any]:
-    """Bytes of tensors beyond the parameters: the most while a file is written, and the most at any operator."""
-    made = llama(**model)
-    trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(tp_size=2))
-    counter = Tally(made.parameters())
-    at_write, save_file = [], checkpoint.save_file
-
-    def counted(*args: Any, **kwargs: Any) -> None:
-        at_write.append(counter.now())
-        save_file(*args, **kwargs)
-
-    checkpoint.save_file = counted
-    try:
-        with counter:
-            trainer.save_model()
-    finally:
-        checkpoint.save_file = save_file
-    return {"at_write": at_write, "peak": counter.peak}
 
 
 # -- the Trainer's other services --------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def run_into_bad_gradients(folder: str) -> None:
 
 
 ROOM = {
-    "for the model": "hf_helix.checkpoint.save_file",
+    "for the model": "hf_helix.saving.write_slice",
     "for states": "hf_helix.resume.states.FileSystemWriter.write_data",
     "for generators": "hf_helix.resume.hooks.generators",
     "on the disk": "hf_helix.resume.staging._sync",

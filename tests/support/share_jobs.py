@@ -97,11 +97,11 @@ def train(
     }
 
 
-def loop(cache: str, steps: int) -> dict[str, Any]:
-    """A loop of one's own that adds up gradients: how often was measured until each step, and how much they grow."""
+def loop(cache: str, share: float, steps: int) -> dict[str, Any]:
+    """A loop of one's own that adds up gradients: how often was measured until each step, and their norms."""
     with counted(cache, {QUICK: 1.6, SHORT: 2.1, FULL: 4.1}) as (measured, _, output):
         AcceleratorState._reset_state()
-        plugin = HelixPlugin(HelixConfig(tp_size=2, tuning_share=0.5))
+        plugin = HelixPlugin(HelixConfig(tp_size=2, tuning_share=share, cache=share > 0))
         accelerator = Accelerator(cpu=True, parallelism_config=plugin, gradient_accumulation_steps=2)
         model = plugin.prepare(accelerator, tiny(num_hidden_layers=2), seed=3)
         window = [{key: value[None] for key, value in row.items()} for row in sequences(2, lengths=(9,))]
@@ -110,7 +110,7 @@ def loop(cache: str, steps: int) -> dict[str, Any]:
             losses.append(model.train_window(window).item())
             found.append(len(measured))
             norms.append(model.engine.gradient_norm().item())
-    return {"measured": found, "losses": losses, "growth": norms[-1] / norms[0], "said": said(output)}
+    return {"measured": found, "losses": losses, "norms": norms, "said": said(output)}
 
 
 def said(output: io.StringIO) -> list[str]:

@@ -1,0 +1,176 @@
+"""Endings: what the ranks of a launched run print when an error or Ctrl-C ends it.
+
+In:   an exception that nobody has caught, on this rank, and what other ranks have said of theirs.
+Out:  the error whole, from the rank it arose on; one line, or nothing, from every other rank; the sentence in torch's
+      error file, from which the launcher's summary repeats it.
+Must hold: where ranks cannot tell that another one says an error, they say it whole. A traceback is shortened only for
+an error that hf_helix raises on purpose. Nothing here changes what an exception does inside the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun names one for each rank and start
+_CLAIM = "hf_helix_failure"
+_NO_SCRIPTS = (_PACKAGE, sysconfig.get_path("stdlib"), "<frozen")
+_TOLD = "_hf_helix_told"
+
+_advice: Callable[[], str] | None = None
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process beside others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def told_by(error: Exception, description: str) -> Exception:
+    """The error, marked as one that arose on another rank, as `describe` has put it there; that rank says it whole."""
+    setattr(error, _TOLD, description)
+    return error
+
+
+def said_elsewhere(error: BaseException) -> str:
+    """The description that an error is marked with; empty where it is not marked."""
+    return str(getattr(error, _TOLD, ""))
+
+
+def advise_on_interrupt(advice: Callable[[], str]) -> None:
+    """What to say after Ctrl-C: how the run goes on."""
+    global _advice
+    _advice = advice
+
+
+def describe(error: BaseException, rank: int) -> str:
+    """What ends a rank, as the others are told: `rank 1 failed: RuntimeError: ...`."""
+    if isinstance(error, KeyboardInterrupt):
+        return f"rank {rank} was interrupted"
+    return f"rank {rank} failed: {type(error).__name__}: {error}"
+
+
+def is_same(one: str, other: str) -> bool:
+    """Whether two descriptions say the same of different ranks."""
+    return one.split(" ", 2)[2:] == other.split(" ", 2)[2:]
+
+
+def claim(description: str) -> str:
+    """The description of the rank that says its error whole on this host, which is the first one that asks.
+
+    Ranks of a host have the folder of torchrun's error files in common; without one the answer is empty.
+    """
+    folder = _shared_folder()
+    if folder is None:
+        return ""
+    place, mine = folder / _CLAIM, folder / f"{_CLAIM}.{os.getpid()}"
+    try:
+        mine.write_text(description)
+        with contextlib.suppress(FileExistsError):
+            os.link(mine, place)  # unlike `open`, never a file without its content
+        return place.read_text()
+    except OSError:
+        return ""
+
+
+def finish(limit: float) -> None:
+    """Wait until the rank that says its error whole has done so: when the first rank ends, torchrun ends the others.
+
+    Args:
+        limit: seconds to wait at most.
+    """
+    folder = _shared_folder()
+    if folder is None or not (folder / _CLAIM).exists():
+        return
+    said, mine = folder / f"{_CLAIM}.said", folder / f"{_CLAIM}.{os.getpid()}"
+    if mine.exists() and mine.samefile(folder / _CLAIM):
+        said.touch()
+    deadline = time.monotonic() + limit
+    while not said.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _shared_folder() -> Path | None:
+    """A folder that the ranks of this host have in common, new for every start."""
+    file = os.environ.get(_ERROR_FILE)
+    return Path(file).parents[1] if file else None
+
+
+def record(sentence: str, late: bool = False) -> None:
+    """Write torch's error file.
+
+    Args:
+        sentence: what the launcher's summary shows for this rank.
+        late: the rank ends because another has failed. The summary's root cause is the rank with the lowest time, which
+            counts in whole seconds.
+    """
+    file = os.environ.get(_ERROR_FILE)
+    if not file or os.path.exists(file):  # `torch.distributed.elastic.multiprocessing.errors.record` was here
+        return
+    about = {"py_callstack": sentence, "timestamp": str(int(time.time()) + late)}
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps({"message": {"message": sentence, "extraInfo": about}}))
+
+
+def say_line(rank: int, because: str) -> None:
+    """One line of a rank that ends because of another."""
+    # Not through sys.stderr, which torch.distributed's exception hook replaces while it formats a traceback.
+    os.write(2, f"hf_helix: rank {rank} ends because {because.splitlines()[0]}\n".encode(errors="replace"))
+
+
+def say_whole(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> str:
+    """Print an error as the rank does that it arose on.
+
+    Args:
+        show: the exception hook that would be called otherwise.
+
+    Returns:
+        The sentence for the launcher's summary.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        sentence = "interrupted" + (f"; {_advice()}" if _advice is not None else "")
+        print(f"hf_helix: {sentence}", file=sys.stderr, flush=True)
+        return sentence
+    if trace is not None and _is_on_purpose(trace):
+        trace = _short(trace)
+        error = error.with_traceback(trace)
+        error.__cause__, error.__suppress_context__ = None, True
+    show(type(error), error, trace)
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_on_purpose(trace: TracebackType) -> bool:
+    """Whether hf_helix itself has raised the error by a `raise` of its own."""
+    last = _frames(trace)[-1]
+    file = last.tb_frame.f_code.co_filename
+    line = linecache.getline(file, last.tb_lineno, last.tb_frame.f_globals)
+    return file.startswith(_PACKAGE) and line.lstrip().startswith("raise ")
+
+
+def _short(trace: TracebackType) -> TracebackType:
+    """The frames of the user's own code, and the last one."""
+    *others, last = _frames(trace)
+    short = TracebackType(None, last.tb_frame, last.tb_lasti, last.tb_lineno)
+    for found in reversed(others):
+        if _is_the_users(found.tb_frame.f_code.co_filename):
+            short = TracebackType(short, found.tb_frame, found.tb_lasti, found.tb_lineno)
+    return short
+
+
+def _is_the_users(file: str) -> bool:
+    return not file.startswith(_NO_SCRIPTS) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+
+
+def _frames(trace: TracebackType) -> list[TracebackType]:
+    found = [trace]
+    while (following := found[-1].tb_next) is not None:
+        found.append(following)
+    return found

@@ -1,0 +1,23 @@
+"""`predict()` gives what the model's own forward gives, for a family that caps its logits under names of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support.capped_jobs import CAP, predictions
+
+
+def test_predict_gives_the_logits_of_the_model(cluster_of: Any, tmp_path: Path) -> None:
+    wanted = predictions(str(tmp_path), None)
+    assert 0.9 * CAP < np.abs(wanted["logits"]).max() <= CAP
+    every = [
+        predictions(str(tmp_path), {}),
+        *cluster_of(2).run(
+            "support.capped_jobs:predictions", folder=str(tmp_path), helix={"tp_size": 2, "plan": "greedy"}
+        ),
+    ]
+    for found in every:
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found["logits"], wanted["logits"], rtol=0, atol=1e-5)

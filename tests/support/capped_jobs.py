@@ -1,0 +1,50 @@
+"""A family of one's own that caps its logits behind the head, as Gemma 2 does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.models import VOCABULARY, sequences
+from support.more_jobs import build
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_helix import register_layer
+from hf_helix.adapters.dense import Dense
+
+CAP = 0.3
+
+
+class CappedForCausalLM(LlamaForCausalLM):
+    """Llama whose logits are `cap * tanh(logits / cap)`."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        found = super().forward(input_ids, **{**kwargs, "num_items_in_batch": None})
+        found.logits = CAP * torch.tanh(found.logits / CAP)
+        if labels is not None:
+            found.loss = self.loss_function(found.logits, labels, self.config.vocab_size, **kwargs)
+        return found
+
+
+class Capped(Dense):
+    model_class = "CappedForCausalLM"
+
+    def loss(self, b: Any, model: Any, x: str) -> str:
+        h = b.gather("gather", b.norm("norm", self.final_norm(model), x))
+        (h,) = b.column_parallel("out", {"raw": model.lm_head}, h)
+        h = b.local("cap", lambda logits: CAP * torch.tanh(logits / CAP), h)
+        return b.loss("loss", h, model.lm_head.weight.shape[0])
+
+
+def predictions(folder: str, helix: dict[str, Any] | None) -> dict[str, Any]:
+    """A step of training, then logits."""
+    register_layer(Capped())
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = CappedForCausalLM(LlamaConfig(vocab_size=VOCABULARY, pad_token_id=0, **sizes))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    trainer = build(folder, helix, {"max_steps": 2}, model=model, train_dataset=sequences(4))
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"logits": trainer.predict(sequences(3)).predictions, "losses": logged}

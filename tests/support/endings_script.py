@@ -1,0 +1,40 @@
+"""Ranks that only communicate, until something ends them. Started by test_endings.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hf_helix.config import HelixConfig
+from hf_helix.runtime.endings import advise_on_interrupt
+from hf_helix.runtime.liveness import start_watch, watched
+
+RANK = int(os.environ["RANK"])
+
+
+def give_wrong_options() -> None:
+    from hf_helix import HelixPlugin  # as a script does before it makes its options
+
+    HelixPlugin(HelixConfig(tp_size=0))
+
+
+def main(how: str) -> None:
+    if how == "options":
+        give_wrong_options()
+    dist.init_process_group("gloo")
+    start_watch()
+    advise_on_interrupt(lambda: "stopped after step 2; out/checkpoint-2 is there")
+    with watched():
+        while True:
+            dist.all_reduce(torch.ones(1))
+            Path(f"communicating-{RANK}").touch()
+            if how == "raise" and RANK == 1:
+                raise RuntimeError("boom on one rank\nand what to do about it")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
