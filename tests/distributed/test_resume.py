@@ -305,8 +305,8 @@ def of_a_later_format(folder: Path) -> None:
 
 Case = tuple[Callable[[Path], Any], dict[str, Any], str]
 UNFIT: dict[str, Case] = {
-    "a missing shard": (without("model-00002*"), {}, r"damaged: model-00002\S+ is missing"),
-    "a shard cut short": (cut_short("model-00002*"), {}, r"model-00002\S+ has \d+ bytes instead of \d+"),
+    "no weights": (without("model.safetensors"), {}, r"damaged: model\.safetensors is missing"),
+    "weights cut short": (cut_short("model.safetensors"), {}, r"model\.safetensors has \d+ bytes instead of \d+"),
     "states cut short": (cut_short("optimizer/*.distcp"), {}, r"distcp has \d+ bytes instead of \d+"),
     "states without a table": (without("optimizer/.metadata"), {}, r"optimizer/\.metadata is missing"),
     "no generators": (without("helix_rng_0.pt"), {}, r"helix_rng_0\.pt is missing"),
