@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## train a small Llama on two processes over an emulated link, and show what overlap gains
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --output_dir runs/demo \
-		--link even --gradient_accumulation_steps 8 --max_steps 40
+		--link even --gradient_accumulation_steps 8 --max_steps 30
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest

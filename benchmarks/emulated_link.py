@@ -1,7 +1,7 @@
 """How much of the possible each plan reaches, on an emulated link: no root, no TCP that takes the cores.
 
-Cuts a Llama over two ranks (`tp_size=2`), joined by a link that is emulated (docs/emulated_link.md): a transfer waits,
-asleep, until a link of that speed would have carried it, and then really takes place. The operators are measured on it
+Cuts a Llama over two ranks (`tp_size=2`), joined by a link that is emulated (docs/emulated_link.md): a transfer really
+takes place, and then waits, asleep, until a link of that speed would have carried it. The operators are measured on it
 and plans are made with these times, as `plan="auto"` does. Then windows under every plan, computation alone and
 communication alone are timed in one run, in turn; medians, the slower rank counts. The bound is the larger of the two
 alone, and `of bound` is the part of it that a plan reaches: what scheduling is worth, apart from what TCP costs the

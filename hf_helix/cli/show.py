@@ -34,7 +34,7 @@ EXAMPLES = """\
 examples:
   hf-helix show plan.json --profile profile.json                      a timeline in the terminal
   hf-helix show plan.json --profile profile.json --output plan.svg    the same as a picture
-  hf-helix show plan.json --profile profile.json --compare sequential two layers with one strand, and under the plan
+  hf-helix show plan.json --profile profile.json --compare sequential   two layers under both plans
   hf-helix show profile.json                                          where time goes, and what overlaps well
   hf-helix show --schedule w --pp 4 --microbatches 12                 a pipeline, slot by slot
   hf-helix show --schedule all --gain 1.4                             the schedules beside each other

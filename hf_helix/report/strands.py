@@ -109,7 +109,7 @@ def text_strips(found: Sequence[Strip], width: int = 100) -> str:
     """Rows of letters, one block below the other; every column of all blocks is the same stretch of time."""
     streams = _streams(found)
     end = max(strip.seconds for strip in found)
-    indent = max(map(len, streams.values())) + 4
+    indent = max(map(len, streams.values())) + 6
     columns = max(10, width - indent)
     lines = []
     for strip in found:
