@@ -21,6 +21,10 @@ from hf_helix.adapters.base import Family
 OWN = ("transformers", "torch", "peft")
 """Packages whose classes a declaration describes."""
 
+PATCHING = (*OWN, "trl")
+"""Packages that may replace a `forward` on an instance: TRL's fused head computes the same loss, for a method of its
+trainers that is never called, and passes every other call on."""
+
 KERNELS = "kernels"
 """The package of the Hub's kernels, which Transformers puts in the place of its own forwards if asked to."""
 
@@ -129,7 +133,7 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
     given = vars(module).get("forward")
     if given is not None:
         of_hub = kernels and hasattr(kind, "kernel_layer_name")
-        if not of_hub and not getattr(given, "is_refusal", False) and _root(_home(given)) not in OWN:
+        if not of_hub and not getattr(given, "is_refusal", False) and _root(_home(given)) not in PATCHING:
             yield (
                 f"{where}.forward was replaced by {_named(given)}: pass the model without the patch, or declare what "
                 "it computes in a family of your own (docs/adding_a_model.md)"
