@@ -45,8 +45,8 @@ class HelixConfig:
 
     Args:
         tp_size: ranks that share every layer (tensor and sequence parallelism).
-        pp_size: ranks of the pipeline, each with layers of its own. By default it is folded: of 2 * pp_size stretches of
-            layers (virtual stages), rank r holds r and 2 * pp_size - 1 - r, so embedding and head are on rank 0.
+        pp_size: ranks of the pipeline, each with layers of its own. By default it is folded: of 2 * pp_size stretches
+            of layers (virtual stages), rank r holds r and 2 * pp_size - 1 - r, so embedding and head are on rank 0.
         cp_size: ranks that share a sequence (context parallelism): rank r holds the parts r and 2 * cp_size - 1 - r of
             2 * cp_size equal ones.
         ep_size: data-parallel ranks that share the experts of a mixture-of-experts model (expert parallelism). With
