@@ -45,8 +45,8 @@ class HelixConfig:
 
     Args:
         tp_size: ranks that share every layer (tensor and sequence parallelism).
-        pp_size: ranks of the pipeline, each with layers of its own; on the fold, rank r holds the virtual stages r and
-            2 * pp_size - 1 - r, so embedding and head are both on rank 0.
+        pp_size: ranks of the pipeline, each with layers of its own. By default it is folded: of 2 * pp_size stretches
+            of layers (virtual stages), rank r holds r and 2 * pp_size - 1 - r, so embedding and head are on rank 0.
         cp_size: ranks that share a sequence (context parallelism): rank r holds the parts r and 2 * cp_size - 1 - r of
             2 * cp_size equal ones.
         ep_size: data-parallel ranks that share the experts of a mixture-of-experts model (expert parallelism). With
@@ -54,12 +54,12 @@ class HelixConfig:
         expert_capacity_factor: the most tokens an expert takes, in parts of what it would get if all got the same;
             more are dropped, and shapes never depend on the router. None to drop nothing, as Transformers does.
         plan: how the operators of two micro-batches are interleaved:
-            `auto`: once the run is long enough for it (see `tuning_share`), the operators are measured with the start
-            of the first window, and the most promising of the plans below are timed; the fastest is kept and said.
-            Until then, `greedy`;
-            `search`: the searched plan, whether it is the fastest or not;
-            `greedy`: list scheduling of the whole window;
-            `dhelix`: the paper's paired segments with barriers (section 4.2);
+            `auto`: once the run is long enough for it (see `tuning_share`), the operators are measured on micro-batches
+            of the run, and the most promising of the plans below are timed; the fastest is kept, and named in a
+            line of output. Until then, `greedy`;
+            `search`: the searched plan, the fastest or not; measures before the first step;
+            `greedy`: list scheduling of all micro-batches of a step (a window); measures nothing;
+            `dhelix`: the paper's paired segments with barriers (section 4.2); measures before the first step;
             `round_robin`: operators in turn (the paper's Wavelet+);
             `intra_batch`: one micro-batch at a time, collectives cut into tiles beside their GEMM (MegaScale's way);
             `sequential`: one micro-batch at a time (Megatron's way);
@@ -93,7 +93,7 @@ class HelixConfig:
         cache: keep measurements and chosen plans on disk, so that the next run of the same case starts at once; in
             `$HELIX_CACHE`, by default the folder `hf_helix` in Hugging Face's cache.
         link: emulate a link of this speed between the ranks (CPU only): "300mbit", "10gbit", "300mbit,1ms" with a
-            latency, or "even", as fast as makes communication take as long as computation; see docs/emulated_link.md.
+            latency, or "even", at which communication takes as long as computation; see docs/emulated_link.md.
 
     Raises:
         TypeError: a value of the wrong type.

@@ -1,6 +1,6 @@
 """What a cut model no longer does itself: it is not called, and does not say, save or take its weights.
 
-In:   a cut model, which outside of the doors is an ordinary Transformers or PEFT model.
+In:   a cut model, which to anybody who calls it directly is an ordinary Transformers or PEFT model.
 Out:  the same, whose methods raise and say what to call, where they would work on one rank's part.
 Must hold: no part of a tensor is given away as if it were the tensor; who reads single parameters still can. The
 refusals go with copies of the model, and keep it from being pickled.

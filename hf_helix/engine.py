@@ -1,9 +1,10 @@
-"""The cut model on this rank: what every door is built on.
+"""The cut model on this rank: what the Trainer and the loop are built on.
 
 In:   an ordinary whole model, a configuration, a mesh, and what a run adds to them; later, batches of a data collator.
 Out:  the model cut in place; windows that leave losses and complete gradients; evaluation, clipping, checkpoints, and
       what can be measured.
-Must hold: all ranks agree before anything is cut or communicated by a plan; nothing here knows its door.
+Must hold: all ranks agree before anything is cut or communicated by a plan; nothing here knows which of the
+two calls it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Evaluation and prediction of the Trainer door.
+"""Evaluation and prediction under the stock Trainer.
 
 In:   the batches of the stock evaluation loop.
 Out:  losses, logits and labels as the stock Trainer's, each sample once.

@@ -1,4 +1,4 @@
-"""The door for a loop of one's own around Accelerate; `HelixPlugin.prepare` leads here.
+"""A training loop of one's own around Accelerate: what `HelixPlugin.prepare` does and returns.
 
 In:   an `Accelerator` made with the plugin; of the loop a whole model, its optimizer, data loaders and scheduler.
 Out:  a model that trains windows of micro-batches, and the rest as Accelerate prepares it.

@@ -1,4 +1,4 @@
-"""The Accelerate door.
+"""The layout and the options, as Accelerate takes them.
 
 In:   a `HelixConfig`.
 Out:  a `ParallelismConfig` that the stock `Accelerator` and `TrainingArguments` take, and the mesh.

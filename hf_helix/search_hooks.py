@@ -1,4 +1,4 @@
-"""Hyperparameter search of the Trainer door: every rank runs the same trials.
+"""Hyperparameter search under the stock Trainer: every rank runs the same trials.
 
 In:   what `Trainer.hyperparameter_search` takes.
 Out:  the best run, on rank 0.

@@ -1,4 +1,4 @@
-"""The Trainer door.
+"""The stock Trainer on a cut model.
 
 In:   an ordinary Transformers model and what `transformers.Trainer` takes, plus a `HelixConfig`.
 Out:  the same training, evaluation and checkpoints, with the model cut and two micro-batches interleaved.

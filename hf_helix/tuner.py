@@ -5,7 +5,7 @@ Out:  a plan before anything runs; once the run is worth it, the one that was me
 Must hold: every rank decides the same; nothing is exchanged in most steps; measuring and searching take at most
 `tuning_share` of the run, and say beforehand how long they take; what was measured is kept on disk.
 
-Doors ask between two steps. What an earlier run of the same case has measured is taken at the first window. Otherwise
+Trainer and loop ask between two steps. What an earlier run of the same case has measured is taken at once. Otherwise
 the clock of rank 0 decides after 2, 4, 8, ... steps how thorough a tuning the rest of the run is worth.
 """
 

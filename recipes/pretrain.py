@@ -77,8 +77,8 @@ class RecipeArguments:
     link: str = field(
         default="",
         metadata={
-            "help": "emulate a link between the ranks, on CPU: 300mbit, 10gbit,50us or even (as fast as makes "
-            "communication take as long as computation); and show at the end what overlap gains on it"
+            "help": "emulate a link between the ranks, on CPU: 300mbit, 10gbit,50us or even (communication takes as "
+            "long as computation); and show at the end what overlap gains on it"
         },
     )
 

@@ -20,7 +20,7 @@ LEVELS |= dict.fromkeys(("report", "cache", "tuner", "checkpoint", "adapter_file
 LEVELS |= dict.fromkeys(
     ("recompute", "stored", "loading", "saving", "safetensors_file", "direct_use", "workload", "sizes", "engine"), 3
 )
-DOOR = 4  # everything else: trainer, refusals, plugin, cli, ...
+TOP = 4  # everything else: trainer, refusals, plugin, cli, ...
 IMPORTERS = {
     "accelerate": {"plugin", "loop"},
     "transformers": {
@@ -87,12 +87,12 @@ def violations(package: Path) -> list[str]:
     """Every import that breaks a rule of the design, as `file:line: ...`."""
     found = []
     for module, path in modules(package):
-        level = LEVELS.get(home(module), DOOR)
+        level = LEVELS.get(home(module), TOP)
         for target, line, lazy in imports_of(path, module):
             top = target.split(".")[0]
             where = f"{path.relative_to(package)}:{line}: "
             if top == hf_helix.__name__:
-                if home(target) != "__version__" and LEVELS.get(home(target), DOOR) > level:
+                if home(target) != "__version__" and LEVELS.get(home(target), TOP) > level:
                     found.append(f"{where}imports upward: {target}")
             elif level == 0 and top not in sys.stdlib_module_names and not (lazy and top in LAZY):
                 found.append(f"{where}is not the standard library: {target}")

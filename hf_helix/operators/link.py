@@ -1,7 +1,8 @@
 """An emulated link: every rank sends and receives at a given speed, whatever really carries the bytes.
 
 In:   transfers, each with the bytes that this rank sends and receives in it.
-Out:  the same transfers, which end no earlier than latency + bytes / rate after the one before them in that direction.
+Out:  the same transfers, which end no earlier than on such a link: in each direction they follow one another, each
+      for bytes / rate, and arrive a latency later.
 Must hold: a rank has one link, full duplex, which all its axes and streams share. The bytes really move while the link
 is carrying them, so a transfer takes what it takes here or what the link needs, whichever is more. Waiting is sleeping:
 no core is taken, and no lock is held. Deadlines are absolute, so errors of the clock do not add up.

@@ -64,7 +64,7 @@ def measure_profile(
 
     Args:
         runner: under `sequential`, so that computations are seen alone.
-        about: what the door knows: model, mesh, shapes.
+        about: what the caller knows: model, mesh, shapes.
         pairs: whether to measure operators beside each other, too.
     """
     bench = _Bench(runner, window[0])
