@@ -14,9 +14,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from hf_helix.planning.link import parse_link
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 

@@ -152,7 +152,10 @@ def show_gain(compared: Comparison, folder: str) -> None:
     print(format_comparison(compared), end="\n\n")
     print(text_of(compared), end="\n\n")
     print(format_speeds(predict_around(compared), compared), end="\n\n")
-    print(f"plan, profile and picture: {', '.join(str(path) for path in save_comparison(compared, folder))}")
+    try:
+        print(f"plan, profile and picture: {', '.join(map(str, save_comparison(compared, folder)))}")
+    except ImportError as error:
+        print(f"plan and profile: {folder}; no picture: {error}")
 
 
 def has_checkpoint(args: TrainingArguments) -> bool:

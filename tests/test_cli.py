@@ -297,6 +297,9 @@ def test_an_action_file_is_drawn(tmp_path: Path, capsys: Any) -> None:
         (("--schedule", "w", "--gain", 0), "gain=0.0 must be more than 0"),
         (("--schedule", "all", "--output", "x.svg"), "name one schedule"),
         (("--schedule", "w", "--output", "x.bmp"), "must end with one of"),
+        (("--schedule", "w", "--compare", "sequential"), "--compare would mean nothing where a schedule is drawn"),
+        (("P", "--pp", 2, "--gain", 2), "--pp and --gain would mean nothing where a file is drawn"),
+        (("P", "--microbatches", 3), "--microbatches would mean nothing where a profile is drawn"),
     ],
     ids=str,
 )

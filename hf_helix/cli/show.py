@@ -73,12 +73,31 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--gain", type=float, default=1.0, help=gain)
 
 
+# What only one kind of drawing reads.
+OF_SCHEDULES = ("pp", "layers", *PARTS, "transfer", "gain")
+OF_PLANS = ("profile", "compare", "without", "recompute")
+OF_PLANS_AND_SCHEDULES = ("microbatches",)
+DEFAULTS = {"pp": 4, **dict.fromkeys(PARTS, 1.0), "transfer": 0.0, "gain": 1.0, "without": []}
+
+
+def _refuse(options: argparse.Namespace, names: Sequence[str], what: str) -> None:
+    given = [f"--{name}" for name in names if getattr(options, name) != DEFAULTS.get(name)]
+    if given:
+        raise ValueError(f"{' and '.join(given)} would mean nothing where {what} is drawn; leave it out")
+
+
 def run(options: argparse.Namespace) -> None:
     """Text, or a picture where `--output` is given."""
     if (options.file is None) == (options.schedule is None):
         raise ValueError("show takes either a plan or a profile, or a schedule, such as --schedule w; give one of them")
     if options.schedule is not None:
+        _refuse(options, OF_PLANS, "a schedule")
         return _show_schedule(options)
+    _refuse(options, OF_SCHEDULES, "a file")
+    if not options.file.is_file():
+        raise ValueError(
+            f"{options.file} is no file; `hf-helix profile` makes a profile, and `hf-helix plan` makes a plan from it"
+        )
     try:
         data = json.loads(options.file.read_text())
     except (ValueError, UnicodeDecodeError) as error:
@@ -96,6 +115,7 @@ def _show_profile(options: argparse.Namespace) -> None:
     from hf_helix.planning.profile import load_profile
     from hf_helix.report import heatmap
 
+    _refuse(options, (*OF_PLANS, *OF_PLANS_AND_SCHEDULES), "a profile")
     profile = load_profile(options.file)
     if options.output is None:
         about = "\n".join(f"{key}: {value}" for key, value in profile.about.items())
@@ -120,6 +140,7 @@ def _show_plan(options: argparse.Namespace) -> None:
     model, mesh = made_for(profile)
     plan = load_plan(options.file, profile.layout.graphs, model=model, mesh=mesh)
     if options.compare is not None:
+        _refuse(options, OF_PLANS_AND_SCHEDULES, "a comparison of two layers")
         other = plan_by(options.compare, profile, schedule_for(profile, COMPARED_MICROBATCHES))
         return _show_strips([other, plan], profile, options)
     program, timeline = predict_plan(plan, profile, schedule_for(profile, microbatches))

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -163,6 +164,19 @@ class LinkedPassage(Passage):
 
     def receive(self, out: Tensor, forward: bool) -> None:
         self._link.receive(out.nbytes, lambda: self.inner.receive(out, forward))
+
+
+@contextmanager
+def bare(link: Link | None) -> Iterator[None]:
+    """Within it, transfers go as they are."""
+    if link is None:
+        yield
+        return
+    rate, link.rate = link.rate, None
+    try:
+        yield
+    finally:
+        link.rate = rate
 
 
 def all_reduce(value: Tensor, group: dist.ProcessGroup, link: Link | None) -> None:

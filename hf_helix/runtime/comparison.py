@@ -12,11 +12,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hf_helix.operators.link import bare
 from hf_helix.planning.plan import Plan
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.schedule import Schedule
 from hf_helix.runtime.effort import BASELINE
-from hf_helix.runtime.link import bare
 from hf_helix.runtime.measure import Overlap, measure_overlap, time_steps
 from hf_helix.runtime.profiler import measure_profile
 from hf_helix.runtime.runner import Runner

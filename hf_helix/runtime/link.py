@@ -7,36 +7,33 @@ Must hold: training is left as it was found; the rate is a round number, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from hf_helix.operators.link import Link
+from hf_helix.operators.link import bare
+from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.measure import forget_gradients, measure_overlap, over_ranks
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
+from hf_helix.runtime.tuning import planned
 
 
-def even_out(runner: Runner, window: Sequence[MicroBatch], repeats: int = 2) -> None:
-    """Give the link of a runner's mesh its rate. Collective; call it when there are no gradients."""
+def even_out(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:
+    """Give the link of a runner's mesh its rate. Collective; call it when there are no gradients.
+
+    Raises:
+        ValueError: on every rank, if nothing goes over the link.
+    """
     link = runner.mesh.link
     assert link is not None
+    # Computation is that of one strand at a time, which comparisons of plans go by, too.
+    alone = planned(runner, [BASELINE], rough_profile(runner.whole.layout), len(window))[BASELINE]
     with bare(link):
         before = link.out.bytes
-        runner.train_window(window)
-        forget_gradients(runner)
+        alone.train_window(window)
+        forget_gradients(alone)
         sent = max(over_ranks(link.out.bytes - before))
-        computation = measure_overlap({"": runner}, window, repeats)[""].computation
+        if not sent:
+            raise ValueError("link='even' needs something to carry, and a window sends nothing; use link=None")
+        computation = measure_overlap({"": alone}, window, repeats)[""].computation
     link.rate = float(f"{8 * sent / computation:.3g}")
-
-
-@contextmanager
-def bare(link: Link | None) -> Iterator[None]:
-    """Within it, transfers go as they are."""
-    if link is None:
-        yield
-        return
-    rate, link.rate = link.rate, None
-    try:
-        yield
-    finally:
-        link.rate = rate

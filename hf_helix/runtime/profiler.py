@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.base import Call
+from hf_helix.operators.link import bare
 from hf_helix.operators.transport import Recorder
 from hf_helix.planning.graph import SEND, Kind, Operator, Part
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
 from hf_helix.planning.program import build_programs
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
-from hf_helix.runtime.link import bare
 from hf_helix.runtime.measure import forget_gradients, over_ranks, trace_window, transports
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
