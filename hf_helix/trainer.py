@@ -61,6 +61,13 @@ INSTEAD = Instead(
 )
 
 
+def _accumulated(args: TrainingArguments) -> int:
+    """The micro-batches of a step, also where Accelerate's options say it, which the stock Trainer reads later."""
+    config: Any = args.accelerator_config
+    steps: int = (config.gradient_accumulation_kwargs or {}).get("num_steps", 1)
+    return max(args.gradient_accumulation_steps, steps)
+
+
 class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHooks):
     """Puts Helix under a Trainer class: `class MyTrainer(HelixTrainerMixin, Trainer)`.
 
@@ -111,7 +118,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if plugin is None or plugin.config != config:
             plugin = HelixPlugin(config)
         self._plugin = plugin
-        steps = arguments.gradient_accumulation_steps
+        steps = _accumulated(arguments)
         mixed = arguments.mixed_precision
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(arguments)}"
         agree_on_text(f"{options_of(config)}\n{shared}", "options")
@@ -223,7 +230,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             self.helix_config,
             self._mesh,
             seed=args.seed,
-            microbatches=args.gradient_accumulation_steps,
+            microbatches=_accumulated(args),
             instead=INSTEAD,
             products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
             additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),

@@ -35,10 +35,15 @@ REFUSED = {
 REFUSED_CUT = {
     **REFUSED,
     "losses_by_hand": r"cannot be called directly; use .*trainer\.prediction_step",
+    "an_optimizer_factory": "optimizer_cls_and_kwargs=.*Factory.*elementwise = True",
     "a_search_that_prunes": "pruner=.* on 2 ranks.*leave it out",
 }
 ONE_PROCESS = {"workers"}  # the processes of a cluster may have none of their own
-RANK_0 = {"a_search", "a_search_that_ends_early"}  # others have no result, as in the stock Trainer
+RANK_0 = {
+    "a_search",
+    "a_search_that_ends_early",
+    "a_search_of_two_objectives",
+}  # others have no result, as in the stock Trainer
 SEARCHES = {name for name in HABITS if name.startswith("a_search")}
 QUICK = {
     "stopped_inside_a_window",

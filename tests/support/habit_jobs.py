@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from support.models import arguments, llama, sequences
-from support.more_jobs import Stream
+from support.more_jobs import Stream, tokenizer
 from support.trainer_jobs import padded
-from transformers import Trainer, TrainerCallback, TrainerState, logging
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, default_data_collator, logging
+from transformers.trainer_callback import ExportableState
 
 from hf_helix import HelixConfig, HelixTrainer
 
@@ -261,6 +262,89 @@ def after_an_exception(make: Make) -> Any:
 def steps_by_the_bound(make: Make) -> Any:
     """`max_steps` wins over epochs, and goes through the data more than once."""
     return trained(make(rows=3, max_steps=5, num_train_epochs=1))
+
+
+@habit
+def steps_by_ratios(make: Make) -> Any:
+    """Steps that are parts of the run; the last evaluation is that of the end."""
+    ratios = {"logging_steps": 0.5, "eval_steps": 0.4, "save_steps": 0.34, "warmup_steps": 0.5}
+    trainer = make(**ratios, eval_strategy="steps", save_strategy="steps", max_steps=5)
+    return trained(trainer), sorted(path.name for path in make.folder.glob("checkpoint-*"))
+
+
+@habit
+def windows_longer_than_the_data(make: Make) -> Any:
+    """A step is a whole epoch then; `get_batch_samples` is assigned to see what it gives."""
+
+    def watched(trainer: Any) -> Any:
+        stock, seen = trainer.get_batch_samples, []
+
+        def get_batch_samples(*args: Any) -> Any:
+            samples, count = stock(*args)
+            seen.append((len(samples), count))
+            return samples, count
+
+        trainer.get_batch_samples = get_batch_samples
+        return trained(trainer), seen
+
+    return [watched(make(gradient_accumulation_steps=5, num_train_epochs=2, max_steps=steps)) for steps in (3, -1)]
+
+
+class Kept(TrainerCallback, ExportableState):
+    """Has a state that checkpoints keep."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name, self.steps = name, 0
+
+    def on_step_end(self, *args: Any, **given: Any) -> None:
+        self.steps += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"name": self.name}, "attributes": {"steps": self.steps}}
+
+
+@habit
+def states_of_callbacks(make: Make) -> Any:
+    """Two of one class, early stopping, and none where the checkpoint has some."""
+    every = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    every["metric_for_best_model"] = "loss"
+    make(options={"callbacks": [Kept("a"), Kept("b"), EarlyStoppingCallback(5, 0.2)]}, **every).train()
+    found = []
+    for callbacks in ([Kept(), Kept(), EarlyStoppingCallback()], []):
+        restored = {"restore_callback_states_from_checkpoint": True, "max_steps": 3}
+        trainer = make(options={"callbacks": callbacks}, **{**every, **restored})
+        trainer.train(resume_from_checkpoint=str(make.folder / "checkpoint-2"))
+        kept = [one for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+        found.append([one.state() for one in kept])
+    return found
+
+
+class Events(TrainerCallback):
+    """Notes every event and what it is called with."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def note(args: Any, state: Any, control: Any, **given: Any) -> None:
+            names = sorted(key for key, value in given.items() if value is not None and key != "data_collator")
+            self.seen.append((name, state.global_step, names))
+
+        return note
+
+
+@habit
+def events_of_callbacks(make: Make) -> Any:
+    """Of two epochs with evaluations and checkpoints, and of predictions."""
+    events = Events()
+    every = {"logging_steps": 3, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = make(options={"callbacks": [events]}, rows=5, num_train_epochs=2, **{**every, "max_steps": -1})
+    trainer.train()
+    trainer.predict(sequences(2))
+    return events.seen
 
 
 # -- data ----------------------------------------------------------------------------------------------------------
@@ -657,6 +741,96 @@ def going_on_for_longer(make: Make) -> Any:
     return trainer.state.log_history[-2]["loss"], trainer.state.global_step
 
 
+@habit
+def the_best_checkpoint(make: Make) -> Any:
+    """By the user's own scores: kept beyond `save_total_limit`, saved alone, or of a step that is not saved."""
+
+    class Mine:
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            metrics = super().evaluate(*args, **kwargs)  # type: ignore[misc]
+            return {**metrics, "eval_score": 1 / max(self.state.global_step, 1)}  # type: ignore[attr-defined]
+
+    best = {"metric_for_best_model": "score", "eval_strategy": "steps", "eval_steps": 1}
+    found = []
+    for number, saved in enumerate(
+        (
+            {"save_steps": 1, "save_total_limit": 1},
+            {"save_strategy": "best", "load_best_model_at_end": True},
+            {"save_steps": 2, "eval_steps": 3},
+        )
+    ):
+        folder = make.folder / str(number)
+        trainer = make(kind=Mine, output_dir=str(folder), max_steps=3, **{"save_strategy": "steps", **best, **saved})
+        trainer.train()
+        state, names = trainer.state, sorted(path.name for path in folder.glob("checkpoint-*"))
+        place = state.best_model_checkpoint and Path(state.best_model_checkpoint).name
+        found.append((state.best_metric, state.best_global_step, place, names, trainer.evaluate()))
+    return found
+
+
+@habit
+def tokens_of_the_tokenizer(make: Make) -> Any:
+    """The model learns its special tokens, its padding is not counted, and it is saved, also from a collator."""
+    mine = tokenizer()
+    mine.add_special_tokens({"eos_token": "<end>", "bos_token": "<start>"})
+    rows = sequences(4, lengths=(17, 9), padding="right")
+    rows = [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
+    options = {"train_dataset": rows, "processing_class": mine, "data_collator": default_data_collator}
+    trainer = make(options=options, include_num_input_tokens_seen="non_padding")
+    trainer.train()
+    learnt = [
+        (config.bos_token_id, config.eos_token_id, config.pad_token_id)
+        for config in (trainer.model.config, trainer.model.generation_config)
+    ]
+
+    class Collator:
+        tokenizer = mine
+
+        def __call__(self, batch: Any) -> Any:
+            return padded(batch)
+
+    make(options={"data_collator": Collator()}, save_strategy="steps", save_steps=2).train()
+    return learnt, trainer.state.num_input_tokens_seen, sorted(path.name for path in make.folder.rglob("tokenizer*"))
+
+
+@habit
+def frozen_by_hand(make: Make) -> Any:
+    """After the trainer is made, and again to go on."""
+
+    def frozen(**changes: Any) -> Any:
+        trainer = make(max_steps=3, save_strategy="steps", save_steps=2, **changes)
+        trainer.model.model.embed_tokens.weight.requires_grad_(False)
+        return trainer
+
+    trainer = frozen()
+    first = trained(trainer), trainer.get_num_trainable_parameters()
+    trainer = frozen()
+    trainer.train(resume_from_checkpoint=str(make.folder / "checkpoint-2"))
+    return first, trainer.state.log_history[:-1]
+
+
+@habit
+def an_optimizer_factory(make: Make) -> Any:
+    """A class that is no optimizer and makes one from the model."""
+
+    class Factory:
+        def __call__(self, opt_model: Any, **options: Any) -> Any:
+            return torch.optim.SGD(list(opt_model.parameters()), **options)
+
+    return trained(make(options={"optimizer_cls_and_kwargs": (Factory, {"lr": 0.1})}))
+
+
+@habit
+def steps_of_the_accelerator(make: Make) -> Any:
+    """The length of windows is in `accelerator_config`, which is a file."""
+    make.folder.mkdir(parents=True, exist_ok=True)
+    path = make.folder / "accelerator.json"
+    path.write_text(json.dumps({"use_seedable_sampler": False, "gradient_accumulation_kwargs": {"num_steps": 3}}))
+    trainer = make(rows=12, accelerator_config=str(path))
+    assert make.helix is None or trainer.helix.tuner._microbatches == 3
+    return trained(trainer), trainer.args.gradient_accumulation_steps, trainer.accelerator.use_seedable_sampler
+
+
 def search(make: Make, n_trials: int, **options: Any) -> Any:
     """With checkpoints, and a size of batches that a trial chooses."""
     import optuna
@@ -691,6 +865,24 @@ def a_search_that_prunes(make: Make) -> Any:
     import optuna
 
     return search(make, n_trials=2, pruner=optuna.pruners.MedianPruner())
+
+
+@habit
+def a_search_of_two_objectives(make: Make) -> Any:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    every = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    trainer = make(options={"model_init": make.model, "compute_metrics": accuracy}, **every)
+    found = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [0.1, 0.01])},
+        hp_name=lambda trial: f"mine {trial.number}",
+        direction=["minimize", "maximize"],
+        compute_objective=lambda metrics: (metrics["eval_loss"], metrics["eval_accuracy"]),
+        n_trials=2,
+        sampler=optuna.samplers.RandomSampler(seed=1),
+    )
+    return None if found is None else [(best.run_id, best.objective, best.hyperparameters) for best in found]
 
 
 @habit
