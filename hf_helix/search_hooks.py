@@ -17,6 +17,7 @@ from transformers.trainer_utils import HPSearchBackend
 
 from hf_helix.config import HelixConfig
 from hf_helix.refusals import check_arguments
+from hf_helix.runtime.agreement import decide_on_rank_0
 from hf_helix.runtime.mesh import rank, world_size
 
 # Options of a study that would end a trial, or the search, in another way on rank 0 than on the others.
@@ -78,6 +79,30 @@ class SearchHooks:
         super()._hp_search_setup(trial)  # type: ignore[misc]
         if self.hp_search_backend is not None and trial is not None:
             check_arguments(self.args, self.helix_config)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As the stock method; on several ranks `model_init` must not ask the trial for more than `hp_space` did.
+
+        Raises:
+            ValueError: on every rank, names what was asked for.
+        """
+        make = super().call_model_init  # type: ignore[misc]
+        if trial is None or self.hp_search_backend is None or world_size() == 1:
+            return make(trial)
+        made: list[Any] = []
+
+        def asked() -> list[str]:
+            known = set(trial.params)
+            made.append(make(trial))
+            return sorted(set(trial.params) - known)
+
+        names = decide_on_rank_0(asked)
+        if names:
+            raise ValueError(
+                f"model_init asks the trial for {', '.join(names)}, and on {world_size()} ranks the others have got "
+                "the trial by then: ask for it in hp_space, and read trial.params in model_init"
+            )
+        return made[0] if made else make(trial)
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """As the stock method; on several ranks without asking whether to prune, which only rank 0 would hear."""

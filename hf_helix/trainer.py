@@ -205,7 +205,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A model made by `model_init` is cut like one that was passed in."""
-        model = super().call_model_init(trial)  # type: ignore[misc]
+        model = super().call_model_init(trial)
         self._take(model, self.args)
         return model
 

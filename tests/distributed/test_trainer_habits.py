@@ -36,6 +36,7 @@ REFUSED_CUT = {
     **REFUSED,
     "losses_by_hand": r"cannot be called directly; use .*trainer\.prediction_step",
     "an_optimizer_factory": "optimizer_cls_and_kwargs=.*Factory.*elementwise = True",
+    "a_search_whose_model_asks": "model_init asks the trial for layers, and on 2 ranks.*in hp_space",
     "a_search_that_prunes": "pruner=.* on 2 ranks.*leave it out",
 }
 ONE_PROCESS = {"workers"}  # the processes of a cluster may have none of their own

@@ -831,13 +831,13 @@ def steps_of_the_accelerator(make: Make) -> Any:
     return trained(trainer), trainer.args.gradient_accumulation_steps, trainer.accelerator.use_seedable_sampler
 
 
-def search(make: Make, n_trials: int, **options: Any) -> Any:
+def search(make: Make, n_trials: int, model_init: Any = None, **options: Any) -> Any:
     """With checkpoints, and a size of batches that a trial chooses."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = make(options={"model_init": make.model}, **every)
+    trainer = make(options={"model_init": model_init or make.model}, **every)
     space = {"learning_rate": [0.1, 0.01], "per_device_train_batch_size": [2, 1]}
     best = trainer.hyperparameter_search(
         hp_space=lambda trial: {name: trial.suggest_categorical(name, values) for name, values in space.items()},
@@ -865,6 +865,16 @@ def a_search_that_prunes(make: Make) -> Any:
     import optuna
 
     return search(make, n_trials=2, pruner=optuna.pruners.MedianPruner())
+
+
+@habit
+def a_search_whose_model_asks(make: Make) -> Any:
+    def model_init(trial: Any) -> Any:
+        if trial is not None:
+            trial.suggest_categorical("layers", [1])
+        return make.model()
+
+    return search(make, n_trials=1, model_init=model_init)
 
 
 @habit
