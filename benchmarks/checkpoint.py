@@ -56,14 +56,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         sys.argv += ["--folder", folder]
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            ranks += [shaped_link.start_rank(rank, folder, 2, -1) for rank in range(2)]
-            sys.exit(shaped_link.wait_for(ranks, options.timeout))
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+        sys.exit(shaped_link.run_to_end(lambda rank: shaped_link.start_rank(rank, folder, 2, -1), 2, options.timeout))
 
 
 def work(options: argparse.Namespace) -> None:

@@ -14,9 +14,9 @@ memory is the peak of the resident set (VmHWM), set back before each call. Every
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -51,15 +51,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         sys.argv += ["--out", folder]
         for count in options.ranks:
-            ranks: list[subprocess.Popen[bytes]] = []
-            try:
-                ranks += [shaped_link.start_rank(rank, folder, count, -1) for rank in range(count)]
-                if code := shaped_link.wait_for(ranks, options.timeout):
-                    sys.exit(code)
-            finally:
-                for process in ranks:
-                    process.kill()
-                    process.wait()
+            start = functools.partial(shaped_link.start_rank, folder=folder, count=count, host=-1)
+            if code := shaped_link.run_to_end(start, count, options.timeout):
+                sys.exit(code)
 
 
 def work(options: argparse.Namespace) -> None:

@@ -93,16 +93,27 @@ def run_ranks(
     with only_run(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for surrounding in surroundings:
             stack.enter_context(surrounding)
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(count):
-                ranks.append(start(rank, folder))
-            code = wait_for(ranks, seconds)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+        code = run_to_end(lambda rank: start(rank, folder), count, seconds)
     sys.exit(code)
+
+
+def run_to_end(start: Callable[[int], subprocess.Popen[bytes]], count: int, seconds: float) -> int:
+    """Start ranks, wait for them, and end all of them; the exit code.
+
+    Args:
+        start: starts a rank by its number.
+        count: of ranks.
+        seconds: after which everything is stopped.
+    """
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(count):
+            ranks.append(start(rank))
+        return wait_for(ranks, seconds)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def stop(number: int, frame: object) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,6 +240,7 @@ class Engine:
         """
         window = self.last_window = self._checked_window(batches, scale, step)
         with set_aside(self.runner.stage.placements):
+            self._settle_link(lambda: window)
             return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
 
     def tune(
@@ -257,8 +258,7 @@ class Engine:
         before = self.tuning
         with watched(), set_aside(self.runner.stage.placements):
             make = functools.partial(self._checked_window, batches, scale, step)
-            if self.mesh.link is not None and not self._said_link:
-                make()  # which settles the link, before any time is taken
+            self._settle_link(make)  # before any time is taken
             self.runner = self.tuner.update(self.runner, make, len(batches), steps_left)
         return self.tuning if self.tuning is not before else None
 
@@ -270,18 +270,20 @@ class Engine:
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self.model.train()
-        window = self._microbatches(batches, scale, step)
-        self._settle_link(window)
-        return window
+        return self._microbatches(batches, scale, step)
 
-    def _settle_link(self, window: Sequence[MicroBatch]) -> None:
-        """Say once how fast the emulated link is; find out first where it is to be even. Collective."""
+    def _settle_link(self, make_window: Callable[[], Sequence[MicroBatch]]) -> None:
+        """Say once how fast the emulated link is; find out first where it is to be even. Collective.
+
+        Args:
+            make_window: makes the window to measure with; called where there is something to find out.
+        """
         link = self.mesh.link
         if link is None or self._said_link:
             return
         if link.rate is None:
-            with watched(), set_aside(self.runner.stage.placements):
-                even_out(self.runner, window[:TUNED_MICROBATCHES])
+            with watched():
+                even_out(self.runner, make_window()[:TUNED_MICROBATCHES])
         say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._said_link = True
 

@@ -11,7 +11,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import made_for, profile_of, schedule_for
 from hf_helix.cli.options import add_parser
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from hf_helix.planning.simulate import Simulated
 
 PARTS = {"forward": "forward (F)", "input": "input gradient (I)", "weight": "weight gradients (W)"}
+# What only one kind of drawing reads.
+OF_SCHEDULES = ("pp", "layers", *PARTS, "transfer", "gain")
+OF_PLANS = ("profile", "compare", "without", "recompute")
+OF_PLANS_AND_SCHEDULES = ("microbatches",)
+DEFAULTS: dict[str, Any] = {"pp": 4, **dict.fromkeys(PARTS, 1.0), "transfer": 0.0, "gain": 1.0, "without": []}
+
 COMPARED_MICROBATCHES = 8  # of the windows that plans which are compared are made for
 
 
@@ -53,7 +59,9 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--profile", type=Path, help="the profile whose times a plan is drawn with")
     compare = "draw two layers under this rule, and below it under the plan, on one axis of time"
     parser.add_argument("--compare", choices=EVERY, help=compare)
-    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help="as given when the plan was made")
+    parser.add_argument(
+        "--without", nargs="+", choices=ABLATIONS, default=DEFAULTS["without"], help="as given when the plan was made"
+    )
     parser.add_argument("--recompute", choices=RECOMPUTE[1:], help="as given when the plan was made")
     parser.add_argument(
         "--microbatches", type=int, help="micro-batches that are drawn: 3 of a plan, 3 * pp of a schedule"
@@ -64,20 +72,13 @@ def add_command(commands: Commands) -> None:
     )
     schedule = "draw this schedule: w, dualpipe_v, 1f1b, auto, or the path of an action file; `all` compares them"
     parser.add_argument("--schedule", help=schedule)
-    parser.add_argument("--pp", type=int, default=4, help="pipeline ranks of the schedule")
+    parser.add_argument("--pp", type=int, default=DEFAULTS["pp"], help="pipeline ranks of the schedule")
     parser.add_argument("--layers", type=int, help="layers of the model; left out, two for each rank")
     for part, meaning in PARTS.items():
-        parser.add_argument(f"--{part}", type=float, default=1.0, help=f"time of a layer's {meaning}")
-    parser.add_argument("--transfer", type=float, default=0.0, help="time from a rank to the next")
+        parser.add_argument(f"--{part}", type=float, default=DEFAULTS[part], help=f"time of a layer's {meaning}")
+    parser.add_argument("--transfer", type=float, default=DEFAULTS["transfer"], help="time from a rank to the next")
     gain = "how many times faster a forward and a backward are side by side than one after the other"
-    parser.add_argument("--gain", type=float, default=1.0, help=gain)
-
-
-# What only one kind of drawing reads.
-OF_SCHEDULES = ("pp", "layers", *PARTS, "transfer", "gain")
-OF_PLANS = ("profile", "compare", "without", "recompute")
-OF_PLANS_AND_SCHEDULES = ("microbatches",)
-DEFAULTS = {"pp": 4, **dict.fromkeys(PARTS, 1.0), "transfer": 0.0, "gain": 1.0, "without": []}
+    parser.add_argument("--gain", type=float, default=DEFAULTS["gain"], help=gain)
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], what: str) -> None:

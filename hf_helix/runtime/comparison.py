@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 from hf_helix.operators.link import bare
 from hf_helix.planning.plan import Plan
-from hf_helix.planning.profile import Profile, rough_profile
+from hf_helix.planning.profile import Profile
 from hf_helix.planning.schedule import Schedule
 from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.measure import Overlap, measure_overlap, time_steps
 from hf_helix.runtime.profiler import measure_profile
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
-from hf_helix.runtime.tuning import planned
+from hf_helix.runtime.tuning import baseline_runner, planned
 
 PAPER = "dhelix"
 
@@ -67,8 +67,7 @@ def compare(
         repeats: how often each plan is timed.
     """
     if profile is None:
-        base = planned(runner, [BASELINE], rough_profile(runner.whole.layout), len(window))[BASELINE]
-        profile = measure_profile(base, window)
+        profile = measure_profile(baseline_runner(runner, len(window)), window)
     kept = runner.plan.rule
     others = [rule for rule in dict.fromkeys(rules) if rule != kept]
     runners = {**planned(runner, others, profile, len(window)), kept: runner}

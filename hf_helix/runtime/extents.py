@@ -85,19 +85,12 @@ class Limits:
             where = f" in a batch of rank {place}" if len(found) > 1 else ""
             odd = _outside(-smallest_id, largest_id, self.ids)
             if odd is not None:
-                raise ValueError(
-                    f"token id {odd}{where}: the input embedding has {self.ids} rows (ids 0 to {self.ids - 1}). If "
-                    "tokens were added to the tokenizer, call model.resize_token_embeddings(len(tokenizer)) before the "
-                    "model is cut; otherwise look at what makes input_ids"
-                )
+                table = f"the input embedding has {self.ids} rows (ids 0 to {self.ids - 1})"
+                raise _beyond_vocabulary(f"token id {odd}{where}: {table}", "input_ids")
             odd = _outside(-smallest_label, largest_label, self.labels)
             if odd is not None:
-                raise ValueError(
-                    f"label {odd}{where}: the head has {self.labels} rows (labels 0 to {self.labels - 1}; {IGNORED} is "
-                    "not counted). If tokens were added to the tokenizer, call "
-                    "model.resize_token_embeddings(len(tokenizer)) before the model is cut; otherwise look at what "
-                    "makes labels"
-                )
+                table = f"the head has {self.labels} rows (labels 0 to {self.labels - 1}; {IGNORED} is not counted)"
+                raise _beyond_vocabulary(f"label {odd}{where}: {table}", "labels")
             if self.positions is not None and position >= self.positions:
                 raise ValueError(
                     f"position {position}{where}: the model has embeddings of {self.positions} positions, so "
@@ -118,3 +111,10 @@ class Limits:
 
 def _outside(smallest: int, largest: int, rows: int) -> int | None:
     return smallest if smallest < 0 else largest if largest >= rows else None
+
+
+def _beyond_vocabulary(what: str, source: str) -> ValueError:
+    return ValueError(
+        f"{what}. If tokens were added to the tokenizer, call model.resize_token_embeddings(len(tokenizer)) before the "
+        f"model is cut; otherwise look at what makes {source}"
+    )

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_helix.operators.link import bare
-from hf_helix.planning.profile import rough_profile
-from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.measure import forget_gradients, measure_overlap, over_ranks
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
-from hf_helix.runtime.tuning import planned
+from hf_helix.runtime.tuning import baseline_runner
 
 
 def even_out(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:
@@ -27,7 +25,7 @@ def even_out(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> 
     link = runner.mesh.link
     assert link is not None
     # Computation is that of one strand at a time, which comparisons of plans go by, too.
-    alone = planned(runner, [BASELINE], rough_profile(runner.whole.layout), len(window))[BASELINE]
+    alone = baseline_runner(runner, len(window))
     with bare(link):
         before = link.out.bytes
         alone.train_window(window)

@@ -99,7 +99,7 @@ def tune(
         microbatches: of the windows that plans are for; by default as many as `window` has.
     """
     if profile is None:
-        base = planned(runner, [BASELINE], rough_profile(runner.whole.layout), len(window))[BASELINE]
+        base = baseline_runner(runner, len(window))
         profile = measure_profile(base, window, about, progress=_tell(progress, "measuring operators"))
     schedulers = schedules(profile) if schedules else [runner.scheduler]
     planned_runners = planned(runner, effort.rules, profile, microbatches or len(window), progress, effort.searching)
@@ -175,6 +175,11 @@ def planned(
     about = {"model": runner.plan.model, "mesh": runner.plan.mesh}
     plans = make_plans(rules, profile, **about, schedule=schedule, progress=progress, searching=searching)  # type: ignore[arg-type]
     return {rule: runner.with_plan(plan) for rule, plan in plans.items()}
+
+
+def baseline_runner(runner: Runner, microbatches: int) -> Runner:
+    """A runner with the plan of one strand at a time, which needs no measurement. Collective."""
+    return planned(runner, [BASELINE], rough_profile(runner.whole.layout), microbatches)[BASELINE]
 
 
 def make_plans(
