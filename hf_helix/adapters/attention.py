@@ -19,12 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gpt2_eager
 from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forward as gpt_neox_eager
 from transformers.models.llama.modeling_llama import eager_attention_forward
-from transformers.utils.logging import get_logger
 
 from hf_helix.adapters.builder import ATTENTION, Builder
-from hf_helix.operators.attention import Exact, kernel_for
-
-logger = get_logger(__name__)
+from hf_helix.operators.attention_kernels import kernel_for
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values [batch, heads, tokens, head_dim]."""
@@ -114,13 +111,7 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
 
     made = ("attention.q", "attention.kv")
     q, kv = b.local_outputs("attention.rotate", rotate, made, *values, side=side, uses=uses, on_shard=True)
-    implementation, device = module.config._attn_implementation, b.sharing.device
-    kernel = kernel_for(implementation, device)
-    if isinstance(kernel, Exact) and implementation != "eager":
-        logger.warning_once(
-            f"attention over a cut sequence is written out on {device.type}, with room for all products of queries and "
-            "keys; attn_implementation='flash_attention_2' needs less"
-        )
+    kernel = kernel_for(module.config._attn_implementation, b.sharing.device)
     dtype = next(module.parameters()).dtype
     return b.shared_attention("attention", q, kv, kernel, module.scaling, attention.window, dtype)
 
