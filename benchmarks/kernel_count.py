@@ -104,19 +104,20 @@ class _AsOnCuda(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in FUSED:
             return function(*args, **(kwargs or {}))
-        return _Fused.apply(self.kernels, function, kwargs or {}, *args)
+        return _Fused.apply(self.kernels, function, list(kwargs or {}), *args, *(kwargs or {}).values())
 
 
 class _Fused(torch.autograd.Function):
     """A function of `FUSED`, with the steps of the CPU left out of the count."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: Kernels, function: Callable[..., Tensor], options: Any, *args: Any) -> Tensor:
+    def forward(ctx: Any, kernels: Kernels, function: Callable[..., Tensor], names: list[str], *args: Any) -> Tensor:
         ctx.kernels, (ctx.name, count, ctx.count) = kernels, FUSED[function]
         ctx.leaves = [value.detach().requires_grad_() if isinstance(value, Tensor) else value for value in args]
         kernels.note(ctx.name, count)
         with kernels.run(None), torch.enable_grad():
-            ctx.made = function(*ctx.leaves, **options)
+            first = len(args) - len(names)
+            ctx.made = function(*ctx.leaves[:first], **dict(zip(names, ctx.leaves[first:], strict=True)))
         return ctx.made.detach()
 
     @staticmethod
