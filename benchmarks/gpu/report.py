@@ -10,9 +10,12 @@ process of its own, and an exception that leaves `run` is a failed check.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,6 +61,16 @@ class Report:
     def note(self, name: str, figure: str) -> None:
         """A figure that nothing is asked of."""
         self._tell("note", name, figure)
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """Around one case: an exception is a FAIL of that case, and the piece goes on. The trace goes to stderr."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            said = str(error).strip().splitlines() or [""]
+            self.check(name, False, f"{type(error).__name__}: {said[0]}")
 
     def _tell(self, outcome: str, name: str, figure: str) -> None:
         seconds = round(time.monotonic() - self._start, 1)
