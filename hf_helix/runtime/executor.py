@@ -58,7 +58,7 @@ class Executor:
             at_barrier: called at every barrier, between what comes before and after it.
         """
         with self._precision.weights.kept():
-            return self._run(program, microbatches, sources, training, completed)
+            return self._run(program, microbatches, sources, training, completed, at_barrier)
 
     def _run(
         self,
@@ -67,6 +67,7 @@ class Executor:
         sources: Mapping[Key, Tensor],
         training: bool,
         completed: Callable[[int], object] | None,
+        at_barrier: Callable[[], object] | None,
     ) -> Kept:
         strands: dict[int, Strand] = {}
         kept: dict[int, Mapping[Key, Tensor]] = {}

@@ -76,7 +76,7 @@ def test_masks_are_those_of_transformers_and_nothing_waits(name: str, implementa
                 past_key_values=None,
                 position_ids=positions,
             )
-        assert reads.found or "attention_mask" in batch and implementation == "eager"  # Transformers waits
+        assert reads.found or ("attention_mask" in batch and implementation == "eager")  # Transformers waits
         assert (mine is None) is (theirs is None)
         assert mine is None or torch.equal(mine, theirs)
 
