@@ -32,6 +32,7 @@ from hf_helix.evaluation import count_targets, gather_samples
 from hf_helix.refusals import check_accelerator, check_loader, check_optimizer
 from hf_helix.report.notices import say
 from hf_helix.runtime.agreement import agree_on_number, agree_on_text
+from hf_helix.runtime.groups import control_group
 from hf_helix.runtime.liveness import start_watch, watched
 from hf_helix.tuner import options_of
 
@@ -99,7 +100,7 @@ def _cut(plugin: Any, accelerator: Any, model: Any, seed: int | None, weights: s
     start_watch()
     chosen = [torch.initial_seed() if seed is None else seed]
     if dist.is_initialized():
-        dist.broadcast_object_list(chosen, src=0)
+        dist.broadcast_object_list(chosen, src=0, group=control_group())
     engine = Engine(
         model,
         plugin.config,
