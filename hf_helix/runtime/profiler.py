@@ -30,7 +30,6 @@ from hf_helix.operators.link import bare
 from hf_helix.operators.transport import Recorder
 from hf_helix.planning.graph import SEND, Kind, Operator, Part
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
-from hf_helix.planning.program import build_programs
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
 from hf_helix.runtime.measure import forget_gradients, over_ranks, transports
 from hf_helix.runtime.runner import Runner
@@ -444,7 +443,7 @@ def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
         for forward in (True, False):
             for instruction in unit_instructions(layout, (0, unit), forward):
                 keep.update(instruction.needs + instruction.writes)
-    program = build_programs(runner.scheduler(1), layout, runner.plan, keep)[runner.stage.rank]
+    program = runner.build_program(runner.scheduler(1), keep)
     values = runner.executor.run(program, [batch], runner.sources(), training=True)[0]
     forget_gradients(runner)
     return {key: value for key, value in values.items() if key in keep}

@@ -37,9 +37,15 @@ class Event(ABC):
 
 
 class Streams(ABC):
-    """The streams of one rank. `trace`, while set, records what runs."""
+    """The streams of one rank.
+
+    Attributes:
+        trace: records what runs, while it is set.
+        slots_ahead: how early to issue what other ranks send, see `build_programs`.
+    """
 
     trace: Trace | None = None
+    slots_ahead: int
 
     @abstractmethod
     def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str, lane: str = "") -> Event:
@@ -142,6 +148,8 @@ class _Worker:
 class CpuStreams(Streams):
     """Worker threads for communication; computation runs in the calling thread."""
 
+    slots_ahead = 1  # a receive that waits costs nothing, and with gloo nothing is sent before the receive is there
+
     def __init__(self) -> None:
         self._workers: dict[tuple[Kind, str], _Worker] = {}
 
@@ -192,6 +200,10 @@ class CudaStreams(Streams):
     Args:
         cuda: where streams and events come from; tests give stand-ins that see every order that is missing.
     """
+
+    # A receive of NCCL that waits takes SMs from computation. And it keeps the device busy, so that the host hangs if
+    # it waits for the device (to load a kernel, to free memory) before it has issued what the other rank needs first.
+    slots_ahead = 0
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device

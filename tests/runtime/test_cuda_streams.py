@@ -231,6 +231,7 @@ WAITS: dict[str, tuple[Case, dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", WAITS)
 def test_how_often_the_host_waits_in_a_window(name: str) -> None:
-    """Never in a dense model. The aim for dropless experts is once a layer; until then every wait has a reason above."""
+    """Never in a dense model. The aim for dropless experts is once a layer; until then every wait has a reason
+    above."""
     case, expected = WAITS[name]
     assert dict(watched(case).waits) == expected
