@@ -162,13 +162,11 @@ class Watch:
                 self._beat()
         return self._failure
 
-    def _beats(self) -> list[bytes]:
-        return list(self._store.multi_get([_beat_of(other) for other in range(self.world)]))
+    def _beats(self) -> Iterator[tuple[int, bytes]]:
+        return enumerate(self._store.multi_get([*map(_beat_of, range(self.world))]))
 
     def _all_have_heard(self) -> bool:
-        return all(
-            other in self._dead or beat == LEFT or beat.endswith(TOLD) for other, beat in enumerate(self._beats())
-        )
+        return all(other in self._dead or beat == LEFT or beat.endswith(TOLD) for other, beat in self._beats())
 
     def _say(self, failure: str) -> None:
         """Say, once, that this rank ends because of another."""
@@ -203,7 +201,7 @@ class Watch:
                 if found:
                     return found
                 time.sleep(self.interval)
-            gone = [other for other, beat in enumerate(self._beats()) if beat == LEFT]
+            gone = [other for other, beat in self._beats() if beat == LEFT]
         except Exception:
             return self._failure or "rank 0 died: the connection to it is gone"
         if gone:
