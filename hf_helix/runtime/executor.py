@@ -57,6 +57,18 @@ class Executor:
             completed: told the index of a unit once all its gradients have been issued.
             at_barrier: called at every barrier, between what comes before and after it.
         """
+        with self._precision.weights.kept():
+            return self._run(program, microbatches, sources, training, completed, at_barrier)
+
+    def _run(
+        self,
+        program: Sequence[Instruction],
+        microbatches: Sequence[MicroBatch],
+        sources: Mapping[Key, Tensor],
+        training: bool,
+        completed: Callable[[int], object] | None,
+        at_barrier: Callable[[], object] | None,
+    ) -> Kept:
         strands: dict[int, Strand] = {}
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for instruction in program:

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from hf_helix.runtime import endings
+from hf_helix.runtime.groups import control_group
 from hf_helix.runtime.mesh import forget_meshes
 
 SHORTEST, LONGEST = 0.5, 4.0  # seconds between two heartbeats of a rank
@@ -243,7 +244,7 @@ def _connect() -> Store:
 
 def _from_rank_0(text: str) -> str:
     box = [text]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=control_group())
     return box[0]
 
 
