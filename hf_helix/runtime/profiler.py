@@ -70,6 +70,15 @@ def measure_profile(
         about: what the caller knows: model, mesh, shapes.
         pairs: whether to measure operators beside each other, too.
     """
+    with runner.precision.weights.kept():  # as in a window, in which they are cast once
+        profile = _measure(runner, window, about or {}, pairs, progress)
+    forget_gradients(runner)
+    return profile
+
+
+def _measure(
+    runner: Runner, window: Sequence[MicroBatch], about: Mapping[str, str], pairs: bool, progress: Progress | None
+) -> Profile:
     bench = _Bench(runner, window[0])
     moving, sent = _moving(bench)
     mine = _in_steps(runner, window) | moving
@@ -84,8 +93,7 @@ def measure_profile(
     moved = {name: max(found[name] for *_, found in ranks if name in found) for *_, each in ranks for name in each}
     without = _without_link(bench)
     found = _measure_pairs(bench, times, like, progress) if pairs else {}
-    forget_gradients(runner)
-    return Profile({**machine(runner), **(about or {})}, runner.layout, times, spread, found, like, moved, without)
+    return Profile({**machine(runner), **about}, runner.layout, times, spread, found, like, moved, without)
 
 
 def _moving(bench: _Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:
