@@ -104,6 +104,7 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
     problems += _problems_of_optim(str(getattr(args.optim, "value", args.optim)), config)
     problems += _problems_of_batches(args, config)
     problems += problems_of(args, config)
+    problems += _problems_of_launches(args, config)
     if args.n_gpu > 1:
         problems.append(
             f"{args.n_gpu} GPUs in one process: use one process per GPU, "
@@ -151,6 +152,17 @@ def _problems_of_batches(args: Any, config: HelixConfig) -> list[str]:
             "train_sampling_strategy='group_by_length': it would give each of them a batch of its own"
         )
     return problems
+
+
+def _problems_of_launches(args: Any, config: HelixConfig) -> list[str]:
+    if not args.full_determinism or config.pp_size == 1 or args.device.type != "cuda":
+        return []
+    return [
+        f"full_determinism=True with pp_size={config.pp_size} on CUDA: use full_determinism=False: it makes every "
+        "kernel launch wait until the kernel has ended, so a rank would wait in a receive before it sends what the "
+        "other ranks of the pipeline wait for; torch.use_deterministic_algorithms(True) makes kernels deterministic "
+        "without that"
+    ]
 
 
 def _cuts(config: HelixConfig, tensorwise: bool = False) -> str:

@@ -61,11 +61,13 @@ def backend_of(device: torch.device) -> str:
 
 def control_group() -> dist.ProcessGroup | None:
     """All ranks, for objects and tensors in the host's memory; None, which stands for the launcher's group, where that
-    one carries them. Collective when it is first called.
+    one carries them or there is none. Collective when it is first called.
 
     Objects that went over NCCL would be copied to the device and back, behind everything that it still computes.
     """
-    return None if "cpu" in backends() else _new_control_group(dist.group.WORLD)
+    if not dist.is_initialized() or "cpu" in backends():
+        return None
+    return _new_control_group(dist.group.WORLD)
 
 
 @functools.cache
@@ -125,13 +127,22 @@ def options_of(use: str) -> Any:
     return options
 
 
-def order_launches(pp_size: int) -> None:
-    """Let kernels of several communicators start in the order of issue, which is the same on every rank of a stage.
+def prepare_launches(pp_size: int) -> None:
+    """Settle how kernels of NCCL are launched; call it before the first of them.
 
-    Without it, two ranks could each fill their SMs with a kernel that waits for the other's. Not with a pipeline, whose
-    ranks run different programs: there a receive that starts late would hold back communication that its sender waits
-    for. Takes effect when the first communicator is made.
+    Without a pipeline, kernels of several communicators start in the order of issue, which is the same on every rank.
+    Otherwise two ranks could each fill their SMs with a kernel that waits for the other's. The ranks of a pipeline run
+    different programs: there, a receive that starts late could hold back what its sender waits for.
+
+    Raises:
+        ValueError: launches wait for the end of their kernels, with a pipeline.
     """
+    if pp_size > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        raise ValueError(
+            f"CUDA_LAUNCH_BLOCKING={os.environ['CUDA_LAUNCH_BLOCKING']} with pp_size={pp_size}: every kernel launch "
+            "would wait until the kernel has ended, so a rank would wait in a receive before it sends what the other "
+            "ranks of the pipeline wait for; unset it, or use pp_size=1 to look for an error"
+        )
     if pp_size == 1 and torch.version.hip is None:  # RCCL 2.27 crashes with it
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
