@@ -127,22 +127,13 @@ def options_of(use: str) -> Any:
     return options
 
 
-def prepare_launches(pp_size: int) -> None:
-    """Settle how kernels of NCCL are launched; call it before the first of them.
+def order_launches(pp_size: int) -> None:
+    """Let kernels of several communicators start in the order of issue; call it before the first of them.
 
-    Without a pipeline, kernels of several communicators start in the order of issue, which is the same on every rank.
-    Otherwise two ranks could each fill their SMs with a kernel that waits for the other's. The ranks of a pipeline run
-    different programs: there, a receive that starts late could hold back what its sender waits for.
-
-    Raises:
-        ValueError: launches wait for the end of their kernels, with a pipeline.
+    Without a pipeline, that order is the same on every rank. Otherwise two ranks could each fill their SMs with a
+    kernel that waits for the other's. The ranks of a pipeline run different programs: there, a receive that starts late
+    could hold back what its sender waits for.
     """
-    if pp_size > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        raise ValueError(
-            f"CUDA_LAUNCH_BLOCKING={os.environ['CUDA_LAUNCH_BLOCKING']} with pp_size={pp_size}: every kernel launch "
-            "would wait until the kernel has ended, so a rank would wait in a receive before it sends what the other "
-            "ranks of the pipeline wait for; unset it, or use pp_size=1 to look for an error"
-        )
     if pp_size == 1 and torch.version.hip is None:  # RCCL 2.27 crashes with it
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 

@@ -165,7 +165,7 @@ def _new_mesh(sizes: dict[str, int], device: torch.device, cross_node: Collectio
     backend = groups.backend_of(device)
     groups.control_group()  # later, not all ranks may come to need it at the same time
     if backend == groups.NCCL:
-        groups.prepare_launches(pp_size)
+        groups.order_launches(pp_size)
     # Dimensions: copies of the experts, ep, pp, cp, tp.
     places = torch.arange(dp_size * shared).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
     rows = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
 
-from hf_helix import HelixConfig
-from hf_helix.refusals import _problems_of_launches
 from hf_helix.runtime import groups, mesh
 
 LAYOUTS = [
@@ -151,21 +148,7 @@ def test_hosts_with_the_same_name_are_told_apart(monkeypatch: Any) -> None:
 def test_launches_are_ordered_without_a_pipeline(monkeypatch: Any) -> None:
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
-    groups.prepare_launches(2)
+    groups.order_launches(2)
     assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
-    groups.prepare_launches(1)
+    groups.order_launches(1)
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
-
-
-def test_launches_that_wait_are_refused_with_a_pipeline(monkeypatch: Any) -> None:
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    groups.prepare_launches(1)
-    with pytest.raises(ValueError, match=r"CUDA_LAUNCH_BLOCKING=1 with pp_size=2.*unset it"):
-        groups.prepare_launches(2)
-    args = SimpleNamespace(full_determinism=True, device=torch.device("cuda"))
-    (problem,) = _problems_of_launches(args, HelixConfig(pp_size=2))
-    assert problem.startswith("full_determinism=True with pp_size=2 on CUDA: use full_determinism=False")
-    assert not _problems_of_launches(args, HelixConfig())
-    args.device = torch.device("cpu")
-    assert not _problems_of_launches(args, HelixConfig(pp_size=2))
