@@ -31,6 +31,7 @@ from hf_helix.operators.transport import Recorder
 from hf_helix.planning.graph import SEND, Kind, Operator, Part
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
+from hf_helix.runtime.groups import host_name
 from hf_helix.runtime.measure import forget_gradients, over_ranks, transports
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
@@ -121,7 +122,7 @@ def machine(runner: Runner) -> dict[str, str]:
     known = {
         **(_gpu(device) if device.type == "cuda" else {"device": _cpu_name(), "threads": str(torch.get_num_threads())}),
         "backend": str(dist.get_backend()) if dist.is_initialized() else "none",
-        "hosts": str(len(set(over_ranks(platform.node())))),
+        "hosts": str(len(set(over_ranks(host_name())))),
         "torch": torch.__version__,
         "emulated_link": runner.mesh.link.speed_now.text if runner.mesh.link is not None else "",
     }
