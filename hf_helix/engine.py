@@ -310,6 +310,7 @@ class Engine:
         Args:
             full: all of them, which `figures` keeps in any case; otherwise what a log line has room for.
         """
+        self.runner.executor.streams.synchronize()  # a GPU may be behind the host, whose clock counts
         tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
         capped = self.config.expert_capacity_factor is not None
         routers = router_entries(self.runner.whole, self.mesh, capped)
