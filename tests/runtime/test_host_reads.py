@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_helix.adapters import family_of
 from hf_helix.adapters.builder import Sharing
 from hf_helix.adapters.sequence import SequenceCut
+from hf_helix.checkpoint import cut_parameters
 from hf_helix.operators.base import Call
 from hf_helix.operators.experts import Announce, Exchange
 from hf_helix.operators.tally import Tally
@@ -67,10 +68,11 @@ def runner_of(ep_size: int, capacity: float | None, recomputed: bool) -> tuple[R
     sharing = Sharing(experts=axis, capacity_factor=capacity)
     units = family.units(model, sharing)
     if recomputed:
-        units = recompute_units(units, dict.fromkeys(range(LAYERS), "full"))
+        units = recompute_units(units, ["full"] * LAYERS)
     stage = place_units(units)
     sizes = {"dp": ep_size, "pp": 1, "cp": 1, "tp": 1, "ep": ep_size}
     mesh = Mesh(sizes, torch.device("cpu"), None, Axis.single(), Axis.single(), axis, Pipe([0]), None, None, None, None)
+    cut_parameters(stage, mesh)
     plan = make_plan("greedy", rough_profile(stage.layout), model="MixtralForCausalLM", mesh={"tp_size": 1})
     runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), seed=0)
     ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -82,12 +84,14 @@ def runner_of(ep_size: int, capacity: float | None, recomputed: bool) -> tuple[R
 
 
 @pytest.mark.parametrize(
-    ("ep_size", "capacity", "reads"), [(2, None, 1), (1, None, 1), (2, 1.5, 0)], ids=["ep", "one rank", "capacity"]
+    ("ep_size", "capacity", "recomputed", "reads"),
+    [(2, None, False, 1), (2, None, True, 1), (1, None, False, 1), (2, 1.5, False, 0)],
+    ids=["ep", "recomputed", "one rank", "capacity"],
 )
 def test_a_layer_reads_its_counts_once(
-    ep_size: int, capacity: float | None, reads: int, read: list[tuple[int, ...]]
+    ep_size: int, capacity: float | None, recomputed: bool, reads: int, read: list[tuple[int, ...]]
 ) -> None:
-    runner, window = runner_of(ep_size, capacity, recomputed=False)
+    runner, window = runner_of(ep_size, capacity, recomputed)
     with Waits() as waits:
         runner.train_window(window)
     assert waits.found == []
