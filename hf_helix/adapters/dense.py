@@ -25,6 +25,7 @@ from hf_helix.adapters.attention import (
 )
 from hf_helix.adapters.base import Family
 from hf_helix.adapters.builder import Builder
+from hf_helix.adapters.norms import normed
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.operators.unit import Unit
 
@@ -126,7 +127,7 @@ class Qwen3(Dense):
     model_class = "Qwen3ForCausalLM"
 
     def rotate(self, attn: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return super().rotate(attn, attn.q_norm(q), attn.k_norm(k), cos, sin)
+        return super().rotate(attn, normed(attn.q_norm, q), normed(attn.k_norm, k), cos, sin)
 
     def rotated_by(self, attn: Any) -> Sequence[nn.Module]:
         return attn.q_norm, attn.k_norm
