@@ -70,7 +70,8 @@ class Linear(SplitComputation):
         return SMALL if any(p.requires_grad for p in self.parameters) else 0.0
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        value = call.precision.lowered(inputs[0])
+        # Rows, since torch makes a product for every token of a micro-batch of one sequence that attention transposed.
+        value = _rows(call.precision.lowered(inputs[0]))
         outputs: list[Tensor] = []
         with torch.no_grad():
             for linears in self._by_gemm(value.dtype):
@@ -78,8 +79,8 @@ class Linear(SplitComputation):
                 whole = functional.linear(value, matrix, bias)
                 outputs += [whole] if len(linears) == 1 else whole.split(_sizes(linears), -1)
             for output, adapter, mask in self._each(call, tuple(outputs)):
-                adapter.add(output.view(-1, output.shape[-1]), _rows(value), call, mask, self.adds_bias)
-        return tuple(outputs)
+                adapter.add(output, value, call, mask, self.adds_bias)
+        return tuple(output.unflatten(0, inputs[0].shape[:-1]) for output in outputs)
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         total: Tensor | None = None

@@ -153,3 +153,14 @@ def test_what_lies_otherwise_is_not() -> None:
     assert rows_in_one([whole[1:], whole[:1]]) is None
     assert rows_in_one([left, middle]) is None
     assert rows_in_one([whole[:2], whole[2:].clone()]) is None
+
+
+def test_a_transposed_sequence_is_one_product() -> None:
+    """[tokens, 1, features] as attention leaves it, which `functional.linear` would take token by token."""
+    value = torch.randn(1, 5, 4).transpose(0, 1)
+    (linear,) = linears()[:1]
+    with Calls() as calls:
+        (output,) = Linear([linear]).forward(Call({}, 0, True), value)
+    assert calls.products() == 1
+    assert "bmm" not in calls.names
+    torch.testing.assert_close(output, linear(value).detach())
