@@ -93,10 +93,12 @@ class Dense(Family):
         cos, sin = model.model.rotary_emb(like_embeddings(model, ids), position_ids=positions)
         return {"cos": cut.take(cos, 1), "sin": cut.take(sin, 1)}
 
-    def attention_inputs(self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor) -> dict[str, Any]:
+    def attention_inputs(
+        self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
+    ) -> dict[str, Any]:
         cos, sin = model.model.rotary_emb(like_embeddings(model, ids), position_ids=positions)
         windows = [self.window(layer.self_attn) for layer in self.layers(model)]
-        masks = causal_masks(model, windows, ids, mask, positions)
+        masks = causal_masks(model, windows, ids, mask, documents)
         return {"cos": cos, "sin": sin, "masks": masks, "positions": positions}
 
 

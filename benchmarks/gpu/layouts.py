@@ -1,0 +1,202 @@
+"""Layouts over two ranks, and one rank of them: `python -m benchmarks.gpu.layouts --folder f 0 1 2`.
+
+In:   the numbers of cases; a process group from the environment.
+Out:  for each case a line of JSON in `found.jsonl` of the folder, written by rank 0 (and by any rank that fails), and a
+      saved model in a folder of the case's number.
+Must hold: every case sees the same micro-batches in each step, whoever computes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.gpu.models import Batch, batches, on, targets, tiny
+from benchmarks.gpu.windows import engine_on
+from hf_helix.engine import Engine, Scale
+from hf_helix.runtime.liveness import start_watch
+from hf_helix.runtime.mesh import build_mesh
+
+STEPS = 3
+MICROBATCHES = 4  # of a step, over all data-parallel ranks
+OPTIMIZER = {"lr": 1e-3}
+MAX_NORM = 1.0
+FOUND = "found.jsonl"
+LAYERS = {"num_hidden_layers": 4}  # a pipeline of two ranks folds them into four stages
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout. `options` are those of `HelixConfig`."""
+
+    name: str
+    options: dict[str, Any]
+    family: str = "llama"
+    bf16: bool = False
+    model: dict[str, Any] = field(default_factory=lambda: LAYERS)
+
+    @property
+    def reference(self) -> tuple[str, bool]:
+        """What the unsplit model is to run once for all cases like this."""
+        return self.family, self.bf16
+
+
+MEASURED = {"plan": "auto", "tuning_share": 1.0}
+CASES = (
+    Case("tp2", {"tp_size": 2}),
+    Case("tp2 greedy", {"tp_size": 2, "plan": "greedy"}),
+    Case("cp2", {"cp_size": 2, "plan": "greedy"}),
+    Case("pp2 w", {"pp_size": 2, "schedule": "w", "plan": "greedy"}),
+    Case("pp2 dualpipe_v", {"pp_size": 2, "schedule": "dualpipe_v", "plan": "greedy"}),
+    Case("pp2 1f1b", {"pp_size": 2, "schedule": "1f1b", "plan": "greedy"}),
+    Case("dp2", {}),
+    Case("dp2 zero1", {"shard_optimizer": True}),
+    Case("ep2", {"ep_size": 2, "plan": "greedy"}, "mixtral"),
+    Case("ep2 capacity", {"ep_size": 2, "plan": "greedy", "expert_capacity_factor": 4.0}, "mixtral"),
+    Case("tp2 auto", {"tp_size": 2, **MEASURED}),
+    Case("tp2 bf16", {"tp_size": 2, "plan": "greedy"}, bf16=True),
+    Case("tp2 dhelix", {"tp_size": 2, "plan": "dhelix"}),
+    Case("tp2 recompute", {"tp_size": 2, "plan": "greedy", "recompute": "full"}),
+    Case("tp2 experts", {"tp_size": 2, "plan": "greedy"}, "mixtral"),
+    Case("cp2 all_gather bf16", {"cp_size": 2, "plan": "greedy", "cp_method": "all_gather"}, bf16=True),
+    Case("pp2 auto", {"pp_size": 2, "schedule": "auto", **MEASURED}),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("cases", type=int, nargs="+")
+    given = parser.parse_args()
+    device = torch.device("cpu" if given.dry else f"cuda:{os.environ['LOCAL_RANK']}")
+    torch.set_float32_matmul_precision("highest")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if given.dry else "nccl", timeout=datetime.timedelta(seconds=120))
+    start_watch()
+    for number in given.cases:
+        try:
+            found = run_case(CASES[number], device, given.folder / str(number))
+        except BaseException as error:
+            said = str(error).strip().splitlines() or [""]
+            failure = f"rank {dist.get_rank()}: {type(error).__name__}: {said[0]}"
+            _tell(given.folder, {"case": number, "error": failure})
+            raise
+        if dist.get_rank() == 0:
+            _tell(given.folder, {"case": number, **found})
+
+
+def _tell(folder: Path, entry: dict[str, Any]) -> None:
+    with (folder / FOUND).open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
+    """Save, then train a few steps. Collective."""
+    start = time.monotonic()
+    sizes = {name: case.options.get(name, 1) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
+    mesh = build_mesh(device=device, **sizes)
+    count = MICROBATCHES // mesh.dp_size
+    products = torch.bfloat16 if case.bf16 else None
+    with engine_on(functools.partial(tiny, case.family, **case.model), mesh, count, products, **case.options) as engine:
+        before = memory_in_use(device)
+        engine.save_pretrained(folder)
+        memory = [before, memory_in_use(device)]
+        losses, norms = train_steps(engine, count)
+        kept = engine.tuning.kept if engine.tuning else ""
+    del engine
+    gc.collect()
+    return {"losses": losses, "norms": norms, "memory": memory, "kept": kept, "seconds": time.monotonic() - start}
+
+
+def train_steps(engine: Engine, count: int) -> tuple[list[float], list[float]]:
+    """The loss and the norm of the gradient, step by step. Collective.
+
+    Args:
+        engine: before its first step.
+        count: micro-batches that each data-parallel rank takes.
+    """
+    mesh, optimizer = engine.mesh, optimizer_of(engine)
+    place = 0 if mesh.dp_group is None else dist.get_rank(mesh.dp_group)
+    losses, norms = [], []
+    for step in range(STEPS):
+        window = window_of(step)
+        mine = on(window[place * count : (place + 1) * count], mesh.device)
+        scale = Scale(torch.tensor(mesh.dp_size / targets(window), device=mesh.device), 1 / count)
+        engine.tune(mine, scale, step)
+        loss = torch.stack(engine.train_window(mine, scale, step)).sum()
+        losses.append(_mean_over(loss, mesh.dp_group, mesh.dp_size))
+        norms.append(float(engine.clip_gradients(MAX_NORM)))
+        optimizer.step()
+        engine.model.zero_grad()
+    return losses, norms
+
+
+def optimizer_of(engine: Engine) -> Any:
+    """AdamW, its states spread over the data-parallel ranks where the options say so."""
+    trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
+    if not engine.config.shard_optimizer:
+        return optimizer
+    return engine.shard_optimizer(optimizer, torch.optim.AdamW, OPTIMIZER)
+
+
+def window_of(step: int) -> list[Batch]:
+    """The micro-batches of a step, on all ranks together."""
+    return batches(MICROBATCHES, lengths=(48, 32), seed=step + 1)
+
+
+def unsplit_steps(case: Case, device: torch.device, folder: Path) -> tuple[list[float], list[float]]:
+    """The same steps of the model as Transformers has it, in this process; saves it before them."""
+    model = tiny(case.family, **case.model).train()
+    model.save_pretrained(folder)
+    model.set_experts_implementation("eager")
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+    losses, norms = [], []
+    for step in range(STEPS):
+        window = window_of(step)
+        total = 0.0
+        for batch in on(window, device):
+            with torch.autocast(device.type, torch.bfloat16, enabled=case.bf16):
+                loss = model(**batch, num_items_in_batch=targets(window), use_cache=False).loss
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes of the device in use, by everybody, once all ranks are here. NCCL's own are among them."""
+    dist.barrier()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    free, whole = torch.cuda.mem_get_info(device)
+    return whole - free
+
+
+def _mean_over(value: Tensor, group: dist.ProcessGroup | None, size: int) -> float:
+    if group is not None:
+        dist.all_reduce(value, group=group)
+    return float(value) / size
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Losses and gradients of every family: against fp64, against stock bf16, on GPU and CPU, under every plan.
+
+What is asked (the bars of the design):
+    fp32          loss 1e-5 and every gradient 1e-4 of the unsplit Transformers model in fp64
+    bf16          the error at most twice that of the unsplit model under autocast, plus half a unit in the last place
+    GPU = CPU     rank 0 of tp, cp and ep layouts that carry nothing between ranks: loss 2e-5, gradients 2e-4
+    plans         bit for bit those of `sequential`, with deterministic kernels
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu.models import FAMILIES, MIXTURES, batches, tiny
+from benchmarks.gpu.report import Options, Report
+from benchmarks.gpu.windows import (
+    Window,
+    engine_on,
+    gradient_errors,
+    loss_error,
+    same_bits,
+    silent_mesh,
+    train,
+    under_plan,
+    unsplit,
+    worst,
+)
+
+LENGTHS = (48, 33)  # one that divides by what layouts divide by, one that does not
+PLANS = ("greedy", "round_robin", "dhelix")
+LAST_PLACE = 2.0**-9  # half a unit in the last place of bf16
+
+LAYOUTS: tuple[tuple[str, dict[str, int], dict[str, Any]], ...] = (
+    ("llama", {"tp": 2}, {}),
+    ("llama", {"cp": 2}, {}),
+    ("llama", {"cp": 2}, {"cp_method": "all_gather"}),
+    ("qwen3", {"tp": 2, "cp": 2}, {}),
+    ("gpt2", {"tp": 2}, {}),
+    ("gpt_neox", {"tp": 2}, {}),
+    ("mixtral", {"ep": 2}, {}),
+    ("mixtral", {"ep": 2}, {"expert_capacity_factor": 1.5}),
+    ("qwen3_moe", {"tp": 2}, {}),
+    ("phimoe", {"ep": 2, "tp": 2}, {}),
+)
+"""Family, sizes of the axes, options of `HelixConfig`."""
+
+
+def run(report: Report, options: Options) -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic GEMMs; read when CUDA starts
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    for family in FAMILIES:
+        check_family(report, family, options.device)
+    for family, sizes, changes in LAYOUTS:
+        name = f"GPU = CPU {_named(family, sizes, changes)}"
+        with report.attempt(name):
+            check_devices(report, name, family, sizes, changes, options.device)
+    for family, sizes, changes in LAYOUTS:
+        with report.attempt(f"plans {_named(family, sizes, changes)}"):
+            check_plans(report, family, sizes, changes, options.device)
+
+
+def check_family(report: Report, family: str, device: torch.device) -> None:
+    """One rank against the unsplit model, with both attentions, with recompute, and in bf16."""
+    window = batches(2, lengths=LENGTHS)
+    changes = {"num_experts_per_tok": 4} if family in MIXTURES and family != "phimoe" else {}
+    with report.attempt(f"{family} in fp64"):
+        exact = unsplit(functools.partial(tiny, family), window, torch.device("cpu"), dtype=torch.float64)
+        for name, model, helix in (
+            ("fp32 sdpa", {}, {}),
+            ("fp32 eager", {"attn_implementation": "eager"}, {}),
+            ("fp32 recompute=selective", {}, {"recompute": "selective"}),
+            ("fp32 recompute=full", {}, {"recompute": "full"}),
+        ):
+            make = functools.partial(tiny, family, **model)
+            with report.attempt(f"{family} {name}"), engine_on(make, silent_mesh(device), 2, **helix) as engine:
+                _compare(report, f"{family} {name}", train(engine, window), exact, 1e-5, 1e-4)
+    with report.attempt(f"{family} bf16"):
+        made = functools.partial(tiny, family, **changes)
+        exact = unsplit(made, window, torch.device("cpu"), dtype=torch.float64)
+        stock = unsplit(made, window, device, autocast=torch.bfloat16)
+        with engine_on(made, silent_mesh(device), 2, torch.bfloat16) as engine:
+            _compare_bf16(report, f"{family} bf16", train(engine, window), stock, exact)
+
+
+def check_devices(
+    report: Report, name: str, family: str, sizes: Mapping[str, int], changes: Mapping[str, Any], device: torch.device
+) -> None:
+    """Rank 0 of a layout that carries nothing, here and on the CPU."""
+    window = batches(2, lengths=LENGTHS)
+    found = []
+    for place in (device, torch.device("cpu")):
+        with engine_on(functools.partial(tiny, family), silent_mesh(place, **sizes), 2, **changes) as engine:
+            found.append(train(engine, window))
+    _compare(report, name, *found, 2e-5, 2e-4)
+
+
+def check_plans(
+    report: Report, family: str, sizes: Mapping[str, int], changes: Mapping[str, Any], device: torch.device
+) -> None:
+    """The same under every plan, in fp32 and in bf16."""
+    window = batches(4, lengths=LENGTHS)
+    for products in (None, torch.bfloat16):
+        kind = "fp32" if products is None else "bf16"
+        mesh = silent_mesh(device, **sizes)
+        with engine_on(functools.partial(tiny, family), mesh, 4, products, **changes) as engine, deterministic():
+            first = train(engine, window)
+            differing = {"sequential again": same_bits(train(engine, window), first)}
+            for plan in PLANS:
+                under_plan(engine, plan)
+                differing[plan] = same_bits(train(engine, window), first)
+        said = "; ".join(f"{plan} differs in {where}" for plan, where in differing.items() if where)
+        name = f"plans bit for bit, {_named(family, sizes, changes)} {kind}"
+        report.check(name, not said, said or f"{', '.join(differing)} like sequential")
+
+
+class deterministic:
+    """While it is entered, kernels give the same bits each time, and attention is written out as products."""
+
+    def __enter__(self) -> None:
+        torch.use_deterministic_algorithms(True)
+        self._kernel = sdpa_kernel(SDPBackend.MATH)
+        self._kernel.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._kernel.__exit__(*error)
+        torch.use_deterministic_algorithms(False)
+
+
+def _compare(report: Report, name: str, found: Window, wanted: Window, loss: float, gradient: float) -> None:
+    error = loss_error(found, wanted)
+    largest, where = worst(gradient_errors(found, wanted))
+    figure = f"loss {error:.1e} (at most {loss:.0e}), gradients {largest:.1e} at {where} (at most {gradient:.0e})"
+    report.check(name, error <= loss and largest <= gradient, figure)
+
+
+def _compare_bf16(report: Report, name: str, found: Window, stock: Window, exact: Window) -> None:
+    # Of what is nearly zero, such as the gradient of a router that is sure of itself, bf16 has no digit.
+    least = 1e-3 * sum(float(value.norm()) ** 2 for value in exact.gradients.values()) ** 0.5
+    mine, theirs = gradient_errors(found, exact, least), gradient_errors(stock, exact, least)
+    passed = loss_error(found, exact) <= 2 * loss_error(stock, exact) + 1e-4
+    over = {where: error / (2 * theirs.get(where, 0.0) + LAST_PLACE) for where, error in mine.items()}
+    largest, where = worst(over)
+    figure = (
+        f"loss {loss_error(found, exact):.1e} (stock {loss_error(stock, exact):.1e}), worst gradient {mine[where]:.1e} "
+        f"at {where} (stock {theirs.get(where, 0.0):.1e}), all gradients {_joined(found, exact):.2e} "
+        f"(stock {_joined(stock, exact):.2e})"
+    )
+    close = _joined(found, exact) <= 2 * _joined(stock, exact)
+    report.check(name, passed and largest <= 1 and close, figure)
+
+
+def _joined(found: Window, wanted: Window) -> float:
+    """How far all gradients together are off, in parts of their norm."""
+    apart = sum(float((found.gradients[name] - value).norm()) ** 2 for name, value in wanted.gradients.items())
+    return (apart / sum(float(value.norm()) ** 2 for value in wanted.gradients.values())) ** 0.5
+
+
+def _named(family: str, sizes: Mapping[str, int], changes: Mapping[str, Any]) -> str:
+    words = [f"{axis}{size}" for axis, size in sizes.items()] + [str(value) for value in changes.values()]
+    return " ".join([family, *words])

@@ -1,0 +1,33 @@
+"""The pieces of the acceptance, in order of value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece.
+
+    Attributes:
+        name: on the command line; the module `benchmarks.gpu.<name>` has its `run`.
+        about: what it shows, in one line.
+        seconds: its time limit on a GPU.
+        timed: whether it measures times, so that nothing may run beside it.
+    """
+
+    name: str
+    about: str
+    seconds: float
+    timed: bool = False
+
+
+PIECES = (
+    Piece("parity", "losses and gradients against fp64, bf16's error, GPU = CPU, plans bit for bit", 180),
+    Piece("ranks", "two NCCL ranks: every layout against one process, a save, a kill, the Trainer", 240),
+    Piece("stress", "links at random paces and poisoned memory change no bit", 120),
+    Piece("overlap", "how much communication is hidden at the shapes of an 8B model", 150, timed=True),
+    Piece("kernels", "the times of single kernels that decisions rest on", 90, timed=True),
+    Piece("trainer", "HelixTrainer on one GPU against the stock Trainer: step time, loss, memory", 150, timed=True),
+    Piece("sanitizer", "compute-sanitizer's memcheck on a tiny window, where it is installed", 120),
+)

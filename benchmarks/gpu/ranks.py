@@ -1,0 +1,171 @@
+"""Two real ranks, on one GPU if there is only one: every layout against the unsplit model, a save, a kill, the Trainer.
+
+What is asked: in each layout losses and norms of gradients like those of the unsplit model in this process, to 2e-3;
+a saved model whose files hold the same bits as `save_pretrained` of Transformers; a rank that is killed ends the other
+within 60 s, with its name; HelixTrainer under torchrun has the losses of the stock Trainer. No speed: two processes
+take turns on the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.gpu.layouts import CASES, FOUND, Case, unsplit_steps
+from benchmarks.gpu.pair import Pair, environment_of, free_port
+from benchmarks.gpu.report import Options, Report
+
+CLOSE = 2e-3
+CASE_LIMIT = 60.0
+"""Seconds without news after which a pair hangs."""
+END_LIMIT = 60.0
+TRAINER = "benchmarks.gpu.rank_trainer"
+
+
+def run(report: Report, options: Options) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        references: dict[Any, tuple[list[float], list[float]]] = {}
+        for number, found in outcomes(range(len(CASES)), folder, options.dry):
+            case = CASES[number]
+            with report.attempt(case.name):
+                if "error" in found:
+                    report.check(case.name, False, found["error"])
+                    continue
+                stock = folder / f"stock-{case.family}"
+                if case.reference not in references:
+                    references[case.reference] = unsplit_steps(case, options.device, stock)
+                compare(report, case, found, references[case.reference])
+                compare_files(report, case, folder / str(number), stock)
+        with report.attempt("a killed rank"):
+            check_kill(report, folder, options.dry)
+        with report.attempt("HelixTrainer under torchrun"):
+            check_trainer(report, folder, options)
+
+
+def outcomes(numbers: Sequence[int], folder: Path, dry: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What was found of each case, as it is found; after a failure the rest goes on in new processes."""
+    left = list(numbers)
+    while left:
+        record = folder / FOUND
+        record.write_text("")
+        given = ["--folder", str(folder), *(["--dry"] if dry else []), *map(str, left)]
+        failed = ""
+        with Pair("benchmarks.gpu.layouts", given, folder, "layouts", dry) as pair:
+            last = time.monotonic()
+            while left and not failed:
+                over = None not in pair.statuses()
+                told = _entries(record)
+                mine = next((entry for entry in told if entry["case"] == left[0]), None)
+                if mine is not None:
+                    last = time.monotonic()
+                    failed = mine.get("error", "")
+                    yield left.pop(0), mine
+                elif over or time.monotonic() - last > CASE_LIMIT:
+                    failed = "ended without a word" if over else f"no news for {CASE_LIMIT:.0f} s"
+                    print(pair.said(), file=sys.stderr, flush=True)
+                    yield left.pop(0), {"error": f"{failed}: {pair.said(1)}".replace("\n", "; ")}
+                time.sleep(0.05)
+            if failed:
+                pair.wait(5)
+                print(pair.said(30), file=sys.stderr, flush=True)
+
+
+def _entries(record: Path) -> list[dict[str, Any]]:
+    text = record.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def compare(report: Report, case: Case, found: dict[str, Any], wanted: tuple[list[float], list[float]]) -> None:
+    """Losses and norms of a layout beside those of the unsplit model."""
+    losses, norms = (_furthest(found[name], values) for name, values in zip(("losses", "norms"), wanted, strict=True))
+    figure = f"losses {losses:.1e}, norms of gradients {norms:.1e} off the unsplit model's (at most {CLOSE:.0e})"
+    kept = f", kept {found['kept']}" if found["kept"] else ""
+    report.check(case.name, max(losses, norms) <= CLOSE, f"{figure}{kept}, {found['seconds']:.1f} s")
+    before, after = (value / 2**20 for value in found["memory"])
+    report.note(f"{case.name}: memory of the device around a save", f"{before:.0f} MiB, then {after:.0f} MiB")
+
+
+def _furthest(found: Sequence[float], wanted: Sequence[float]) -> float:
+    off = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(found, wanted, strict=True)]
+    return max(math.inf if math.isnan(value) else value for value in off)
+
+
+def compare_files(report: Report, case: Case, saved: Path, stock: Path) -> None:
+    """What was saved before the first step is what Transformers saves of the same model, to the bit."""
+    mine, theirs = _stored(saved), _stored(stock)
+    if mine.keys() != theirs.keys():
+        differing = sorted(mine.keys() ^ theirs.keys())
+    else:
+        differing = sorted(name for name, value in theirs.items() if not torch.equal(mine[name], value))
+    figure = f"{len(differing)} of {len(theirs)} tensors differ {', '.join(differing[:3])}".strip()
+    report.check(f"{case.name}: saved", not differing, figure)
+
+
+def _stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def check_kill(report: Report, folder: Path, dry: bool) -> None:
+    """Rank 1 of a training run is killed; rank 0 ends by itself and says who it was."""
+    mark = folder / "training"
+    given = ["--folder", str(folder / "killed"), "--mark", str(mark), "--steps", "100000", *(["--dry"] if dry else [])]
+    with Pair(TRAINER, given, folder, "killed", dry) as pair:
+        end = time.monotonic() + 120
+        while not mark.exists() and time.monotonic() < end and None in pair.statuses():
+            time.sleep(0.1)
+        if not mark.exists():
+            print(pair.said(30), file=sys.stderr, flush=True)
+            report.check("a killed rank", False, f"training did not start: {pair.said(1)}".replace("\n", "; "))
+            return
+        pair.processes[1].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        try:
+            status = pair.processes[0].wait(END_LIMIT)
+        except subprocess.TimeoutExpired:
+            status = 0
+        seconds = time.monotonic() - killed
+        said = [line for line in pair.logs[0].read_text(errors="replace").splitlines() if "rank 1" in line]
+    named = next((line for line in said if "rank 1 died" in line), said[-1] if said else "nothing about rank 1")
+    passed = status != 0 and seconds < END_LIMIT and bool(said)
+    report.check("a killed rank", passed, f"rank 0 ended after {seconds:.1f} s (at most 60) and said: {named}")
+
+
+def check_trainer(report: Report, folder: Path, options: Options) -> None:
+    """HelixTrainer on two ranks of torchrun, and the stock Trainer in one process: the losses they log."""
+    dry = ["--dry"] if options.dry else []
+    stock, helix = folder / "trainer-stock", folder / "trainer-helix"
+    alone = [sys.executable, "-m", TRAINER, "--stock", "--folder", str(stock), *dry]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    launch += ["--master-port", str(free_port()), "-m", TRAINER, "--folder", str(helix), *dry]
+    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_HOSTID")
+    environment = {key: value for key, value in environment_of(0, 0, options.dry).items() if key not in own}
+    for command in (alone, launch):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+        if done.returncode:
+            print(done.stdout[-4000:], done.stderr[-8000:], file=sys.stderr, flush=True)
+            last = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("hf_helix")]
+            said = last[0] if last else ""
+            report.check("HelixTrainer under torchrun", False, f"{command[2]} ended with {done.returncode}: {said}")
+            return
+    wanted, found = (json.loads((place / "losses.json").read_text()) for place in (stock, helix))
+    off = _furthest(found["losses"], wanted["losses"])
+    evaluated = _furthest([found["eval"]], [wanted["eval"]])
+    figure = f"losses {off:.1e}, evaluation {evaluated:.1e} off the stock Trainer's (at most {CLOSE:.0e})"
+    report.check("HelixTrainer under torchrun", max(off, evaluated) <= CLOSE, f"{figure}; {found['about']}")
+    mine, theirs = _stored(helix), _stored(stock)
+    apart = [float((mine[name] - value).norm() / value.norm()) for name, value in theirs.items() if name in mine]
+    figure = f"{len(mine)} tensors, at most {max(apart, default=math.inf):.1e} off (at most {CLOSE:.0e})"
+    close = mine.keys() == theirs.keys() and max(apart) <= CLOSE
+    report.check("HelixTrainer under torchrun: saved after training", close, figure)

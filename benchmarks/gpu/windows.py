@@ -1,0 +1,177 @@
+"""One window of micro-batches: through hf_helix's engine, and through the unsplit model of Transformers.
+
+In:   a function that makes the model, the batches, a mesh, options.
+Out:  losses and gradients by name, in fp64 on the CPU.
+Must hold: one process can play rank 0 of any layout. Where nothing is carried between ranks, what it computes depends
+on its inputs alone: it is the same on every device, under every plan and at every pace of the links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.models import Batch, Made, on, targets
+from hf_helix import HelixConfig
+from hf_helix.direct_use import Instead
+from hf_helix.engine import Engine, Scale
+from hf_helix.operators.transport import Axis, SilentTransport, Transport
+from hf_helix.planning.graph import Kind
+from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.rules import make_plan
+from hf_helix.runtime.mesh import Mesh, Pipe
+
+INSTEAD = Instead("the engine", "engine.save_pretrained(folder)")
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a window leaves: the losses of its micro-batches, and the gradients by name."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+
+
+class Local(SilentTransport):
+    """Carries nothing, and adds up as NCCL's groups do: values of two bytes by an exchange and a sum."""
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        return value.element_size() < 4
+
+
+def silent_mesh(
+    device: torch.device, tp: int = 1, cp: int = 1, ep: int = 1, made: Callable[[int, int], Transport] = Local
+) -> Mesh:
+    """The mesh of rank 0 of a layout that has no other ranks.
+
+    Args:
+        tp, cp, ep: the sizes of the axes.
+        made: makes a transport of a size and a rank.
+    """
+
+    def axis(size: int, kind: Kind) -> Axis:
+        return Axis.single() if size == 1 else Axis(made(size, 0), kind)
+
+    tensor, context = axis(tp, Kind.LOCAL), axis(cp, Kind.CROSS)
+    experts = tensor if ep == 1 else axis(ep * tp, Kind.CROSS)
+    sizes = {"dp": ep, "pp": 1, "cp": cp, "tp": tp, "ep": ep}
+    return Mesh(sizes, device, None, tensor, context, experts, Pipe([0], ()), None, None, None, None)
+
+
+@contextmanager
+def engine_on(
+    made: Made, mesh: Mesh, count: int, products: torch.dtype | None = None, **options: Any
+) -> Iterator[Engine]:
+    """An engine of a fresh model on a mesh, closed in the end.
+
+    Args:
+        made: makes the model.
+        count: micro-batches of a window.
+        products: the type of matrix products under autocast.
+        options: of `HelixConfig`; the plan is `sequential` unless one is given.
+    """
+    # The sizes of a mesh without other ranks are not those of the world, which the configuration is checked against.
+    config = HelixConfig(**{"plan": "sequential", "cache": False, **options})
+    model = made()
+    engine = Engine(model, config, mesh, seed=0, microbatches=count, instead=INSTEAD, products=products)
+    model.to(mesh.device)
+    model.train()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def train(engine: Engine, window: Sequence[Batch], step: int = 0) -> Window:
+    """Run a window on an engine's plan; its gradients are taken away again. The loss is the mean over its tokens."""
+    device = engine.mesh.device
+    scale = Scale(torch.tensor(engine.mesh.dp_size / targets(window), device=device), 1 / len(window))
+    losses = [loss.detach() for loss in engine.train_window(on(window, device), scale, step)]
+    gradients = {
+        name: parameter.grad.double().cpu()
+        for name, parameter in engine.model.named_parameters()
+        if parameter.grad is not None
+    }
+    engine.model.zero_grad()
+    return Window([loss.item() for loss in losses], gradients)
+
+
+def under_plan(engine: Engine, rule: str) -> None:
+    """Let the engine go on under the plan of a rule, made from rough times."""
+    runner = engine.runner
+    plan = make_plan(rule, rough_profile(runner.whole.layout), model=runner.plan.model, mesh=runner.plan.mesh)
+    engine.runner = runner.with_plan(plan)
+
+
+def unsplit(
+    made: Made,
+    window: Sequence[Batch],
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Window:
+    """The same window through the model as Transformers has it.
+
+    Args:
+        autocast: the type of matrix products, as under the stock Trainer with `bf16=True`.
+        dtype: of the weights; fp64 makes a reference.
+    """
+    model = made().train()
+    model.set_experts_implementation("eager")  # the grouped GEMMs of torch take neither fp64 nor, everywhere, fp32
+    if dtype is torch.float64:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
+    model.to(device)
+    count, losses = targets(window), []
+    for batch in on(window, device):
+        with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
+            loss = model(**batch, num_items_in_batch=count, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return Window(losses, gradients)
+
+
+def loss_error(found: Window, wanted: Window) -> float:
+    """The largest relative error of a loss."""
+    pairs = zip(found.losses, wanted.losses, strict=True)
+    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+
+
+def gradient_errors(found: Window, wanted: Window, least: float = 1e-12) -> dict[str, float]:
+    """By name, how far a gradient is off, in parts of its norm; infinite where one is missing or not finite.
+
+    Args:
+        found, wanted: of the same model.
+        least: what a smaller norm counts as.
+    """
+    errors = {}
+    for name in {*found.gradients, *wanted.gradients}:
+        mine, theirs = found.gradients.get(name), wanted.gradients.get(name)
+        if mine is None or theirs is None or mine.shape != theirs.shape or not bool(mine.isfinite().all()):
+            errors[name] = float("inf")
+        else:
+            errors[name] = float((mine - theirs).norm() / theirs.norm().clamp(min=least))
+    return errors
+
+
+def worst(errors: Mapping[str, float]) -> tuple[float, str]:
+    """The largest, and its name."""
+    return max((error, name) for name, error in errors.items())
+
+
+def same_bits(found: Window, wanted: Window) -> str:
+    """The first thing that differs in any bit; empty where nothing does."""
+    if found.losses != wanted.losses:
+        return f"losses {found.losses} and {wanted.losses}"
+    if found.gradients.keys() != wanted.gradients.keys():
+        return "which parameters have gradients"
+    for name, gradient in found.gradients.items():
+        if not torch.equal(gradient, wanted.gradients[name]):
+            return f"the gradient of {name}, by {float((gradient - wanted.gradients[name]).abs().max()):.1e}"
+    return ""
