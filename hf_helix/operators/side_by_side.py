@@ -14,14 +14,20 @@ import torch
 from torch import Tensor
 
 
-def rows_in_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view of contiguous parts that follow one another in memory, the first dimensions added up; None if not."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if not all(part.is_contiguous() for part in parts) or not _follow(parts, [part.numel() for part in parts]):
+def in_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """The view [elements] of contiguous tensors that follow one another in memory; None if they do not."""
+    lengths = [part.numel() for part in parts]
+    if not all(part.is_contiguous() for part in parts) or not _follow(parts, lengths):
         return None
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+    return parts[0].as_strided((sum(lengths),), (1,))
+
+
+def rows_in_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """The same with all dimensions but the first as they are in every part."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = in_one(parts)
+    return None if whole is None else whole.view(-1, *parts[0].shape[1:])
 
 
 def columns_in_one(parts: Sequence[Tensor]) -> Tensor | None:
