@@ -118,18 +118,35 @@ class StepTimer(TrainerCallback):
 def make_trainers(options: argparse.Namespace, folder: str) -> dict[str, Trainer]:
     """Both trainers, on copies of one model."""
     model = make_model(options)
-    samples = options.micro_batch * options.accumulation * (options.steps + 1)
-    dataset = RandomTokens(samples, options.sequence_length, options.vocab_size)
-    config = HelixConfig(tp_size=1, plan=options.plan)
-    trainers = {
-        STOCK: Trainer(model=copy.deepcopy(model), args=make_training_arguments(options, folder)),
-        HELIX: HelixTrainer(model=model, args=make_training_arguments(options, folder), helix_config=config),
-    }
+    models = {STOCK: copy.deepcopy(model), HELIX: model}
+    trainers = {name: make_trainer(name, model, options, folder, use_cpu=True) for name, model in models.items()}
     for trainer in trainers.values():
-        trainer.train_dataset = dataset
-        trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StepTimer())
     return trainers
+
+
+def make_trainer(
+    name: str, model: LlamaForCausalLM, options: argparse.Namespace, folder: str, **arguments: Any
+) -> Trainer:
+    """One trainer, with data.
+
+    Args:
+        name: `STOCK` or `HELIX`.
+        arguments: of `TrainingArguments`, besides those that `options` stand for.
+    """
+    args = make_training_arguments(options, folder, **arguments)
+    samples = options.micro_batch * options.accumulation * args.max_steps
+    given: dict[str, Any] = {
+        "model": model,
+        "args": args,
+        "train_dataset": RandomTokens(samples, options.sequence_length, options.vocab_size),
+    }
+    if name == STOCK:
+        trainer = Trainer(**given)
+    else:
+        trainer = HelixTrainer(**given, helix_config=HelixConfig(tp_size=1, plan=options.plan))
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
@@ -146,10 +163,9 @@ def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def make_training_arguments(options: argparse.Namespace, folder: str) -> TrainingArguments:
+def make_training_arguments(options: argparse.Namespace, folder: str, **arguments: Any) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder,
-        use_cpu=True,
         max_steps=options.steps + 1,
         per_device_train_batch_size=options.micro_batch,
         gradient_accumulation_steps=options.accumulation,
@@ -159,6 +175,7 @@ def make_training_arguments(options: argparse.Namespace, folder: str) -> Trainin
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        **arguments,
     )
 
 

@@ -1,0 +1,112 @@
+"""Measuring on a device, and going on after a failure.
+
+In:   a function that issues work.
+Out:  seconds of the device, or of the host while it issues.
+Must hold: a time is the device's own. The host issues everything while the device is held up by a kernel that sleeps,
+so short kernels are not measured by how fast the host can launch them. Times are medians.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.report import Report
+
+Work = Callable[[], object]
+
+CYCLES_PER_SECOND = 2e9
+"""No Hopper GPU has a faster clock, so a sleep of so many cycles lasts at least a second."""
+
+
+class Budget:
+    """How long a piece may go on measuring.
+
+    Args:
+        seconds: from now.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds; negative when it is spent."""
+        return self._end - time.monotonic()
+
+
+@contextlib.contextmanager
+def guarded(report: Report, name: str) -> Iterator[None]:
+    """Report a failure inside as a failed check with its text, and go on."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        said = str(error).strip().splitlines() or [""]
+        report.check(name, False, f"{type(error).__name__}: {said[0][:300]}")
+        del error
+    finally:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            with contextlib.suppress(RuntimeError):  # the device may be unusable after the failure
+                torch.cuda.empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_seconds(work: Work, device: torch.device, repeats: int = 15) -> float:
+    """Median time that the device takes for `work`, which is issued to the current stream."""
+    if device.type != "cuda":
+        return host_seconds(work, device, repeats=3)
+    for _ in range(3):
+        work()
+    synchronize(device)
+    issuing = _issuing(work, device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    torch.cuda._sleep(int(CYCLES_PER_SECOND * min(0.2, 1e-3 + 1.5 * repeats * issuing)))
+    for start, end in events:
+        start.record()
+        work()
+        end.record()
+    synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+
+
+def host_seconds(work: Work, device: torch.device, repeats: int = 15) -> float:
+    """Median time from the call until the device has done the work."""
+    work()
+    found = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def issue_and_run(work: Work, device: torch.device) -> tuple[float, float]:
+    """Seconds until the host has issued the work, and until the device has done it."""
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    issued = time.perf_counter() - start
+    synchronize(device)
+    return issued, time.perf_counter() - start
+
+
+def _issuing(work: Work, device: torch.device) -> float:
+    """Seconds that the host needs to issue the work."""
+    return statistics.median(issue_and_run(work, device)[0] for _ in range(3))
