@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -169,8 +170,9 @@ def check_trainer(report: Report, folder: Path, options: Options) -> None:
     launch += ["--master-port", str(free_port()), "-m", TRAINER, "--folder", str(helix), *dry]
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_HOSTID")
     environment = {key: value for key, value in environment_of(0, 0, options.dry).items() if key not in own}
-    for command in (alone, launch):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    one = {} if options.dry else {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    for command, more in ((alone, one), (launch, {})):
+        done = subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=150)
         if done.returncode:
             print(done.stdout[-4000:], done.stderr[-8000:], file=sys.stderr, flush=True)
             last = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("hf_helix")]
