@@ -393,24 +393,46 @@ def layer_kernels(bench: Bench) -> None:
     """How many kernels a decoder layer launches, forward and backward, and what the device needs for them."""
     base = DRY_MODEL if bench.dry else ModelSizes(tp_size=2)
     length = 32 if bench.dry else 4096
-    counts = []
-    for layers in (1, 2):
-        case = Case(replace(base, layers=layers, microbatches=1), length, bench.device)
-        work: Work = lambda case=case: case.runner.train_window(case.window)  # noqa: E731
-        for _ in range(2):
-            work()
-        activity = ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA
-        with profile(activities=[activity]) as found:
-            work()
-            synchronize(bench.device)
-        issued = statistics.median(issue_and_run(work, bench.device)[0] for _ in range(5))
-        events = [event for event in found.events() if bench.dry or event.device_type.name == "CUDA"]
-        busy = sum(event.self_device_time_total for event in events) if not bench.dry else 0
-        counts.append((len(events), busy / 1e6, issued))
-        del case, work
-    (one, one_busy, one_issued), (two, two_busy, two_issued) = counts
-    figure = f"{two - one} kernels, {us(two_busy - one_busy)} on the device, {us(two_issued - one_issued)} to issue"
+    one, two = (_profiled(bench, replace(base, layers=layers, microbatches=1), length) for layers in (1, 2))
+    layer = {name: (count - one.kernels.get(name, (0, 0.0))[0]) for name, (count, _) in two.kernels.items()}
+    busy = two.busy - one.busy
+    figure = f"{sum(layer.values())} kernels, {us(busy)} on the device, {us(two.issued - one.issued)} to issue"
     bench.report.note("a layer at tp2, forward + backward", f"{figure} (147 kernels expected at the start)")
+    longest = sorted(two.kernels, key=lambda name: -two.kernels[name][1])[:12]
+    for name in longest:
+        seconds = two.kernels[name][1] - one.kernels.get(name, (0, 0.0))[1]
+        bench.report.note("of a layer", f"{layer[name]} x {name[:100]}: {us(seconds)}")
+
+
+@dataclass(frozen=True)
+class _Profiled:
+    """A window of one micro-batch: how often each kernel ran, and for how many seconds; seconds to issue everything."""
+
+    kernels: dict[str, tuple[int, float]]
+    issued: float
+
+    @property
+    def busy(self) -> float:
+        return sum(seconds for _, seconds in self.kernels.values())
+
+
+def _profiled(bench: Bench, sizes: ModelSizes, length: int) -> _Profiled:
+    case = Case(sizes, length, bench.device)
+
+    def work() -> None:
+        case.runner.train_window(case.window)
+
+    issued = statistics.median(issue_and_run(work, bench.device)[0] for _ in range(7))
+    activity = ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA
+    with profile(activities=[activity]) as found:
+        work()
+        synchronize(bench.device)
+    kernels: dict[str, tuple[int, float]] = {}
+    for event in found.events():
+        if bench.dry or event.device_type.name == "CUDA":
+            count, seconds = kernels.get(event.name, (0, 0.0))
+            kernels[event.name] = count + 1, seconds + (0 if bench.dry else event.self_device_time_total / 1e6)
+    return _Profiled(kernels, issued)
 
 
 def us(seconds: float) -> str:

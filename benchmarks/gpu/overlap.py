@@ -162,9 +162,9 @@ class Case:
         streams: Any = self.runner.executor.streams
         issue, works = streams.issue, []
 
-        def note(kind: Any, work: Any, *others: Any) -> Any:
+        def note(kind: Any, work: Any, *others: Any, **more: Any) -> Any:
             works.append(work)
-            return issue(kind, work, *others)
+            return issue(kind, work, *others, **more)
 
         streams.issue = note
         try:

@@ -102,6 +102,8 @@ def _run_case(report: Report, case: Case, device: torch.device) -> None:
         models = {STOCK: copy.deepcopy(model), HELIX: model}
         trainers = {name: _trainer(name, models[name], case, folder, dry) for name in (STOCK, HELIX)}
         rounds = [_round(trainers, number) for number in range(case.rounds + 1)]
+        for trainer in trainers.values():
+            trainer.accelerator.free_memory()
     _tell(report, case, rounds, flops, None if dry else peak_tflops(torch.cuda.get_device_name(device)))
 
 
@@ -169,13 +171,16 @@ def _train(trainer: Trainer) -> Trained:
 def _peak(name: str, case: Case, device: torch.device, folder: str) -> int:
     """Bytes that a trainer has at most on the device in two steps, with its model and its optimizer."""
     gc.collect()
+    before = 0
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        before = torch.cuda.memory_allocated()
     trainer = _trainer(name, _model(case, device), replace(case, steps=1), folder, device.type != "cuda")
     trainer.train()
-    return torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+    trainer.accelerator.free_memory()
+    return peak
 
 
 def _model(case: Case, device: torch.device) -> LlamaForCausalLM:
