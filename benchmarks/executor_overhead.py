@@ -176,7 +176,7 @@ def make_runner(units: list[Unit], tp_size: int, rule: str) -> Runner:
     stage = place_units(units)
     sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
     axis = _axis(tp_size)
-    mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0], ()), None, None, None, None)
+    mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), None, None, None, None)
     plan = make_plan(rule, rough_profile(stage.layout), model="LlamaForCausalLM", mesh={"tp_size": tp_size})
     return Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), seed=0)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_helix.environment import set_connections
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -19,6 +21,8 @@ _HOMES = {
 }
 
 __all__ = ["HelixConfig", "HelixPlugin", "HelixTrainer", "HelixTrainerMixin", "register_layer"]
+
+set_connections()
 
 if TYPE_CHECKING:
     from hf_helix.adapters import register_layer

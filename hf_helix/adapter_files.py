@@ -19,6 +19,7 @@ from safetensors import safe_open
 from hf_helix.checkpoint import whole_parameter
 from hf_helix.direct_use import names_allowed
 from hf_helix.runtime.agreement import agree_on_success
+from hf_helix.runtime.groups import control_group
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 
@@ -42,7 +43,7 @@ def save_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
         with names_allowed():
             type(model).save_pretrained(model, str(folder), state_dict=tensors)  # its own is refused, see `direct_use`
     if world_size() > 1:
-        dist.barrier()
+        dist.barrier(control_group())
 
 
 @torch.no_grad()
@@ -107,5 +108,5 @@ def _names(model: Any, names: list[str]) -> Names:
             for adapter in model.peft_config:
                 box[0][adapter] = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
     if world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=control_group())
     return box[0]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_helix.operators.unit import Placement
+from hf_helix.runtime.groups import receive_on_host, send_on_host
 from hf_helix.runtime.mesh import Mesh, world_size
 from hf_helix.runtime.stage import Stage
 
@@ -41,7 +42,8 @@ def cut_parameters(stage: Stage, mesh: Mesh) -> None:
 def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
     """The uncut tensor on the first of the ranks that hold a copy together, None on the others. Collective over these.
 
-    The writing rank allocates the whole once, and one slice where slices do not lie in one piece.
+    It lies in the host's memory, and goes over it: between devices, every pair of ranks would need a communicator of
+    NCCL, half a gigabyte of the device that is never freed.
 
     Args:
         value: this rank's slice of a parameter, or of its gradient; on ranks that do not hold it, anything.
@@ -53,39 +55,40 @@ def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owne
         return whole if pipe.rank == 0 else None
     if pipe.rank == owner:
         assert whole is not None
-        about: list[Any] = [tuple(whole.shape), whole.dtype]
-        dist.send_object_list(about, pipe.ranks[0], group=pipe.group)
-        dist.send(whole.contiguous(), pipe.ranks[0], group=pipe.group)
+        dist.send_object_list([tuple(whole.shape), whole.dtype], pipe.ranks[0], group=pipe.control)
+        send_on_host(whole, pipe.ranks[0])
     if pipe.rank > 0:
         return None
-    about = [None, None]
-    dist.recv_object_list(about, pipe.ranks[owner], group=pipe.group)
-    arrived = torch.empty(about[0], dtype=about[1], device=mesh.device)
-    dist.recv(arrived, pipe.ranks[owner], group=pipe.group)
+    about: list[Any] = [None, None]
+    dist.recv_object_list(about, pipe.ranks[owner], group=pipe.control)
+    shape, dtype = about
+    arrived = torch.empty(shape, dtype=dtype)
+    receive_on_host(arrived, pipe.ranks[owner])
     return arrived
 
 
 def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
-    """The uncut tensor on the first rank of the axis it is cut over, None on the others. Collective over it."""
+    """The uncut tensor on the first rank of the axis it is cut over, None on the others. Collective over it.
+
+    It lies in the host's memory, and goes over it, see `whole_parameter`. The first rank allocates the whole once, and
+    one slice where slices do not lie in one piece.
+    """
     axis = mesh.axis_of(placement)
     if axis.group is None or placement.dim is None:
-        return value if axis.rank == 0 else None
+        return value.cpu() if axis.rank == 0 else None
     ranks = dist.get_process_group_ranks(axis.group)
     if axis.rank > 0:
-        dist.send(value.contiguous(), ranks[0], group=axis.group)
+        send_on_host(value, ranks[0])
         return None
-    shape = list(value.shape)
-    shape[placement.dim] = placement.length
-    whole = value.new_empty(shape)
-    placement.paste(whole, value, axis.size, 0)
+    whole = torch.empty(placement.whole_shape(value.shape), dtype=value.dtype)
+    placement.paste(whole, value.cpu(), axis.size, 0)
     for number, source in enumerate(ranks[1:], 1):
         places = placement.slices(whole, axis.size, number)
         if len(places) == 1 and places[0].is_contiguous():
-            dist.recv(places[0], source, group=axis.group)
+            receive_on_host(places[0], source)
             continue
-        shape[placement.dim] = sum(place.shape[placement.dim] for place in places)
-        arrived = whole.new_empty(shape)
-        dist.recv(arrived, source, group=axis.group)
+        arrived = whole.new_empty(placement.shape(whole.shape, axis.size, number))
+        receive_on_host(arrived, source)
         placement.paste(whole, arrived, axis.size, number)
     return whole
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from hf_helix.adapter_files import load_adapters, save_adapters
 from hf_helix.adapters import family_of
 from hf_helix.adapters.builder import Additions, Sharing
+from hf_helix.adapters.form import FORM, forms_of
 from hf_helix.adapters.forwards import check_forwards
 from hf_helix.adapters.lora import base_of, is_peft
 from hf_helix.adapters.sequence import SequenceCut
@@ -309,6 +310,7 @@ class Engine:
         Args:
             full: all of them, which `figures` keeps in any case; otherwise what a log line has room for.
         """
+        self.runner.executor.streams.synchronize()  # a GPU may be behind the host, whose clock counts
         tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
         capped = self.config.expert_capacity_factor is not None
         routers = router_entries(self.runner.whole, self.mesh, capped)
@@ -316,8 +318,10 @@ class Engine:
         return self.figures if full else {**short_entries(self.figures), **routers}
 
     def _microbatches(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
-        shared = self._share_lengths(batches)
-        return [self.microbatch(batch, scale, (step, place)) for place, batch in enumerate(shared)]
+        shared = zip(self._share_lengths(batches), forms_of(batches), strict=True)
+        return [
+            self.microbatch({**batch, FORM: form}, scale, (step, place)) for place, (batch, form) in enumerate(shared)
+        ]
 
     def microbatch(self, batch: Mapping[str, Any], scale: Scale, key: tuple[int, int]) -> MicroBatch:
         """A batch as the runner takes it.

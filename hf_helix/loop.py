@@ -27,12 +27,13 @@ from transformers.utils.logging import get_logger
 from hf_helix.checks import check_batch
 from hf_helix.direct_use import Instead
 from hf_helix.engine import Engine, Scale
+from hf_helix.environment import check_environment
 from hf_helix.evaluation import count_targets, gather_samples
 from hf_helix.refusals import check_accelerator, check_loader, check_optimizer
 from hf_helix.report.notices import say
 from hf_helix.runtime.agreement import agree_on_number, agree_on_text
+from hf_helix.runtime.groups import control_group
 from hf_helix.runtime.liveness import start_watch, watched
-from hf_helix.runtime.streams import prepare_cuda
 from hf_helix.tuner import options_of
 
 logger = get_logger(__name__)
@@ -90,8 +91,7 @@ def prepare(
 
 
 def _cut(plugin: Any, accelerator: Any, model: Any, seed: int | None, weights: str | Path | None) -> HelixModel:
-    notice = prepare_cuda()
-    if notice:
+    for notice in check_environment(plugin.config.pp_size):
         logger.warning(notice)
     steps, mixed = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
     about = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\nseed given: {seed}"
@@ -100,7 +100,7 @@ def _cut(plugin: Any, accelerator: Any, model: Any, seed: int | None, weights: s
     start_watch()
     chosen = [torch.initial_seed() if seed is None else seed]
     if dist.is_initialized():
-        dist.broadcast_object_list(chosen, src=0)
+        dist.broadcast_object_list(chosen, src=0, group=control_group())
     engine = Engine(
         model,
         plugin.config,

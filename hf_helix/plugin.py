@@ -18,14 +18,26 @@ from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.environment import load_eagerly
 from hf_helix.runtime.endings import is_launched
 from hf_helix.runtime.liveness import install_hook
 from hf_helix.runtime.mesh import Mesh, build_mesh, check_joined
 from hf_helix.runtime.restarts import separate_starts
 
+
+def _launched_as_pipeline() -> bool:
+    """Whether the environment or the launcher's YAML, which are known before CUDA starts, ask for a pipeline."""
+    try:
+        return resolve_config(None, None).pp_size > 1
+    except (TypeError, ValueError):
+        return False  # whoever needs the options says what is wrong with them
+
+
 separate_starts()
 if is_launched():
     install_hook()  # options are checked before there is anything else of ours
+    if _launched_as_pipeline():
+        load_eagerly()
 
 
 class HelixPlugin(ParallelismConfig):
@@ -41,6 +53,8 @@ class HelixPlugin(ParallelismConfig):
             raise ValueError(f"give HelixPlugin a HelixConfig or keywords, not both; got {config} and {options}")
         self.config = HelixConfig.from_mapping(options, "HelixPlugin") if options else resolve_config(config, None)
         self.mesh: Mesh | None = None
+        if self.config.pp_size > 1:
+            load_eagerly()
         # To Accelerate, `tp_size` is the number of ranks that share a batch.
         super().__init__(
             dp_replicate_size=1,

@@ -10,7 +10,6 @@ see rank 0's folder send it their slices one by one. A failure on any rank is ra
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
 import os
@@ -32,6 +31,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from hf_helix.checkpoint import join_slices
 from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.runtime.agreement import agree_on_success, decide_on_rank_0
+from hf_helix.runtime.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 from hf_helix.safetensors_file import FileLayout, write_slice
@@ -125,7 +125,7 @@ def _outlines(model: Any, stage: Stage, mesh: Mesh) -> dict[str, Tensor]:
     }
     if mesh.pipe.group is not None:
         found: list[Any] = [None] * mesh.pipe.size
-        dist.all_gather_object(found, shapes, group=mesh.pipe.group)
+        dist.all_gather_object(found, shapes, group=mesh.pipe.control)
         shapes = {name: shape for part in found for name, shape in part.items()}
     return {name: torch.empty(shapes[name], dtype=tensors[name].dtype, device="meta") for name in tensors}
 
@@ -237,36 +237,25 @@ class _Writer:
         if len(self.writers) == world_size():
             return {}
         found: list[Any] = [None] * world_size()
-        dist.all_gather_object(found, None if rank() in self.writers else mine)
+        dist.all_gather_object(found, None if rank() in self.writers else mine, group=control_group())
         return {other: parts for other, parts in enumerate(found) if parts} if rank() == 0 else {}
 
     def _put(self, part: _Part, value: Tensor) -> None:
         if rank() in self.writers:
             self.files.write(part, value)
-        elif value.numel():
-            dist.send(value.cpu().reshape(-1).view(torch.uint8), 0, group=_host_group())
+        else:
+            send_on_host(value, 0)
 
     def _receive(self, part: _Part, sender: int) -> Tensor:
         outline = self.layout.tensors[part.key]
         value = torch.empty(part.placement.shape(outline.shape, part.size, part.rank), dtype=outline.dtype)
-        if value.numel():
-            dist.recv(value.view(-1).view(torch.uint8), sender, group=_host_group())
+        receive_on_host(value, sender)
         return value
 
 
 def _is_cut_stack(source: Source, placement: Placement) -> bool:
     """Whether each rank can convert its own slice: experts that are stacked in the model and single on disk."""
     return source.is_stack and placement.dim == 0 and placement.blocks == 1
-
-
-def _host_group() -> dist.ProcessGroup | None:
-    """All ranks, for tensors in the host's memory. Collective when it is first called for."""
-    return None if "gloo" in str(dist.get_backend()) else _new_host_group(dist.group.WORLD)
-
-
-@functools.cache
-def _new_host_group(world: Any) -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -300,7 +289,7 @@ class _Draft:
         with contextlib.suppress(OSError), self.path("probe").open("r+b") as file:
             os.pwrite(file.fileno(), b"x", rank())
         if world_size() > 1:
-            dist.barrier()
+            dist.barrier(control_group())
         found = decide_on_rank_0(self.path("probe").read_bytes)
         return {number for number, byte in enumerate(found) if byte}
 

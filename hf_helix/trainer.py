@@ -28,6 +28,7 @@ from hf_helix.checks import check_sizes
 from hf_helix.config import HelixConfig, resolve_config
 from hf_helix.direct_use import Instead
 from hf_helix.engine import Engine, Scale
+from hf_helix.environment import check_environment
 from hf_helix.evaluation_hooks import EvaluationHooks
 from hf_helix.loading import outline_of
 from hf_helix.model_card import write_card
@@ -45,7 +46,6 @@ from hf_helix.runtime.liveness import start_watch
 from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.streams import prepare_cuda
 from hf_helix.runtime.tuning import Tuning
 from hf_helix.search_hooks import SearchHooks
 from hf_helix.sft import adapted, check_routers, check_sft, is_sft
@@ -100,9 +100,6 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         weights: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        notice = prepare_cuda()
-        if notice:
-            logger.warning(notice)
         arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
         if arguments is None:
             arguments = TrainingArguments(output_dir="tmp_trainer")
@@ -111,6 +108,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         plugin = arguments.parallelism_config
         plugin = plugin if isinstance(plugin, HelixPlugin) else None
         config = resolve_config(helix_config, plugin.config if plugin else None)
+        for notice in check_environment(config.pp_size):
+            logger.warning(notice)
         if is_sft(type(self)):
             given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
             check_sft(type(self), given, arguments)

@@ -245,6 +245,7 @@ class Tuner:
             len(runner.program(len(self._case.window))),
             schedules=len(schedule_names(self.config.schedule, self.config.pp_size)),
             profiled=self.config.profile is None,
+            on_gpu=runner.mesh.device.type == "cuda",
         )
 
     def _given_profile(self, layout: Layout) -> Profile | None:

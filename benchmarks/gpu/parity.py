@@ -77,9 +77,9 @@ def check_family(report: Report, family: str, device: torch.device) -> None:
             ("fp32 recompute=selective", {}, {"recompute": "selective"}),
             ("fp32 recompute=full", {}, {"recompute": "full"}),
         ):
-            with report.attempt(f"{family} {name}"):
-                with engine_on(functools.partial(tiny, family, **model), silent_mesh(device), 2, **helix) as engine:
-                    _compare(report, f"{family} {name}", train(engine, window), exact, 1e-5, 1e-4)
+            make = functools.partial(tiny, family, **model)
+            with report.attempt(f"{family} {name}"), engine_on(make, silent_mesh(device), 2, **helix) as engine:
+                _compare(report, f"{family} {name}", train(engine, window), exact, 1e-5, 1e-4)
     with report.attempt(f"{family} bf16"):
         made = functools.partial(tiny, family, **changes)
         exact = unsplit(made, window, torch.device("cpu"), dtype=torch.float64)

@@ -8,7 +8,7 @@ from a token over as many tokens up to itself, padding counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gpt2_eager
 from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forward as gpt_neox_eager
 from transformers.models.llama.modeling_llama import eager_attention_forward
-from transformers.utils.logging import get_logger
 
 from hf_helix.adapters.builder import ATTENTION, Builder
-from hf_helix.operators.attention import Exact, kernel_for
-
-logger = get_logger(__name__)
+from hf_helix.operators.attention_kernels import kernel_for
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values [batch, heads, tokens, head_dim]."""
+
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 PLAIN = (eager_attention_forward, gpt2_eager, gpt_neox_eager)
 """Eager attention that is softmax(q k * scaling + mask) v and nothing else."""
@@ -69,13 +68,14 @@ class Attention:
         self.eager = eager
         self.dropout = module.attention_dropout if dropout is None else dropout
 
-    def __call__(self, *values: Tensor, masks: dict[Window, Any], positions: Tensor, **rope: Tensor) -> Tensor:
+    def __call__(
+        self, *values: Tensor, masks: dict[Window, Any], positions: Tensor, ends: Mapping[str, Any], **rope: Tensor
+    ) -> Tensor:
         padded, length = values[0].shape[0], positions.shape[-1]
         heads = self.heads(*(value[:length] for value in values), **rope)
         dropout = self.dropout if self.module.training else 0.0
-        out = attend(
-            self.module, *heads, masks[self.window], positions, window=self.window, eager=self.eager, dropout=dropout
-        )
+        of_batch = masks[self.window], positions, ends
+        out = attend(self.module, *heads, *of_batch, window=self.window, eager=self.eager, dropout=dropout)
         return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
 
 
@@ -100,7 +100,7 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
             "attention",
             attention,
             *values,
-            side=(*side, "masks", "positions"),
+            side=(*side, "masks", "positions", "ends"),
             uses=uses,
             on_shard=True,
             draws=lambda: module.training and attention.dropout > 0,
@@ -114,13 +114,7 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
 
     made = ("attention.q", "attention.kv")
     q, kv = b.local_outputs("attention.rotate", rotate, made, *values, side=side, uses=uses, on_shard=True)
-    implementation, device = module.config._attn_implementation, b.sharing.device
-    kernel = kernel_for(implementation, device)
-    if isinstance(kernel, Exact) and implementation != "eager":
-        logger.warning_once(
-            f"attention over a cut sequence is written out on {device.type}, with room for all products of queries and "
-            "keys; attn_implementation='flash_attention_2' needs less"
-        )
+    kernel = kernel_for(module.config._attn_implementation, b.sharing.device)
     dtype = next(module.parameters()).dtype
     return b.shared_attention("attention", q, kv, kernel, module.scaling, attention.window, dtype)
 
@@ -146,6 +140,7 @@ def attend(
     v: Tensor,
     mask: Any,
     positions: Tensor,
+    ends: Mapping[str, Any],
     *,
     window: Window = None,
     eager: Callable[..., Any] = eager_attention_forward,
@@ -155,9 +150,13 @@ def attend(
 
     Args:
         module: the attention module; its configuration names the implementation.
+        ends: see `hf_helix.adapters.form.document_ends`; empty where a row is one document.
         eager: what that module falls back on.
     """
-    interface = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+    implementation = module.config._attn_implementation
+    interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    # Flash attention would look for documents in the positions, in every layer, and wait for the device.
+    about = ends if implementation in FLASH else {"position_ids": positions}
     out, _ = interface(
         module,
         q,
@@ -167,16 +166,22 @@ def attend(
         dropout=dropout,
         scaling=module.scaling,
         sliding_window=window,
-        position_ids=positions,
+        **about,
     )
     return out.flatten(2).transpose(0, 1)
 
 
 def causal_masks(
-    model: Any, windows: Iterable[Window], ids: Tensor, mask: Tensor | None, positions: Tensor
+    model: Any, windows: Iterable[Window], ids: Tensor, mask: Tensor | None, documents: Tensor | None
 ) -> dict[Window, Any]:
-    """For each window the mask that Transformers would make: a tensor, None, or what the implementation takes."""
+    """For each window the mask that Transformers would make: a tensor, None, or what the implementation takes.
+
+    Args:
+        mask, documents: see `Family.attention_inputs`. Given positions, or a mask that may hide nothing, Transformers
+            would look at their values, and wait for the device.
+    """
     embeddings = like_embeddings(model, ids)
+    apart = None if documents is None else _within(documents.expand(len(ids), -1))
     made = {}
     for window in set(windows):
         create = create_causal_mask if window is None else create_sliding_window_causal_mask
@@ -185,9 +190,15 @@ def causal_masks(
             inputs_embeds=embeddings,
             attention_mask=mask,
             past_key_values=None,
-            position_ids=positions,
+            and_mask_function=apart,
+            allow_is_causal_skip=mask is None,
         )
     return made
+
+
+def _within(documents: Tensor) -> Callable[[Any, Any, Any, Any], Any]:
+    """The mask function of Transformers by which tokens see those of their own document."""
+    return lambda row, head, query, key: documents[row, query] == documents[row, key]
 
 
 def by_heads(value: Tensor, head_dim: int) -> Tensor:

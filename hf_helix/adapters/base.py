@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.adapters.builder import Additions, Builder, Sharing
+from hf_helix.adapters.form import document_ends, form_of, starts_of
 from hf_helix.adapters.sequence import SequenceCut, documents_of
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.ring import ABSENT, DOCUMENTS
@@ -165,17 +166,28 @@ class Family(ABC):
             "length": ids.shape[1],
             "loss_scale": loss_scale,
         }
+        form = form_of(batch)
         if cut.cp_size == 1:
-            return {**found, **self.attention_inputs(model, ids, mask, counted)}
-        documents = documents_of(ids, mask, positions)
+            documents = starts_of(counted).cumsum(1) if form.starts_anew and mask is None else None
+            found["ends"] = document_ends(counted, form) if form.starts_anew and len(ids) == 1 else {}
+            seen = mask if form.is_masked else None
+            return {**found, **self.attention_inputs(model, ids, seen, counted, documents)}
+        documents = documents_of(ids, mask, positions, form)
         if documents is not None:
             extra = cut.padded(ids.shape[1]) - ids.shape[1]
             documents = functional.pad(documents, (0, extra), value=ABSENT)
         return {**found, DOCUMENTS: documents, **self.context_inputs(model, ids, counted, cut)}
 
     @abstractmethod
-    def attention_inputs(self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor) -> dict[str, Any]:
-        """Masks and positions in the form that the layers' attention takes them, of the length without padding."""
+    def attention_inputs(
+        self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
+    ) -> dict[str, Any]:
+        """Masks and positions in the form that the layers' attention takes them, of the length without padding.
+
+        Args:
+            mask: hides some of the tokens; None where none is hidden.
+            documents: of every token [batch or 1, sequence], where the batch is packed; tokens see those of their own.
+        """
 
     def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
         """What layers need of the positions of this rank's tokens. Computed for the whole sequence, then cut."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_helix.adapters.lora import Opened, opened
+from hf_helix.adapters.norms import normed
 from hf_helix.operators.attention import Kernel
 from hf_helix.operators.base import SplitComputation, Tensors
 from hf_helix.operators.collectives import Gather, GatherReplicated, Scatter
@@ -153,9 +155,13 @@ class Builder:
         segment = Segment(function, self._parameters(function, uses, on_shard), side, draws, len(plain))
         return self.declare(name, segment, inputs, (*outputs, *plain), plain=tuple(plain), cheap=True, effort=LIGHT)
 
-    def norm(self, name: str, module: nn.Module, value: str) -> str:
-        """What stands before linears, and only they read: a submodule over this rank's part of the sequence."""
-        return self.local(name, module, value, on_shard=True, lowers=True)
+    def norm(self, name: str, module: nn.Module, value: str, lowers: bool = True) -> str:
+        """A norm over this rank's part of the sequence.
+
+        Args:
+            lowers: only linears read what it gives, see `Segment`.
+        """
+        return self.local(name, partial(normed, module), value, uses=(module,), on_shard=True, lowers=lowers)
 
     def add(self, name: str, left: str, right: str) -> str:
         """Residual addition."""

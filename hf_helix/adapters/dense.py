@@ -25,6 +25,7 @@ from hf_helix.adapters.attention import (
 )
 from hf_helix.adapters.base import Family
 from hf_helix.adapters.builder import Builder
+from hf_helix.adapters.norms import normed
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.operators.unit import Unit
 
@@ -91,10 +92,12 @@ class Dense(Family):
         cos, sin = model.model.rotary_emb(like_embeddings(model, ids), position_ids=positions)
         return {"cos": cut.take(cos, 1), "sin": cut.take(sin, 1)}
 
-    def attention_inputs(self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor) -> dict[str, Any]:
+    def attention_inputs(
+        self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
+    ) -> dict[str, Any]:
         cos, sin = model.model.rotary_emb(like_embeddings(model, ids), position_ids=positions)
         windows = [self.window(layer.self_attn) for layer in self.layers(model)]
-        masks = causal_masks(model, windows, ids, mask, positions)
+        masks = causal_masks(model, windows, ids, mask, documents)
         return {"cos": cos, "sin": sin, "masks": masks, "positions": positions}
 
 
@@ -125,7 +128,7 @@ class Qwen3(Dense):
     model_class = "Qwen3ForCausalLM"
 
     def rotate(self, attn: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return super().rotate(attn, attn.q_norm(q), attn.k_norm(k), cos, sin)
+        return super().rotate(attn, normed(attn.q_norm, q), normed(attn.k_norm, k), cos, sin)
 
     def rotated_by(self, attn: Any) -> Sequence[nn.Module]:
         return attn.q_norm, attn.k_norm

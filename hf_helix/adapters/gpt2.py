@@ -85,8 +85,10 @@ class GPT2(Family):
             )
         return super().side_inputs(model, batch, *args, **kwargs)
 
-    def attention_inputs(self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor) -> dict[str, Any]:
-        return {"masks": causal_masks(model, [None], ids, mask, positions), "positions": positions}
+    def attention_inputs(
+        self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
+    ) -> dict[str, Any]:
+        return {"masks": causal_masks(model, [None], ids, mask, documents), "positions": positions}
 
 
 def _attention(attn: Any) -> Attention:

@@ -65,9 +65,11 @@ class GPTNeoX(Family):
         cos, sin = _rope(model, ids, positions)
         return {"cos": cut.take(cos, 1), "sin": cut.take(sin, 1)}
 
-    def attention_inputs(self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor) -> dict[str, Any]:
+    def attention_inputs(
+        self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
+    ) -> dict[str, Any]:
         cos, sin = _rope(model, ids, positions)
-        masks = causal_masks(model, [None], ids, mask, positions)
+        masks = causal_masks(model, [None], ids, mask, documents)
         return {"cos": cos, "sin": sin, "masks": masks, "positions": positions}
 
 

@@ -58,7 +58,7 @@ class Mixture(Dense):
         x = self.attention(b, layer, x)
         if not self.is_sparse(layer):
             return b.build(self.mlp(b, layer, x), *([b.local("balance.pass", torch.clone, balance)] if balance else []))
-        h = b.local("mlp.norm", layer.post_attention_layernorm, x, on_shard=True)
+        h = b.norm("mlp.norm", layer.post_attention_layernorm, x, lowers=False)
         h, weights, chosen, part = self._route(b, layer, h, balanced)
         h = declare_experts(b, h, weights, chosen, layer.mlp.experts, b.meters[-1])
         x = b.add("mlp.add", x, h)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_helix.adapters.form import Form, form_of, starts_of
 from hf_helix.operators.ring import PADDING, positions_of
 from hf_helix.operators.transport import Axis
 
@@ -54,13 +55,14 @@ class SequenceCut:
         return parts[places.argsort()]
 
 
-def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
+def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, form: Form | None = None) -> Tensor | None:
     """Which tokens may see each other, by the rules of Transformers.
 
     Args:
         ids: [batch, sequence].
         mask: 1 for tokens, 0 for padding [batch, sequence].
         positions: as the collator gave them; where they start anew, so does a document, unless there is a mask.
+        form: of the batch; None reads it.
 
     Returns:
         The document of every token [batch, sequence], `PADDING` for padding; None where everything before a token is
@@ -69,16 +71,12 @@ def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> 
     Raises:
         ValueError: the mask is not of two dimensions.
     """
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask has {mask.dim()} dimensions, and with cp_size above 1 only a mask of tokens [batch, "
+            "sequence] can be cut; mark documents with position_ids that start anew and leave the mask out"
+        )
+    form = form or form_of({"input_ids": ids, "attention_mask": mask, "position_ids": positions})
     if mask is not None:
-        if mask.dim() != 2:
-            raise ValueError(
-                f"attention_mask has {mask.dim()} dimensions, and with cp_size above 1 only a mask of tokens [batch, "
-                "sequence] can be cut; mark documents with position_ids that start anew and leave the mask out"
-            )
-        if not bool((mask[:, 1:] > mask[:, :-1]).any()):
-            return None
-        return torch.where(mask > 0, 0, PADDING)
-    if positions is None or positions.shape[1] < 2:
-        return None
-    starts = functional.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)
-    return starts.expand(len(ids), -1) if bool(starts.any()) else None
+        return torch.where(mask > 0, 0, PADDING) if form.rises else None
+    return starts_of(positions).cumsum(1).expand(len(ids), -1) if positions is not None and form.starts_anew else None

@@ -129,18 +129,19 @@ def _measure(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from hf_helix.environment import check_environment, load_eagerly
     from hf_helix.report.progress import progress_bar
     from hf_helix.runtime.profiler import measure_profile
-    from hf_helix.runtime.streams import prepare_cuda
     from hf_helix.workload import Workload
 
-    notice = prepare_cuda()
-    if notice:
-        print(notice, file=sys.stderr)
+    if options.pp_size > 1:
+        load_eagerly()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+        for notice in check_environment(options.pp_size):
+            print(notice, file=sys.stderr)
     dist.init_process_group("nccl" if cuda else "gloo")
     work = Workload(
         options.model,

@@ -8,16 +8,19 @@ of the whole. A query that may see nothing gets zeros, and an lse of minus infin
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_helix.operators.base import Tensors
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class Kernel(ABC):
     """
 
     averages = False
+
+    def takes(self, q: Tensor, seen: Seen) -> bool:
+        """Whether it can compute this."""
+        return True
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
@@ -118,89 +125,85 @@ class Exact(Kernel):
         return (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
 
 
-class TorchCpu(Kernel):
-    """The kernel behind `scaled_dot_product_attention` on CPU; masks and windows go to `Exact`."""
+class Fused(Kernel):
+    """A kernel of torch that writes out no products, behind one face: sizes and heads as it wants them, and back.
 
-    def __init__(self) -> None:
-        self._exact = Exact()
-        aten = torch.ops.aten
-        self._forward = aten._scaled_dot_product_flash_attention_for_cpu
-        self._backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    Attributes:
+        multiple: what the head size is filled up to a multiple of; zeros add nothing to the products.
+        grouped: whether it takes fewer heads of keys and values than of queries; they are repeated otherwise.
+    """
+
+    multiple = 1
+    grouped = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-        if not seen.is_plain:
-            return self._exact.forward(q, k, v, seen, scale)
-        k, v = (_for_every_head(value, q) for value in (k, v))
-        o, lse = self._forward(q, k, v, 0.0, seen.causal, scale=scale)
+        q, k, v, size = *self._fitted(q, k, v), q.shape[-1]
+        o, lse = self._attend(q, k, v, seen, scale)
+        return o[..., :size], lse
+
+    def backward(
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
+    ) -> Tensors:
+        groups, size = k.shape[1], q.shape[-1]
+        gradient, o = (_filled(value, self.multiple) for value in (gradient, o))
+        parts = [
+            part[..., :size] for part in self._differentiate(gradient, o, *self._fitted(q, k, v), lse, seen, scale)
+        ]
+        return parts[0], *(_sum_by_group(part, groups) for part in parts[1:])
+
+    @abstractmethod
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+        """o and lse, of what fits the kernel."""
+
+    @abstractmethod
+    def _differentiate(
+        self, gradient: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Seen, scale: float
+    ) -> Tensors:
+        """Gradients of q, k and v, of what fits the kernel."""
+
+    def _fitted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (_filled(value, self.multiple) for value in (q, k, v))
+        return (q, k, v) if self.grouped else (q, _for_every_head(k, q), _for_every_head(v, q))
+
+
+class TorchCpu(Fused):
+    """The kernel behind `scaled_dot_product_attention` on CPU."""
+
+    def takes(self, q: Tensor, seen: Seen) -> bool:
+        return seen.is_plain
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, seen.causal, scale=scale)
         return o, lse
 
-    def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
+    def _differentiate(
+        self, gradient: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Seen, scale: float
     ) -> Tensors:
-        if not seen.is_plain:
-            return self._exact.backward(gradient, q, k, v, o, lse, seen, scale)
-        groups = k.shape[1]
-        k, v = (_for_every_head(value, q) for value in (k, v))
-        dq, dk, dv = self._backward(gradient, q, k, v, o, lse, 0.0, seen.causal, scale=scale)
-        return dq, *(_sum_by_group(value, groups) for value in (dk, dv))
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, o, lse, 0.0, seen.causal, scale=scale
+        )
+        return dq, dk, dv
 
 
-class FlashAttention(Kernel):
-    """The flash-attn package, for half precision on CUDA; masks, and windows between parts, go to `Exact`."""
+class FirstOf(Kernel):
+    """The first of some kernels that takes what there is; `Exact`, the last, takes everything."""
 
-    def __init__(self) -> None:
-        interface: Any = import_module("flash_attn.flash_attn_interface")
-        self._exact = Exact()
-        self._forward = interface._flash_attn_forward
-        self._backward = interface._flash_attn_backward
+    def __init__(self, *kernels: Kernel) -> None:
+        self.kernels = (*kernels, Exact())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-        if not self._takes(q, seen):
-            return self._exact.forward(q, k, v, seen, scale)
-        q, k, v = (value.transpose(1, 2) for value in (q, k, v))
-        o, lse, *_ = self._forward(
-            q, k, v, 0.0, scale, causal=seen.causal, window_size_left=_reach(seen), window_size_right=-1,
-            softcap=0.0, alibi_slopes=None, return_softmax=False,
-        )  # fmt: skip
-        return o.transpose(1, 2), lse
+        return self._chosen(q, k, seen).forward(q, k, v, seen, scale)
 
     def backward(
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
     ) -> Tensors:
-        if not self._takes(q, seen):
-            return self._exact.backward(gradient, q, k, v, o, lse, seen, scale)
-        gradient, q, k, v, o = (value.transpose(1, 2).contiguous() for value in (gradient, q, k, v, o))
-        dq, dk, dv = (torch.empty_like(value) for value in (q, k, v))
-        self._backward(
-            gradient, q, k, v, o, lse.contiguous(), dq, dk, dv, 0.0, scale, causal=seen.causal,
-            window_size_left=_reach(seen), window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False,
-        )  # fmt: skip
-        return tuple(value.transpose(1, 2) for value in (dq, dk, dv))
+        return self._chosen(q, k, seen).backward(gradient, q, k, v, o, lse, seen, scale)
 
-    def _takes(self, q: Tensor, seen: Seen) -> bool:
-        return _is_half(q) and (seen.is_plain or (seen.causal and seen.mask is None))
-
-
-KERNELS = ("eager", "sdpa", "flash_attention_2")
-"""The attention implementations of Transformers that have a kernel here."""
-
-
-def kernel_for(implementation: str, device: torch.device) -> Kernel:
-    """The kernel that stands for an attention implementation of Transformers.
-
-    Raises:
-        ValueError: it gives no log-sum-exp; names those that do.
-    """
-    if implementation not in KERNELS:
-        raise ValueError(
-            f"attn_implementation={implementation!r} gives no log-sum-exp, by which attention over a cut sequence is "
-            f"put together; with cp_size above 1 use one of {', '.join(KERNELS)}"
-        )
-    if implementation == "flash_attention_2":
-        if find_spec("flash_attn") is None:
-            raise ValueError("attn_implementation='flash_attention_2' needs the package flash-attn; use 'sdpa'")
-        return FlashAttention()
-    return TorchCpu() if implementation == "sdpa" and device.type == "cpu" else Exact(implementation == "eager")
+    def _chosen(self, q: Tensor, k: Tensor, seen: Seen) -> Kernel:
+        found = next(kernel for kernel in self.kernels if kernel.takes(q, seen))
+        if isinstance(found, Exact) and q.device.type != "cpu":
+            _say_written_out(q.dtype, q.shape[-1], q.device.type)
+        return found
 
 
 def merge(o: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,10 +222,16 @@ def _sum_by_group(gradient: Tensor, groups: int) -> Tensor:
     return gradient if gradient.shape[1] == groups else gradient.unflatten(1, (groups, -1)).sum(2)
 
 
-def _reach(seen: Seen) -> int:
-    """How many tokens before itself a query sees, as flash-attn counts."""
-    return -1 if seen.window is None else seen.window - 1
+def _filled(value: Tensor, multiple: int) -> Tensor:
+    """The last dimension filled up with zeros to a multiple."""
+    extra = -value.shape[-1] % multiple
+    return functional.pad(value, (0, extra)) if extra else value
 
 
-def _is_half(value: Tensor) -> bool:
-    return value.dtype in (torch.float16, torch.bfloat16)
+@cache
+def _say_written_out(dtype: torch.dtype, head_dim: int, device: str) -> None:
+    logger.warning(
+        f"attention over a cut sequence is written out for {dtype} and heads of {head_dim} on this {device} device: no "
+        "kernel takes them, and all products of queries and keys need memory; bf16=True in the training arguments "
+        "needs less on devices of compute capability 8.0 and more"
+    )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_helix.operators.lowered import LoweredWeights
 from hf_helix.planning.graph import Part
 
 Tensors = tuple[Tensor, ...]
@@ -33,10 +34,12 @@ class Precision:
     Attributes:
         device: the type of the device, such as "cuda".
         products: of matrix products, as under `torch.autocast`; None where values keep the types they have.
+        weights: in the type of the products.
     """
 
     device: str = "cpu"
     products: torch.dtype | None = None
+    weights: LoweredWeights = field(default_factory=LoweredWeights)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """In which torch computes so by itself."""
@@ -62,7 +65,7 @@ class Call:
     side: Mapping[str, Any]
     seed: int
     training: bool
-    precision: Precision = Precision()
+    precision: Precision = field(default_factory=Precision)
     saved: Any = field(default=None)
 
 

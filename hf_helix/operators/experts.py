@@ -313,12 +313,14 @@ class GroupedLinear(SplitComputation):
         rows, *sizes = inputs
         rows = call.precision.lowered(rows)
         with torch.no_grad():
-            return (_grouped(rows, self.weight.to(rows.dtype).transpose(1, 2), *sizes),)
+            weight = call.precision.weights.of((self.weight,), rows.dtype)
+            return (_grouped(rows, weight.transpose(1, 2), *sizes),)
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, *sizes = gradients
         with torch.no_grad():
-            return (_grouped(gradient, self.weight.to(gradient.dtype), *sizes),)
+            weight = call.precision.weights.of((self.weight,), gradient.dtype)
+            return (_grouped(gradient, weight, *sizes),)
 
     def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
         gradient, rows, *sizes = gradients

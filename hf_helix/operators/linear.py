@@ -3,7 +3,7 @@
 In:   one value [..., features_in] and one or more linears that read it (q, k, v; gate, up), cut or whole.
 Out:  one value per linear.
 Must hold: W reads only what forward read and the output gradient, so it can run at any time after them. Weights are
-cast to the type of what they meet; what W finds is added up in the type of the weight.
+cast to the type of what they meet, once in a window; what W finds is added up in the type of the weight.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Linear(SplitComputation):
         value = call.precision.lowered(inputs[0])
         with torch.no_grad():
             outputs = tuple(
-                functional.linear(value, self._matrix(linear, value.dtype), self._bias(linear, value.dtype))
+                functional.linear(value, self._matrix(call, linear, value.dtype), self._bias(call, linear, value.dtype))
                 for linear in self.linears
             )
             for output, adapter, mask in self._each(call, outputs):
@@ -82,9 +82,9 @@ class Linear(SplitComputation):
         first, *others = zip(gradients, self.linears, strict=True)
         dtype = gradients[0].dtype
         with torch.no_grad():
-            total = _rows(first[0]) @ self._matrix(first[1], dtype)
+            total = _rows(first[0]) @ self._matrix(call, first[1], dtype)
             for gradient, linear in others:
-                total.addmm_(_rows(gradient), self._matrix(linear, dtype))
+                total.addmm_(_rows(gradient), self._matrix(call, linear, dtype))
             for gradient, adapter, mask in self._each(call, gradients):
                 adapter.add_input_gradient(total, _rows(gradient), call, mask)
         return (total.view(*gradients[0].shape[:-1], total.shape[-1]),)
@@ -122,13 +122,15 @@ class Linear(SplitComputation):
         drawn = masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
         yield from ((value, adapter, mask) for (value, adapter), mask in zip(pairs, drawn, strict=True))
 
-    def _matrix(self, linear: Projection, dtype: torch.dtype) -> Tensor:
+    def _matrix(self, call: Call, linear: Projection, dtype: torch.dtype) -> Tensor:
         """[features_out, features_in]."""
-        weight = linear.weight.to(dtype)
+        weight = call.precision.weights.of((linear.weight,), dtype)
         return weight.t() if self.transposed else weight
 
-    def _bias(self, linear: Projection, dtype: torch.dtype) -> Tensor | None:
-        return linear.bias.to(dtype) if self.adds_bias and linear.bias is not None else None
+    def _bias(self, call: Call, linear: Projection, dtype: torch.dtype) -> Tensor | None:
+        if not self.adds_bias or linear.bias is None:
+            return None
+        return call.precision.weights.of((linear.bias,), dtype)
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -66,7 +66,9 @@ class Segment(Computation):
         edges: tuple[GradientEdge, ...]
         leaves, edges = call.saved
         call.saved = None
-        torch.autograd.backward(edges, gradients, inputs=[*leaves, *self._trained()])
+        # Autograd otherwise hands every backward on a GPU to a thread of its own and waits for it.
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(edges, gradients, inputs=[*leaves, *self._trained()])
         return tuple(_gradient_of(leaf) for leaf in leaves)
 
     def _trained(self) -> list[torch.nn.Parameter]:

@@ -52,14 +52,14 @@ class LowRank:
             adds_bias: as of `Linear`.
         """
         dtype = self.dtype(call)
-        low = self._between(_masked(rows.to(dtype), mask))
-        add_product(total, low, self.up.to(dtype).t())
+        low = self._between(_masked(rows.to(dtype), mask), call)
+        add_product(total, low, call.precision.weights.of((self.up,), dtype).t())
         if self.bias is not None and adds_bias:
-            total.add_(self.bias.to(dtype), alpha=self.scaling)
+            total.add_(call.precision.weights.of((self.bias,), dtype), alpha=self.scaling)
 
     def add_input_gradient(self, total: Tensor, gradient: Tensor, call: Call, mask: Tensor | None) -> None:
         """Add to the gradient of the rows, from that of the output."""
-        below, down = self._below(gradient, call), self.down.to(self.dtype(call))
+        below, down = self._below(gradient, call), call.precision.weights.of((self.down,), self.dtype(call))
         if mask is None:
             add_product(total, below, down)
         else:
@@ -69,20 +69,20 @@ class LowRank:
         """Add to the gradients of the adapter's own weights."""
         rows = _masked(rows.to(self.dtype(call)), mask)
         if self.up.requires_grad:
-            add_to_gradient(self.up, gradient.to(rows.dtype).t(), self._between(rows))
+            add_to_gradient(self.up, gradient.to(rows.dtype).t(), self._between(rows, call))
         if self.bias is not None and self.bias.requires_grad:
             add_to_bias_gradient(self.bias, gradient, self.scaling)
         if self.down.requires_grad:
             add_to_gradient(self.down, self._below(gradient, call).t(), rows)
 
-    def _between(self, rows: Tensor) -> Tensor:
+    def _between(self, rows: Tensor, call: Call) -> Tensor:
         """What `up` reads [tokens, rank]; so narrow that it is computed anew rather than kept."""
-        return (rows @ self.down.to(rows.dtype).t()).mul_(self.scaling)
+        return (rows @ call.precision.weights.of((self.down,), rows.dtype).t()).mul_(self.scaling)
 
     def _below(self, gradient: Tensor, call: Call) -> Tensor:
         """The gradient of what `down` gives [tokens, rank]."""
         dtype = self.dtype(call)
-        return (gradient.to(dtype) @ self.up.to(dtype)).mul_(self.scaling)
+        return (gradient.to(dtype) @ call.precision.weights.of((self.up,), dtype)).mul_(self.scaling)
 
 
 Adapters = Callable[[], Sequence[LowRank]]

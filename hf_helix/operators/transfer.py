@@ -37,7 +37,7 @@ class Passage(ABC):
 
 
 class GroupPassage(Passage):
-    """Point-to-point communication of torch.distributed.
+    """Point-to-point communication of torch.distributed, for gloo.
 
     Args:
         peer: the other rank, in the launcher's group.
@@ -55,6 +55,25 @@ class GroupPassage(Passage):
 
     def receive(self, out: Tensor, forward: bool) -> None:
         dist.recv(out, self._peer, group=self._groups[forward], tag=2 * self._tag + forward)
+
+
+class LanePassage(Passage):
+    """A passage over groups of its two ranks alone, in which the sender broadcasts.
+
+    Args:
+        peer: the other rank, in the launcher's group.
+        forward, backward: the groups that values and that gradients go over.
+    """
+
+    def __init__(self, peer: int, forward: dist.ProcessGroup, backward: dist.ProcessGroup) -> None:
+        self._peer = peer
+        self._groups = (backward, forward)
+
+    def send(self, value: Tensor, forward: bool) -> None:
+        dist.broadcast(value, dist.get_rank(), group=self._groups[forward])
+
+    def receive(self, out: Tensor, forward: bool) -> None:
+        dist.broadcast(out, self._peer, group=self._groups[forward])
 
 
 class Transfer(Communication):

@@ -94,10 +94,12 @@ class GroupTransport(Transport):
         return value.element_size() < 4
 
     def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
-        ranks = dist.get_process_group_ranks(self.group)
-        to, source = (ranks[(self.rank + way) % self.size] for way in (step, -step))
-        operations = [dist.P2POp(dist.isend, value, to, self.group), dist.P2POp(dist.irecv, out, source, self.group)]
-        _finish(dist.batch_isend_irecv(operations))
+        # An all-to-all with the neighbours alone, over the one communicator of the group and on the current stream;
+        # NCCL's isend and irecv would run on a stream of the group's own.
+        sent, arriving = [0] * self.size, [0] * self.size
+        sent[(self.rank + step) % self.size] = value.numel()
+        arriving[(self.rank - step) % self.size] = out.numel()
+        dist.all_to_all_single(out.view(-1), value.view(-1), arriving, sent, group=self.group)
 
 
 class GlooTransport(GroupTransport):

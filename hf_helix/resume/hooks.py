@@ -251,6 +251,12 @@ class CheckpointHooks:
         else:
             self._push_waits = True
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the stock method, on every rank: that of Transformers 5.17 writes on rank 0 alone. Collective."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """An ordinary Hugging Face checkpoint, every rank writing what it holds. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir

@@ -164,7 +164,7 @@ def describe_parameters(
     if mesh.pipe.group is None:
         return mine
     found: list[Any] = [None] * mesh.pipe.size
-    dist.all_gather_object(found, mine, group=mesh.pipe.group)
+    dist.all_gather_object(found, mine, group=mesh.pipe.control)
     return {name: about for part in found for name, about in part.items()}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_helix.planning.graph import first_difference
 from hf_helix.runtime.endings import describe, told_by
+from hf_helix.runtime.groups import control_group
 
 T = TypeVar("T")
 
@@ -30,12 +31,12 @@ def agree_on_text(text: str, what: str) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest())
+    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=control_group())
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is None:
         return
     texts: list[str] = [""] * len(digests)
-    dist.all_gather_object(texts, text)
+    dist.all_gather_object(texts, text, group=control_group())
     raise ValueError(
         f"rank 0 and rank {odd} have different {what}: {first_difference(texts[0], texts[odd])}. "
         "Give every rank the same configuration, model and plan file"
@@ -51,7 +52,8 @@ def agree_on_success(error: Exception | None) -> None:
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, f"{type(error).__name__}: {error}" if error else "")
+        mine = f"{type(error).__name__}: {error}" if error else ""
+        dist.all_gather_object(errors, mine, group=control_group())
         failed = next((rank for rank, text in enumerate(errors) if text), None)
         if failed is not None and error is None:
             raise told_by(ValueError(f"on rank {failed}: {errors[failed]}"), f"rank {failed} failed: {errors[failed]}")
@@ -78,7 +80,7 @@ def decide_on_rank_0(decide: Callable[[], T]) -> T:
             is_for_users = isinstance(error, ValueError)
             again = ValueError(str(error)) if is_for_users else RuntimeError(f"rank 0 failed: {error!r}")
             found[1] = told_by(again, describe(error, 0))
-    dist.broadcast_object_list(found, src=0)
+    dist.broadcast_object_list(found, src=0, group=control_group())
     if found[1] is not None:
         raise error or found[1]
     return found[0]

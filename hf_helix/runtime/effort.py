@@ -17,7 +17,7 @@ from hf_helix.planning import search
 from hf_helix.planning.graph import Kind
 from hf_helix.planning.profile import named_operators
 from hf_helix.planning.window import Layout
-from hf_helix.runtime.profiler import TRAIN
+from hf_helix.runtime.profiler import ISSUING, TRAIN
 
 BASELINE = "sequential"
 CANDIDATES = (BASELINE, "intra_batch", "round_robin", "dhelix", "greedy", "search")
@@ -78,6 +78,7 @@ def tuning_cost(
     num_instructions: int,
     schedules: int = 1,
     profiled: bool = True,
+    on_gpu: bool = False,
 ) -> float:
     """An estimate of the seconds that tuning takes.
 
@@ -87,6 +88,7 @@ def tuning_cost(
         num_instructions: that a rank issues for it.
         schedules: that are to choose from.
         profiled: whether operators are measured; not if a profile is given.
+        on_gpu: whether the device is held until the host has issued what is measured.
     """
     compared = min(effort.timed, len(effort.rules) * schedules - 1) + 1
     # Every round has the plans, and about as much for computation alone and communication alone. Then one trace each,
@@ -94,7 +96,9 @@ def tuning_cost(
     windows = (effort.repeats + 1) * (compared + 1 + schedules) + compared + (2 * effort.repeats + 1) * compared
     seconds = windows * window_seconds
     if profiled:
-        seconds += (4 + PAIR_OPERATORS * TRAIN * num_pairs(layout) / num_instructions) * window_seconds
+        operators = PAIR_OPERATORS * TRAIN * num_pairs(layout)
+        seconds += (4 + operators / num_instructions) * window_seconds
+        seconds += ISSUING * (operators + 2 * num_instructions) if on_gpu else 0.0
     if "search" in effort.rules:
         annealings = search.num_annealings(layout)
         seconds += annealings * search.EFFORT * effort.searching * INSTRUCTION_SECONDS

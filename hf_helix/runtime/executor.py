@@ -48,13 +48,27 @@ class Executor:
         sources: Mapping[Key, Tensor],
         training: bool,
         completed: Callable[[int], object] | None = None,
+        at_barrier: Callable[[], object] | None = None,
     ) -> Kept:
         """Issue every instruction; returns by micro-batch the values that were never freed.
 
         Args:
             sources: values that every micro-batch starts with, such as the gradient of its loss.
             completed: told the index of a unit once all its gradients have been issued.
+            at_barrier: called at every barrier, between what comes before and after it.
         """
+        with self._precision.weights.kept():
+            return self._run(program, microbatches, sources, training, completed, at_barrier)
+
+    def _run(
+        self,
+        program: Sequence[Instruction],
+        microbatches: Sequence[MicroBatch],
+        sources: Mapping[Key, Tensor],
+        training: bool,
+        completed: Callable[[int], object] | None,
+        at_barrier: Callable[[], object] | None,
+    ) -> Kept:
         strands: dict[int, Strand] = {}
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for instruction in program:
@@ -63,6 +77,8 @@ class Executor:
             op = instruction.operator
             if op is None:
                 self._barrier(strands)
+                if at_barrier is not None:
+                    at_barrier()
                 continue
             strand = strands.get(instruction.microbatch)
             if strand is None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from hf_helix.operators.transport import Axis, Move, Recorder, SilentTransport, Transport
 from hf_helix.runtime.gradients import complete_gradients
+from hf_helix.runtime.groups import control_group
 from hf_helix.runtime.mesh import world_size
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
@@ -272,7 +273,7 @@ def over_ranks(mine: Any) -> list[Any]:
     if not dist.is_initialized():
         return [mine]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, mine, group=control_group())
     return found
 
 

@@ -4,70 +4,27 @@ In:   the sizes of the parallel dimensions and the process group that the launch
 Out:  the axes and the pipeline that operators communicate over, and the groups that gradients are summed over.
 Must hold: data parallelism is the outermost dimension (Accelerate hands out batches by it), then come the pipeline,
 context parallelism and, innermost, tensor parallelism, so that it stays inside a host; every rank builds the same
-groups in the same order; process groups are destroyed when the interpreter exits.
+groups in the same order; with NCCL, all communicators are made with the mesh; process groups are destroyed when the
+interpreter exits.
 """
 
 from __future__ import annotations
 
 import os
-import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_helix.operators.link import Link, LinkedPassage, LinkedTransport
-from hf_helix.operators.transfer import GroupPassage, Passage
+from hf_helix.operators.link import Link, LinkedTransport
 from hf_helix.operators.transport import Axis, GlooTransport, GroupTransport
 from hf_helix.operators.unit import EXPERTS, Placement
 from hf_helix.planning.graph import Kind
 from hf_helix.planning.link import parse_link
-
-
-class Pipe:
-    """The pipeline as one of its ranks sees it.
-
-    Args:
-        ranks: of the pipeline, in the launcher's group.
-        lanes: groups over these ranks; each way between two of them uses one per direction, so that neither waits for
-            the other: gloo carries one direction at a time over a connection, NCCL one operation over a communicator.
-        link: an emulated one that everything goes over.
-    """
-
-    def __init__(self, ranks: Sequence[int], lanes: Sequence[dist.ProcessGroup], link: Link | None = None) -> None:
-        self.ranks = list(ranks)
-        self.size = len(self.ranks)
-        self.rank = self.ranks.index(rank()) if self.size > 1 else 0
-        self._lanes = lanes
-        self._link = link
-
-    def over(self, link: Link) -> Pipe:
-        """The same ranks and groups, with everything going over a link."""
-        return Pipe(self.ranks, self._lanes, link)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """All ranks of the pipeline; None for a single one."""
-        return self._lanes[0] if self.size > 1 else None
-
-    def passage(self, boundary: int, peer: int, outward: bool) -> Passage:
-        """This rank's end of the way between virtual stages `boundary` and `boundary` + 1.
-
-        Args:
-            peer: the pipeline rank at the other end.
-            outward: whether forward leads from here to there.
-        """
-        source, target = (self.rank, peer) if outward else (peer, self.rank)
-        lanes = self._lane(source, target, 0), self._lane(target, source, 1)
-        passage = GroupPassage(self.ranks[peer], *lanes, boundary)
-        return passage if self._link is None else LinkedPassage(passage, self._link)
-
-    def _lane(self, source: int, target: int, backward: int) -> dist.ProcessGroup:
-        # By the sender's parity where two lanes are enough, else by direction along the pipe and of the pass.
-        number = source % 2 if len(self._lanes) == 2 else 2 * backward + (source < target)
-        return self._lanes[number]
+from hf_helix.runtime import groups
+from hf_helix.runtime.pipe import Pipe, make_pipe
 
 
 @dataclass(frozen=True)
@@ -204,10 +161,11 @@ def _new_mesh(sizes: dict[str, int], device: torch.device, cross_node: Collectio
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     shared, single = pp_size * cp_size * tp_size, Axis.single()
     if dp_size * shared == 1:
-        return Mesh(sizes, device, None, single, single, single, Pipe([0], ()), None, None, None, None)
-    device_mesh = init_device_mesh(device.type, (dp_size, shared), mesh_dim_names=("dp_replicate", "tp"))
-    batch_group = device_mesh.get_group("tp") if shared > 1 else None
-    dp_group = device_mesh.get_group("dp_replicate") if dp_size > 1 else None
+        return Mesh(sizes, device, None, single, single, single, Pipe([0]), None, None, None, None)
+    backend = groups.backend_of(device)
+    groups.control_group()  # later, not all ranks may come to need it at the same time
+    if backend == groups.NCCL:
+        groups.order_launches(pp_size)
     # Dimensions: copies of the experts, ep, pp, cp, tp.
     places = torch.arange(dp_size * shared).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
     rows = {
@@ -218,31 +176,70 @@ def _new_mesh(sizes: dict[str, int], device: torch.device, cross_node: Collectio
     }
     if cross_node is None:
         cross_node = _axes_between_hosts(rows)
+    device_mesh = _device_mesh(device, dp_size, shared)
+    batch_group = device_mesh.get_group("tp") if shared > 1 else None
+    dp_group = device_mesh.get_group("dp_replicate") if dp_size > 1 else None
 
     def axis_over(name: str, kinds: Collection[str]) -> Axis:
         size = rows[name].shape[-1]
         if size == 1:
             return single
-        group = batch_group if size == shared and name != "experts" else _group_of(rows[name])
+        group = batch_group if size == shared and name != "experts" else groups.group_of(rows[name])
         assert group is not None
-        return Axis(_transport(group, rows[name]), Kind.CROSS if set(kinds) & set(cross_node) else Kind.LOCAL)
+        kind = Kind.CROSS if set(kinds) & set(cross_node) else Kind.LOCAL
+        return Axis(_transport(group, rows[name], backend), kind)
 
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
-    copies_group = dp_group if cp_size == 1 else _group_of(places.permute(2, 4, 0, 1, 3).flatten(2))
+    copies = places.permute(2, 4, 0, 1, 3).flatten(2)
+    copies_group = dp_group if cp_size == 1 else groups.group_of(copies, use="gradients")
     expert_copies_group = copies_group
     if ep_size > 1:
         copies = places.permute(1, 2, 4, 0, 3).flatten(3)
-        expert_copies_group = _group_of(copies) if copies.shape[-1] > 1 else None
-    pipe = _pipe(places.movedim(2, -1))
-    groups = dp_group, copies_group, expert_copies_group, batch_group
-    return Mesh(sizes, device, device_mesh, tp, cp, experts, pipe, *groups)
+        expert_copies_group = groups.group_of(copies, use="gradients") if copies.shape[-1] > 1 else None
+    pipe = make_pipe(places.movedim(2, -1), backend)
+    found = dp_group, copies_group, expert_copies_group, batch_group
+    mesh = Mesh(sizes, device, device_mesh, tp, cp, experts, pipe, *found)
+    if backend == groups.NCCL:
+        connect(mesh)
+    return mesh
+
+
+def _device_mesh(device: torch.device, dp_size: int, shared: int) -> DeviceMesh:
+    options = groups.options_of("gradients")
+    return init_device_mesh(
+        device.type,
+        (dp_size, shared),
+        mesh_dim_names=("dp_replicate", "tp"),
+        backend_override=None if options is None or dp_size == 1 else {"dp_replicate": options},
+    )
+
+
+def connect(mesh: Mesh) -> None:
+    """Make the communicators of all groups, by the smallest operation of every sort that each of them is there for.
+
+    All ranks go through the groups in one order, and wait for the device once, at the end.
+    """
+    one = torch.ones(1, device=mesh.device)
+    for group in dict.fromkeys((mesh.copies_group, mesh.expert_copies_group, mesh.dp_group, mesh.batch_group)):
+        if group is not None:
+            dist.all_reduce(one, group=group)
+    dist.all_reduce(one)
+    for axis in mesh.axes:
+        dist.all_reduce(one, group=axis.group)
+        several = one.repeat(axis.size)
+        axis.transport.all_gather(several, one)
+        axis.transport.reduce_scatter(one, several)
+        axis.transport.exchange(several.clone(), several)  # also the ways that a step round the ring takes
+    mesh.pipe.connect(one)
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
 
 
 def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:
     """The axes of which some ranks are on different hosts."""
     hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, platform.node())
+    dist.all_gather_object(hosts, groups.host_name(), group=groups.control_group())
     found = set()
     for name, places in axes.items():
         rows = places.reshape(-1, places.shape[-1]).tolist()
@@ -251,30 +248,10 @@ def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:
     return found
 
 
-def _row_of(places: torch.Tensor) -> list[int]:
-    """The row of `places` that this rank is in."""
-    return next(row for row in places.reshape(-1, places.shape[-1]).tolist() if rank() in row)
-
-
-def _group_of(places: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
-    """The group of this rank among the rows of `places`. Groups are made by every rank, in the same order."""
-    rows = places.reshape(-1, places.shape[-1]).tolist()
-    groups = [dist.new_group(row, backend=backend) for row in rows]
-    return next(group for row, group in zip(rows, groups, strict=True) if rank() in row)
-
-
-def _transport(group: dist.ProcessGroup, places: torch.Tensor) -> GroupTransport:
-    if "gloo" not in str(dist.get_backend(group)):
+def _transport(group: dist.ProcessGroup, places: torch.Tensor, backend: str) -> GroupTransport:
+    if backend != groups.GLOO:
         return GroupTransport(group)
-    return GlooTransport(group, _group_of(places, "gloo"))
-
-
-def _pipe(places: torch.Tensor) -> Pipe:
-    ranks = _row_of(places)
-    if len(ranks) == 1:
-        return Pipe(ranks, ())
-    count = 2 if "gloo" in str(dist.get_backend()) else 4
-    return Pipe(ranks, [_group_of(places) for _ in range(count)])
+    return GlooTransport(group, groups.group_of(places, groups.GLOO))
 
 
 def check_joined(world: int) -> None:

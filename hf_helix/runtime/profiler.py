@@ -6,16 +6,17 @@ Must hold: operators are timed through the executor's own issue code, on the ran
 in a running step; collectives in trains of repeats, since a single one can look faster than a link is; of a pair, the
 shorter as often as fits beside the longer, since in a step what starts costs is spread over all that is beside it. Of a
 computation the slowest rank counts; of a collective the fastest, since the others only wait for the last to arrive.
-Gradients are left as between two optimizer steps.
+A GPU is held until the host has issued what is timed, so that times are those of the device and not of launching
+kernels. Gradients are left as between two optimizer steps.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,17 @@ from hf_helix.planning.graph import SEND, Kind, Operator, Part
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
 from hf_helix.planning.program import build_programs
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
-from hf_helix.runtime.measure import forget_gradients, over_ranks, trace_window, transports
+from hf_helix.runtime.measure import forget_gradients, over_ranks, transports
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
+from hf_helix.runtime.streams import CudaStreams, Streams
 from hf_helix.runtime.trace import Span, Trace
 
 TRAIN = 6  # repeats in a row; the first warms up
 ARRIVAL = 1e-6  # seconds: what another rank sends takes the time of the sender
 SHORTEST = 0.02  # computations shorter than this part of a collective are not paired with it: it would be noise
+ISSUING = 3e-4  # seconds for which a GPU is held for each operator: more than the host usually needs to issue one
+CLOCK = 2.5e9  # cycles of a GPU in a second; one with a slower clock is held longer
 
 Progress = Callable[[float], object]
 """Told how much of the work is done, from 0 to 1."""
@@ -105,18 +109,30 @@ def _without_link(bench: _Bench) -> dict[Name, float]:
 
 
 def machine(runner: Runner) -> dict[str, str]:
-    """The hardware and the versions that times depend on, of rank 0."""
+    """The hardware, the versions and the settings that times depend on, of rank 0."""
     device = runner.mesh.device
-    cuda = device.type == "cuda"
     known = {
-        "device": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
-        "threads": "" if cuda else str(torch.get_num_threads()),
+        **(_gpu(device) if device.type == "cuda" else {"device": _cpu_name(), "threads": str(torch.get_num_threads())}),
         "backend": str(dist.get_backend()) if dist.is_initialized() else "none",
         "hosts": str(len(set(over_ranks(platform.node())))),
         "torch": torch.__version__,
         "emulated_link": runner.mesh.link.speed_now.text if runner.mesh.link is not None else "",
     }
     return over_ranks({key: value for key, value in known.items() if value})[0]
+
+
+def _gpu(device: torch.device) -> dict[str, str]:
+    """Which GPU, how many of them are in this host, and how NCCL moves data between them."""
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+    quiet = {name: value for name, value in settings.items() if not name.startswith("NCCL_DEBUG")}
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "devices_per_host": str(torch.cuda.device_count()),
+        "cuda": str(torch.version.cuda or torch.version.hip),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "",
+        "nccl_settings": " ".join(f"{name}={value}" for name, value in quiet.items()),
+        "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+    }
 
 
 def _cpu_name() -> str:
@@ -132,14 +148,73 @@ def _cpu_name() -> str:
 
 
 def _in_steps(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:
-    """Seconds of every operator in a running window."""
-    trace_window(runner, window)  # warms up
+    """Seconds of every computation in a running window."""
+    program = runner.program(len(window))
+    if isinstance(runner.executor.streams, CudaStreams):
+        program = _apart(program)
     names = {unit.label: unit.name for unit in runner.stage.model.values()}
     found: dict[Name, list[float]] = {}
-    for span in trace_window(runner, window).spans:
-        if span.stream == Kind.COMPUTE.value:
-            found.setdefault(_split_label(span.label, names), []).append(span.seconds)
+    for is_warm in (False, True):
+        for span in _traced(runner, program, window, runner.sources()):
+            if is_warm and span.stream == Kind.COMPUTE.value:
+                found.setdefault(_split_label(span.label, names), []).append(span.seconds)
+        forget_gradients(runner)
     return found
+
+
+def _apart(program: Iterable[Instruction]) -> list[Instruction]:
+    """The program with a barrier before every computation, at which a GPU can be held."""
+    found: list[Instruction] = []
+    for instruction in program:
+        if instruction.operator is not None and not instruction.operator.kind.communicates:
+            found.append(BARRIER_INSTRUCTION)
+        found.append(instruction)
+    return found
+
+
+def _traced(
+    runner: Runner, program: Sequence[Instruction], batches: Sequence[MicroBatch], values: Mapping[Key, Tensor]
+) -> list[Span]:
+    """What runs of a program, and when, in order. A GPU is held at every barrier until the host is at the next.
+
+    Args:
+        program: what is to be timed on a GPU stands behind a barrier.
+        batches: by the number of the micro-batch.
+        values: that every micro-batch starts with.
+    """
+    streams = runner.executor.streams
+    holds = _holds(program)
+    streams.trace = trace = Trace()
+    try:
+        runner.executor.run(program, batches, values, training=True, at_barrier=lambda: _hold(streams, next(holds)))
+        streams.synchronize()
+    finally:
+        streams.trace = None
+    return sorted(trace.spans, key=lambda span: span.start)
+
+
+def _holds(program: Iterable[Instruction]) -> Iterator[int]:
+    """For each barrier, how many operators are issued between it and the next."""
+    counts: list[int] = []
+    for instruction in program:
+        if instruction.operator is None:
+            counts.append(0)
+        elif counts:
+            counts[-1] += 1
+    return iter(counts)
+
+
+def _hold(streams: Streams, num_operators: int) -> None:
+    """Keep the compute stream of a GPU, which all other streams wait for, from running what is issued next.
+
+    Without it the device would wait for the host, and the time of an operator of a few small kernels would be that of
+    launching them. An operator in which the host waits for the device still takes as long as that wait, as in a step.
+
+    Args:
+        num_operators: that the host issues in the meantime.
+    """
+    if isinstance(streams, CudaStreams):
+        torch.cuda._sleep(int(num_operators * ISSUING * CLOCK))
 
 
 def _transfers(runner: Runner, batch: MicroBatch) -> tuple[dict[Name, list[float]], dict[Name, int]]:
@@ -157,16 +232,28 @@ def _transfers(runner: Runner, batch: MicroBatch) -> tuple[dict[Name, list[float
         values = [value.zero_() for value in operator.empty(side)]
         for forward in (True, False):
             sends = outward is forward
-            times = []
-            for _ in range(TRAIN):
-                start = time.perf_counter()
-                (operator.send if sends else operator.receive)(values, forward)
-                times.append(time.perf_counter() - start)
+            move = functools.partial(operator.send if sends else operator.receive, values, forward)
+            times = _transfer_train(runner, move, operator.lane(Part.F if forward else Part.B))
             name = runner.layout.units[index], f"{'F' if forward else 'B'}.transfer"
             found.setdefault(name, []).extend(times[1:] if sends else [ARRIVAL])
             if sends:
                 sent[name] = sum(value.nbytes for value in values)
     return found, sent
+
+
+def _transfer_train(runner: Runner, move: Callable[[], object], lane: str) -> list[float]:
+    """Seconds of a transfer on its stream, `TRAIN` times in a row."""
+    streams = runner.executor.streams
+    streams.synchronize()
+    streams.trace = trace = Trace()
+    try:
+        _hold(streams, TRAIN)
+        for event in [streams.issue(Kind.PIPELINE, move, (), "transfer", lane) for _ in range(TRAIN)]:
+            streams.wait(event)
+        streams.synchronize()
+    finally:
+        streams.trace = None
+    return [span.seconds for span in sorted(trace.spans, key=lambda span: span.start)]
 
 
 def _measure_pairs(
@@ -179,8 +266,10 @@ def _measure_pairs(
     couples = [(a, b) for a in computing for b in moving]
     couples += [(a, b) for a in moving for b in moving if a.op.kind is Kind.LOCAL and b.op.kind is Kind.CROSS]
     couples += [(a, a) for a in moving]
-    longest = sorted(computing, key=lambda timed: -times[timed.name])[:3]
-    couples += [(a, b) for a in longest for b in longest if a.name <= b.name]
+    if not isinstance(bench.runner.executor.streams, CudaStreams):
+        # On a GPU two computations on two streams would write the same gradients and saved activations at once.
+        longest = sorted(computing, key=lambda timed: -times[timed.name])[:3]
+        couples += [(a, b) for a in longest for b in longest if a.name <= b.name]
     found = {}
     for place, (a, b) in enumerate(couples):
         counts = _counts(a, b, times)
@@ -257,8 +346,11 @@ class _Bench:
             device = self.runner.mesh.device
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 return self._aside(first, second)
+        # Each is of micro-batches of its own, or one that reads what the other makes would wait for it.
         trains = [
-            (timed, repeat) for timed, count in zip((first, second), counts, strict=True) for repeat in range(count)
+            (timed, place * TRAIN + repeat)
+            for place, (timed, count) in enumerate(zip((first, second), counts, strict=True))
+            for repeat in range(count)
         ]
         # Communication is issued first: a computation issued before it would hold it up.
         trains.sort(key=lambda each: each[0].op.kind is Kind.COMPUTE)
@@ -280,6 +372,7 @@ class _Bench:
         for _ in range(TRAIN):
             works = [self._work(timed) for timed in (first, second)]
             _meet(self.runner)
+            _hold(streams, 2)
             streams.trace = trace = Trace()
             try:
                 side = Kind.LOCAL if first.op.kind is Kind.COMPUTE else Kind.CROSS
@@ -327,15 +420,8 @@ class _Bench:
         return replace(found, ends=ends)
 
     def _run(self, program: Sequence[Instruction]) -> list[Span]:
-        streams = self.runner.executor.streams
         _meet(self.runner)
-        streams.trace = trace = Trace()
-        try:
-            self.runner.executor.run(program, [self.batch] * TRAIN, self.values, training=True)
-            streams.synchronize()
-        finally:
-            streams.trace = None
-        return sorted(trace.spans, key=lambda span: span.start)
+        return _traced(self.runner, program, [self.batch] * 2 * TRAIN, self.values)
 
     def _label(self, timed: _Timed) -> str:
         return self.runner.executor.label(self.batch.key[1], timed.unit, timed.op)
@@ -368,7 +454,8 @@ def _meet(runner: Runner) -> None:
     """Ranks that share every layer start together."""
     runner.executor.streams.synchronize()
     for axis in runner.mesh.axes:
-        dist.barrier(group=axis.group)
+        if axis.group is not None:
+            dist.barrier(group=axis.group)
 
 
 def _agreed(kind: Kind, ranks: Sequence[float]) -> float:

@@ -141,7 +141,7 @@ class Runner:
         if pipe.group is None:
             return logits
         about: list[Any] = [None if logits is None else (tuple(logits.shape), logits.dtype)]
-        dist.broadcast_object_list(about, pipe.ranks[self._last], group=pipe.group)
+        dist.broadcast_object_list(about, pipe.ranks[self._last], group=pipe.control)
         shape, dtype = about[0]
         found = torch.empty(shape, dtype=dtype, device=self.mesh.device) if logits is None else logits.contiguous()
         dist.broadcast(found, pipe.ranks[self._last], group=pipe.group)

@@ -19,9 +19,9 @@ from hf_helix.planning.fold import FOLD, split_layers, stage_ranks
 from hf_helix.planning.graph import RECEIVE, SEND, Part, transfer_graphs
 from hf_helix.planning.plan import tile_pairs
 from hf_helix.planning.window import Layout
-from hf_helix.runtime.mesh import Pipe
+from hf_helix.runtime.pipe import Pipe
 
-SINGLE = Pipe([0], ())
+SINGLE = Pipe([0])
 
 
 @dataclass(frozen=True)

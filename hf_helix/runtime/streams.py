@@ -14,7 +14,6 @@ FIFO queue.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -28,8 +27,6 @@ from hf_helix.planning.graph import Kind
 from hf_helix.runtime.trace import Span, Trace
 
 Work = Callable[[], object]
-
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class Event(ABC):
@@ -81,23 +78,6 @@ def stream_name(kind: Kind, lane: str = "") -> str:
 def make_streams(device: torch.device) -> Streams:
     """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else CpuStreams()
-
-
-def prepare_cuda() -> str:
-    """Give CUDA several queues to the device, before it starts; call it before anything is put there.
-
-    `CUDA_DEVICE_MAX_CONNECTIONS=1`, which Megatron sets, lets kernels of one stream wait for those of another.
-
-    Returns:
-        What the user should know; empty where there is nothing to say.
-    """
-    value = os.environ.get(CONNECTIONS)
-    if value is None and not torch.cuda.is_initialized():
-        os.environ[CONNECTIONS] = "16"
-    elif torch.cuda.is_available() and (value is None or value == "1"):
-        state = "is not set and CUDA has already started" if value is None else "is 1, which takes half of the overlap"
-        return f"{CONNECTIONS} {state}; set {CONNECTIONS}=16 in the environment of the launcher"
-    return ""
 
 
 class _CpuEvent(Event):

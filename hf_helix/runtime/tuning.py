@@ -21,6 +21,7 @@ from hf_helix.planning.schedule import Schedule
 from hf_helix.planning.scheduler import Scheduler
 from hf_helix.planning.search import lower_bound
 from hf_helix.runtime.effort import BASELINE, FULL, Effort
+from hf_helix.runtime.groups import control_group
 from hf_helix.runtime.measure import Overlap, measure_overlap, time_steps
 from hf_helix.runtime.mesh import rank
 from hf_helix.runtime.profiler import measure_profile
@@ -213,7 +214,7 @@ def make_plans(
             error = f"rank 0 could not make a plan: {type(problem).__name__}: {problem}"
     if dist.is_initialized():
         box = [texts, error]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=control_group())
         texts, error = box  # type: ignore[assignment]
     if error:
         raise RuntimeError(error)

@@ -123,7 +123,7 @@ def test_a_family_without_shared_attention_is_named() -> None:
         def layer(self, b: Any, layer: Any) -> Any:
             raise AssertionError
 
-        def attention_inputs(self, model: Any, ids: Any, mask: Any, positions: Any) -> Any:
+        def attention_inputs(self, model: Any, ids: Any, mask: Any, positions: Any, documents: Any) -> Any:
             raise AssertionError
 
     with pytest.raises(ValueError, match=r"cp_size above 1 is not built for LlamaForCausalLM.*use cp_size=1"):

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from hf_helix.adapters.sequence import SequenceCut, documents_of
-from hf_helix.operators.attention import Exact, Kernel, TorchCpu, kernel_for
+from hf_helix.operators.attention import Exact, FirstOf, Kernel, TorchCpu
+from hf_helix.operators.attention_kernels import kernel_for
 from hf_helix.operators.base import Call
 from hf_helix.operators.ring import DOCUMENTS, Block, Blocks, Join, positions_of, visible
 from hf_helix.operators.transport import Axis, SilentTransport
 
 SCALE = 0.3
-KERNELS = {"exact": Exact, "torch": TorchCpu}
+KERNELS = {"exact": Exact, "torch": lambda: FirstOf(TorchCpu())}
 
 
 def make(heads: int, groups: int, length: int, batch: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -46,7 +46,7 @@ def mesh_of(tp: bool, dp: bool) -> Mesh:
         axis.transport.group, axis.transport.size, axis.transport.rank = object(), 2, 0  # type: ignore[assignment]
     sizes = {"dp": 1 + dp, "pp": 1, "cp": 1, "tp": 1 + tp, "ep": 1}
     group: Any = object() if dp else None
-    return Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0], ()), group, group, group, None)
+    return Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), group, group, group, None)
 
 
 def parameter(frozen: bool = False) -> nn.Parameter:

@@ -1,0 +1,226 @@
+"""How many kernels one decoder layer launches, forward and backward, operator by operator.
+
+Measured: the calls of one layer that reach torch's dispatcher and compute or copy something, in the second window of
+training, when gradients are there to be added to. Views and allocations do not count. No device is needed: a kernel of
+CUDA is counted where CUDA has one for what the CPU computes in several steps (see `FUSED`). What is left out: the
+collectives themselves, and that a few calls launch more than one kernel (a matrix product split along its inner
+dimension, a sum over rows of a tall matrix).
+
+    python benchmarks/kernel_count.py
+    python benchmarks/kernel_count.py --model qwen3 --tp_size 1 --precision fp32
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_helix.adapters import family_of
+from hf_helix.adapters.builder import Sharing
+from hf_helix.adapters.sequence import SequenceCut
+from hf_helix.operators.transport import Axis, SilentTransport
+from hf_helix.operators.unit import Unit
+from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.rules import make_plan
+from hf_helix.planning.scheduler import Scheduler
+from hf_helix.runtime.mesh import Mesh, Pipe
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.stage import place_units
+from hf_helix.runtime.strand import MicroBatch
+from hf_helix.runtime.streams import make_streams
+
+FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
+"""Calls that launch nothing, besides those that return views of what they are given."""
+
+FUSED: dict[Callable[..., Any], tuple[str, int, int]] = {functional.rms_norm: ("rms_norm", 1, 2)}
+"""Functions that the CPU computes in several steps: their names, and what CUDA launches forward and backward."""
+
+SUMS = "sums of gradients"
+"""What the executor itself adds, where several operators read one value."""
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp32": None}
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 64}
+
+
+class Kernels(TorchDispatchMode):
+    """Counts kernels while it is entered.
+
+    Attributes:
+        found: how many of each call, by what was running: `found["F.attn.norm"]["aten.mul"]`.
+        running: what they are counted for; nothing is counted while it is None.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Counter[str]] = {}
+        self.running: str | None = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _is_free(function):
+            self.note(str(function).rsplit(".", 1)[0])
+        return function(*args, **(kwargs or {}))
+
+    def note(self, name: str, count: int = 1) -> None:
+        """Count kernels for what is running."""
+        if self.running is not None:
+            self.found.setdefault(self.running, Counter())[name] += count
+
+    @contextmanager
+    def run(self, label: str | None) -> Iterator[None]:
+        """Count for `label` meanwhile."""
+        before, self.running = self.running, label
+        try:
+            yield
+        finally:
+            self.running = before
+
+    def totals(self) -> dict[str, int]:
+        """Kernels by what was running, in order."""
+        return {label: sum(calls.values()) for label, calls in self.found.items()}
+
+    def total(self, prefix: str = "") -> int:
+        """Of everything whose label starts so: `F.`, `B.`, or all."""
+        return sum(count for label, count in self.totals().items() if label.startswith(prefix))
+
+
+class _AsOnCuda(TorchFunctionMode):
+    """Counts the functions of `FUSED` as CUDA computes them."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in FUSED:
+            return function(*args, **(kwargs or {}))
+        return _Fused.apply(self.kernels, function, list(kwargs or {}), *args, *(kwargs or {}).values())
+
+
+class _Fused(torch.autograd.Function):
+    """A function of `FUSED`, with the steps of the CPU left out of the count."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: Kernels, function: Callable[..., Tensor], names: list[str], *args: Any) -> Tensor:
+        ctx.kernels, (ctx.name, count, ctx.count) = kernels, FUSED[function]
+        ctx.leaves = [value.detach().requires_grad_() if isinstance(value, Tensor) else value for value in args]
+        kernels.note(ctx.name, count)
+        with kernels.run(None), torch.enable_grad():
+            first = len(args) - len(names)
+            ctx.made = function(*ctx.leaves[:first], **dict(zip(names, ctx.leaves[first:], strict=True)))
+        return ctx.made.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        ctx.kernels.note(ctx.name, ctx.count)
+        with ctx.kernels.run(None):
+            found = iter(torch.autograd.grad(ctx.made, [v for v in ctx.leaves if isinstance(v, Tensor)], gradient))
+        return None, None, None, *(next(found) if isinstance(value, Tensor) else None for value in ctx.leaves)
+
+
+def count_layer(model: Any, tp_size: int = 2, products: torch.dtype | None = torch.bfloat16) -> Kernels:
+    """The kernels of the first decoder layer of a model, in its second window.
+
+    Args:
+        model: a Transformers causal language model that a family describes; it is trained a little.
+        products: the type of matrix products, see `Precision`.
+    """
+    kernels = Kernels()
+    runner, window = _runner(model, tp_size, products, kernels)
+    runner.train_window(window)
+    kernels.found.clear()
+    with kernels, _AsOnCuda(kernels):
+        runner.train_window(window)
+    return kernels
+
+
+def _runner(
+    model: Any, tp_size: int, products: torch.dtype | None, kernels: Kernels
+) -> tuple[Runner, list[MicroBatch]]:
+    family, axis = family_of(model), Axis(SilentTransport(tp_size, 0))
+    ids = torch.arange(16).view(1, -1)
+    batch = {"input_ids": ids, "labels": ids}
+    side = family.side_inputs(model.train(), batch, SequenceCut(tp_size), torch.tensor(1.0))
+    units = [_watched(unit, kernels) for unit in family.units(model, Sharing(axis))]
+    stage = place_units(units)
+    sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
+    mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0], ()), None, None, None, None)
+    plan = make_plan("sequential", rough_profile(stage.layout), model=family.model_class, mesh={"tp_size": tp_size})
+    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), 0, products)
+    return runner, [MicroBatch(lambda: side, (0, 0))]
+
+
+def _watched(unit: Unit, kernels: Kernels) -> Unit:
+    """The unit, whose operators say when they run; those of other units than the first layer switch counting off."""
+    counts = unit.label == "layers.0"
+    operators: Any = {name: _Watched(op, name, kernels, counts) for name, op in unit.operators.items()}
+    return replace(unit, operators=operators)
+
+
+class _Watched:
+    """An operator that counts for itself while it runs, and for the executor after it."""
+
+    PARTS = {  # noqa: RUF012
+        "forward": "F.{}",
+        "backward": "B.{}",
+        "input_gradient": "B.{}.I",
+        "weight_gradient": "B.{}.W",
+        "again": "B.{}.R",
+    }
+
+    def __init__(self, operator: Any, name: str, kernels: Kernels, counts: bool) -> None:
+        self._operator, self._name, self._kernels, self._counts = operator, name, kernels, counts
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._operator, name)
+        if name == "prepare":
+            return lambda call, part, *inputs: self._run(f"{part.name[0]}.{self._name}", found, call, part, *inputs)
+        if name in self.PARTS:
+            return lambda call, *inputs: self._run(self.PARTS[name].format(self._name), found, call, *inputs)
+        return found
+
+    def _run(self, label: str, function: Callable[..., Any], *given: Any) -> Any:
+        with self._kernels.run(label if self._counts else None):
+            outputs = function(*given)
+        self._kernels.running = f"B.{SUMS}" if self._counts and label.startswith("B") else None
+        return outputs
+
+
+def _is_free(function: Any) -> bool:
+    schema = function._schema
+    if function.namespace != "aten" or schema.name.split("::")[1] in FREE:
+        return True
+    return bool(function.is_view)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--model", default="llama", help="a model type of Transformers")
+    parser.add_argument("--tp_size", type=int, default=2)
+    parser.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    parser.add_argument("--calls", action="store_true", help="also which calls they are")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(options.model, **SIZES))
+    kernels = count_layer(model, options.tp_size, PRECISIONS[options.precision])
+    print(f"kernels of a layer of {type(model).__name__}, tp_size={options.tp_size}, {options.precision}\n")
+    for label, count in kernels.totals().items():
+        calls = ", ".join(f"{name} {number}" for name, number in kernels.found[label].items())
+        print(f"  {label:<28} {count:>3}{f'   {calls}' if options.calls else ''}")
+    print(f"\nforward {kernels.total('F.')}, backward {kernels.total('B.')}, together {kernels.total()}")
+
+
+if __name__ == "__main__":
+    main()

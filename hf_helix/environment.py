@@ -1,0 +1,60 @@
+"""Variables that CUDA reads once, when it starts: set here as early as can be, or asked for.
+
+In:   the environment, before CUDA has started; later, whether there is a pipeline.
+Out:  the variables, and a sentence for the user where one came too late.
+Must hold: what the user has set stays; nothing is imported, so that `import hf_helix` is quick.
+
+`TrainingArguments` and `Accelerator` start CUDA before anything of ours is called, so the variables are set on import.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Queues to the device. Streams that share one wait for each other; there are more than the default of eight."""
+NUM_CONNECTIONS = "32"
+
+LOADING = "CUDA_MODULE_LOADING"
+"""With `LAZY`, the default, the first launch of a kernel loads it, and may wait until the device is idle. A pipeline's
+receive keeps the device busy until another rank has sent, so that rank and this one could wait for each other. `EAGER`
+loads all kernels at start, which takes some hundred MB of the device; so it is set for pipelines only."""
+
+
+def cuda_has_started() -> bool:
+    """Whether this process has a CUDA context already, so that variables come too late."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
+def set_connections() -> None:
+    """Give CUDA a queue for every stream, unless the user has chosen, or CUDA has started."""
+    if not cuda_has_started():
+        os.environ.setdefault(CONNECTIONS, NUM_CONNECTIONS)
+
+
+def load_eagerly() -> None:
+    """Let CUDA load all kernels when it starts, unless the user has chosen, or CUDA has started."""
+    if not cuda_has_started():
+        os.environ.setdefault(LOADING, "EAGER")
+
+
+def check_environment(pp_size: int) -> list[str]:
+    """What the user should know of these variables once CUDA has started; empty where all is well."""
+    if not cuda_has_started():
+        return []
+    found = []
+    connections = os.environ.get(CONNECTIONS)
+    if connections is None or connections == "1":
+        state = "was not set when CUDA started" if connections is None else "is 1, which takes half of the overlap"
+        found.append(
+            f"{CONNECTIONS} {state}; import hf_helix before CUDA is used, or set {CONNECTIONS}={NUM_CONNECTIONS} in "
+            "the environment of the launcher"
+        )
+    if pp_size > 1 and os.environ.get(LOADING) != "EAGER":
+        found.append(
+            f"{LOADING} was not EAGER when CUDA started, so that the first steps of a pipeline (pp_size={pp_size}) may "
+            f"hang; set {LOADING}=EAGER in the environment of the launcher, or give pp_size in the launcher's YAML"
+        )
+    return found

@@ -1,0 +1,56 @@
+"""Weights in the type of matrix products.
+
+In:   parameters in the higher precision that an optimizer keeps, and the type of what they are multiplied with.
+Out:  copies in that type; those of linears that read one value lie in one piece, for one GEMM.
+Must hold: a copy lives within one window only. Meanwhile nobody writes to weights. Between windows anybody may
+(optimizers, `load_state_dict`, merged adapters, callbacks), and not all of them leave a mark such as `Tensor._version`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class LoweredWeights:
+    """Copies of weights, each made at its first use in a window. Outside of windows every use makes its own."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], Tensor] | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around a window: micro-batches, forward and backward share what is made meanwhile."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
+
+    def of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The weights one below the other; itself where there is one, of this type already.
+
+        Args:
+            weights: [rows, ...], of any number of rows each.
+        """
+        if len(weights) == 1 and weights[0].dtype is dtype:
+            return weights[0]
+        if self._kept is None:
+            return _copy(weights, dtype)
+        key = (dtype, *map(id, weights))
+        if key not in self._kept:
+            self._kept[key] = _copy(weights, dtype)
+        return self._kept[key]
+
+
+def _copy(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if len(weights) == 1:
+        return weights[0].detach().to(dtype)
+    lengths = [len(weight) for weight in weights]
+    whole = weights[0].new_empty((sum(lengths), *weights[0].shape[1:]), dtype=dtype)
+    for place, weight in zip(whole.split(lengths), weights, strict=True):
+        place.copy_(weight.detach())
+    return whole

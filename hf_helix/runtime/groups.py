@@ -1,0 +1,144 @@
+"""Process groups: the backend behind them, how they are made, and their communicators.
+
+In:   rows of ranks, and the device that tensors lie on.
+Out:  this rank's groups; one group over all ranks for what stays in the host's memory; the name of this host.
+Must hold: every rank makes the same groups in the same order, and every NCCL communicator is made before the first
+step: making one blocks the host until its other ranks do the same, so two ranks that came to two of them in different
+order would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GLOO = "gloo"
+NCCL = "nccl"
+
+# The most thread blocks that a group's NCCL kernels may take from computation beside them (an H100 has 132 SMs). What
+# is not listed has NCCL's default (up to 32): collectives of tensor parallelism and experts are waited for soonest, so
+# they get the whole bandwidth.
+MAX_CTAS = {
+    "lane": 4,  # a receive holds its blocks from when it is posted until its peer sends, which may be long
+    "gradients": 8,  # nothing waits for them before the end of a window, and they run beside backward all the time
+}
+
+
+def backends() -> dict[str, str]:
+    """By the type of device, the backend that carries its tensors in the launcher's group."""
+    # Always in the form "cpu:gloo,cuda:nccl", also where the launcher gave one name, or none.
+    return dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend that carries the tensors of a device.
+
+    Raises:
+        ValueError: there is none, or it is gloo for CUDA tensors, most of whose operations it lacks.
+    """
+    found = backends()
+    name = found.get(device.type)
+    if name is not None and (name, device.type) != (GLOO, "cuda"):
+        return name
+    given = ", ".join(f"{backend} for {kind}" for kind, backend in found.items())
+    needed = {
+        "cuda": 'NCCL: init_process_group("cuda:nccl,cpu:gloo"), or train on CPU with TrainingArguments(use_cpu=True)',
+        "cpu": 'gloo: init_process_group("gloo")',
+    }
+    raise ValueError(
+        f"the process group was started with {given}, and the model is on {device.type}, which needs "
+        f"{needed.get(device.type, 'a backend of its own')}. Accelerate chooses the right one when the script does not "
+        "call init_process_group itself"
+    )
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """All ranks, for objects and tensors in the host's memory; None, which stands for the launcher's group, where that
+    one carries them. Collective when it is first called.
+
+    Objects that went over NCCL would be copied to the device and back, behind everything that it still computes.
+    """
+    return None if "cpu" in backends() else _new_control_group(dist.group.WORLD)
+
+
+@functools.cache
+def _new_control_group(world: Any) -> dist.ProcessGroup:
+    return group_of(torch.arange(dist.get_world_size()), GLOO)
+
+
+def send_on_host(value: torch.Tensor, target: int) -> None:
+    """Give a tensor to another rank over the host's memory, wherever it lies; empty ones are not sent."""
+    if value.numel():
+        dist.send(value.cpu().contiguous().view(-1).view(torch.uint8), target, group=control_group())
+
+
+def receive_on_host(out: torch.Tensor, source: int) -> None:
+    """The other end of `send_on_host`; `out` lies in the host's memory, in one piece."""
+    if out.numel():
+        dist.recv(out.view(-1).view(torch.uint8), source, group=control_group())
+
+
+def control_of(group: dist.ProcessGroup, places: torch.Tensor) -> dist.ProcessGroup:
+    """The group among the rows of `places` that objects of `group` go over: itself, or one of gloo. Collective."""
+    return group if "cpu" in backends() else group_of(places, GLOO)
+
+
+def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "") -> list[dist.ProcessGroup]:
+    """A group over each row of `places`; those that this rank is in. Collective.
+
+    Ranks outside a row only count it: where the communicator is made at its first use, that is a matter of
+    microseconds, and where it is made by splitting (`device_id` was given to `init_process_group`), all ranks must
+    take part. So no group is made by its members alone.
+
+    Args:
+        places: ranks in the launcher's group, in ascending order along the last dimension.
+        backend: None for that of the launcher's group.
+        use: a key of `MAX_CTAS`, or empty.
+    """
+    found = []
+    for row in places.reshape(-1, places.shape[-1]).tolist():
+        group = dist.new_group(row, backend=backend, pg_options=options_of(use) if backend is None else None)
+        if dist.get_rank() in row:
+            found.append(group)
+    return found
+
+
+def group_of(places: torch.Tensor, backend: str | None = None, use: str = "") -> dist.ProcessGroup:
+    """The group of this rank among the rows of `places`, where every rank is in one of them. See `make_groups`."""
+    (group,) = make_groups(places, backend, use)
+    return group
+
+
+def options_of(use: str) -> Any:
+    """What a group for this use is made with: limits of NCCL, new on each call; None for none."""
+    if use not in MAX_CTAS or NCCL not in backends().values():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MAX_CTAS[use]
+    return options
+
+
+def order_launches(pp_size: int) -> None:
+    """Let kernels of several communicators start in the order of issue, which is the same on every rank of a stage.
+
+    Without it, two ranks could each fill their SMs with a kernel that waits for the other's. Not with a pipeline, whose
+    ranks run different programs: there a receive that starts late would hold back communication that its sender waits
+    for. Takes effect when the first communicator is made.
+    """
+    if pp_size == 1 and torch.version.hip is None:  # RCCL 2.27 crashes with it
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+
+def host_name() -> str:
+    """Tells hosts apart, as NCCL does: containers on different machines may have the same name."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.environ.get("NCCL_HOSTID") or f"{platform.node()} {boot}"

@@ -1,0 +1,42 @@
+"""How many kernels a layer launches: at most what is written here, so that nobody loses what somebody has saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.kernels import Kernels, count_layer
+from support.models import tiny
+from torch.nn import functional
+
+MOST = {
+    # forward and backward of a layer with tp_size=2, products in bf16
+    "gpt2": (27, 50),
+    "gpt_neox": (37, 68),
+    "llama": (45, 93),
+    "mistral": (50, 96),
+    "mixtral": (81, 130),
+    "phimoe": (91, 114),
+    "qwen2": (48, 99),
+    "qwen3": (61, 125),
+    "qwen3_moe": (96, 157),
+}
+
+
+@pytest.mark.parametrize("family", MOST)
+def test_of_a_layer(family: str) -> None:
+    changes = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
+    kernels = count_layer(tiny(family, **changes))
+    forward, backward = kernels.total("F."), kernels.total("B.")
+    assert forward <= MOST[family][0], kernels.totals()
+    assert backward <= MOST[family][1], kernels.totals()
+    assert forward + backward == kernels.total()
+    assert forward > 0 < backward
+
+
+def test_views_and_allocations_do_not_count() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    with Kernels() as kernels, kernels.run("here"):
+        value = torch.empty(4, 2, 8).normal_()  # 1
+        value = value.transpose(0, 1).reshape(-1, 8)  # 1: it copies
+        functional.linear(value, weight).view(2, 4, 8)  # 1
+    assert kernels.totals() == {"here": 3}
