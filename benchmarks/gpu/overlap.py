@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 
 from benchmarks.gpu.links import LoneTransport, PacedTransport, Rate, holds
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import Budget, guarded, issue_and_run
+from benchmarks.gpu.timing import Budget, issue_and_run, release
 from hf_helix.operators.transport import Axis, Transport
 from hf_helix.planning.profile import Profile
 from hf_helix.report.perfetto import write_perfetto
@@ -76,8 +76,9 @@ def run(report: Report, options: Options) -> None:
     budget = Budget(0.65 * options.seconds)
     with _group_of_one():
         for length, links in sizes.cases:
-            with guarded(report, f"{length} tokens"):
+            with report.attempt(f"{length} tokens"):
                 _run_length(report, sizes, length, links, options.device, budget)
+            release()
 
 
 def _run_length(
@@ -88,8 +89,9 @@ def _run_length(
         if budget.left < 0:
             report.note(f"{length} tokens, {name}", "left out: the time for this piece is spent")
             continue
-        with guarded(report, f"{length} tokens, {name}"):
+        with report.attempt(f"{length} tokens, {name}"):
             _run_link(report, case, name)
+        release()
 
 
 def _run_link(report: Report, case: Case, link: str) -> None:

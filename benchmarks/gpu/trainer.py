@@ -21,7 +21,7 @@ import transformers
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import Budget, guarded, synchronize
+from benchmarks.gpu.timing import Budget, release, synchronize
 from benchmarks.one_process import HELIX, STOCK, make_model, make_trainer
 from hf_helix.report.flops import peak_tflops, token_flops
 
@@ -85,8 +85,9 @@ def run(report: Report, options: Options) -> None:
         if budget.left < 0:
             report.note(case.name, "left out: the time for this piece is spent")
             continue
-        with guarded(report, case.name):
+        with report.attempt(case.name):
             _run_case(report, case, options.device)
+        release()
 
 
 def _run_case(report: Report, case: Case, device: torch.device) -> None:
