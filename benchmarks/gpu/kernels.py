@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from benchmarks.gpu.bench import DRY, Bench, Shapes, us
 from benchmarks.gpu.overlap import DRY as DRY_MODEL
-from benchmarks.gpu.overlap import Case
+from benchmarks.gpu.overlap import Case, lone_workload
 from benchmarks.gpu.overlap import Sizes as ModelSizes
 from benchmarks.gpu.products import beside_blocks, fused_products, weight_gradients
 from benchmarks.gpu.report import Options, Report
@@ -188,7 +188,7 @@ def _peak(bench: Bench) -> int:
 
 def layer_kernels(bench: Bench) -> None:
     """How many kernels a decoder layer launches, forward and backward, and what the device needs for them."""
-    base = DRY_MODEL if bench.dry else ModelSizes(tp_size=2)
+    base = DRY_MODEL if bench.dry else ModelSizes(tp_size=2, vocabulary=8192)
     length = 32 if bench.dry else 4096
     one, two = (_profiled(bench, replace(base, layers=layers, microbatches=1), length) for layers in (1, 2))
     layer = {
@@ -211,7 +211,7 @@ class _Profiled:
 
 
 def _profiled(bench: Bench, sizes: ModelSizes, length: int) -> _Profiled:
-    case = Case(sizes, length, bench.device)
+    case = Case(lone_workload(sizes, bench.device), sizes, length)
 
     def work() -> None:
         case.runner.train_window(case.window)
