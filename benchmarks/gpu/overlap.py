@@ -104,8 +104,12 @@ def _run_link(report: Report, case: Case, link: str) -> None:
         predicted = {rule: predict_window(runner, profile, len(case.window)) for rule, runner in runners.items()}
         hidden = {rule: 1 - max(0.0, ran - computation) / communication for rule, (_, ran) in found.items()}
         for rule, (issued, ran) in found.items():
-            figure = f"{_ms(ran)}, issued in {_ms(issued)}, predicted {_ms(predicted[rule])}, hidden {hidden[rule]:.1%}"
-            report.note(f"{what}, {rule}", f"{figure}, {found['sequential'][1] / ran:.2f} x as fast as sequential")
+            each = issued / len(runners[rule].program(len(case.window))) * 1e6
+            report.note(
+                f"{what}, {rule}",
+                f"{_ms(ran)}, hidden {hidden[rule]:.1%}, {found['sequential'][1] / ran:.2f} x as fast as sequential, "
+                f"predicted {_ms(predicted[rule])}, issued in {_ms(issued)} ({each:.0f} us an operator)",
+            )
         best = max(PLANS, key=lambda rule: hidden[rule])
         target, expected = TARGETS.get(link, 0.0), EXPECTED.get(link, 0.0)
         figure = f"{hidden[best]:.1%} under {best} (at least {target:.0%}; {expected:.0%} was predicted)"
