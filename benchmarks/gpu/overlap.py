@@ -114,6 +114,8 @@ def _run_link(report: Report, case: Case, link: str) -> None:
         target, expected = TARGETS.get(link, 0.0), EXPECTED.get(link, 0.0)
         figure = f"{hidden[best]:.1%} under {best} (at least {target:.0%}; {expected:.0%} was predicted)"
         report.check(f"{what}, hidden", case.device.type == "cpu" or hidden[best] >= target, figure)
+        peaks = ", ".join(f"{rule} {case.peak(runner) / 2**30:.2f} GiB" for rule, runner in runners.items())
+        report.note(f"{what}, memory at most", f"{peaks} (sequential and a layer's activations more are allowed)")
         report.note(f"{what}, trace", case.trace(runners["search"], f"overlap-{case.length}-{link}.json"))
 
 
@@ -202,6 +204,15 @@ class Case:
         times = issue_and_run(lambda: runner.train_window(self.window), self.device)
         forget_gradients(runner)
         return times
+
+    def peak(self, runner: Runner) -> int:
+        """Bytes on the device at most, in a window; 0 without a GPU."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self._time(runner)
+        return torch.cuda.max_memory_allocated()
 
     def trace(self, runner: Runner, name: str) -> str:
         """Write what ran when to a file for ui.perfetto.dev; says what part of the communication ran beside
