@@ -23,6 +23,7 @@ from hf_helix.planning.scheduler import Scheduler
 from hf_helix.planning.window import Instruction, Key
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.gradients import Reduction
+from hf_helix.runtime.groups import share_object
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.strand import MicroBatch
@@ -145,9 +146,8 @@ class Runner:
         pipe = self.mesh.pipe
         if pipe.group is None:
             return logits
-        about: list[Any] = [None if logits is None else (tuple(logits.shape), logits.dtype)]
-        dist.broadcast_object_list(about, pipe.ranks[self._last], group=pipe.control)
-        shape, dtype = about[0]
+        about: Any = None if logits is None else (tuple(logits.shape), logits.dtype)
+        shape, dtype = share_object(about, pipe.ranks[self._last], pipe.ranks)
         found = torch.empty(shape, dtype=dtype, device=self.mesh.device) if logits is None else logits.contiguous()
         dist.broadcast(found, pipe.ranks[self._last], group=pipe.group)
         return found
