@@ -35,7 +35,7 @@ from hf_helix.operators.unit import (
     Unit,
     cut_bounds,
 )
-from hf_helix.operators.vocabulary import cross_entropy, lookup, noisy, token_statistics
+from hf_helix.operators.vocabulary import TokenStatistics, cross_entropy, lookup, noisy
 from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator
 
 GEMM = 4.0
@@ -310,12 +310,15 @@ class Builder:
         """
         self.logits = logits
         first, _ = cut_bounds(vocab_size, self.tp.size, self.tp.rank)
-        smoothing = self.additions.label_smoothing
-
-        def statistics(value: Tensor, targets: Tensor) -> Tensor:
-            return token_statistics(value, targets, first, smoothing, vocab_size)
-
-        value = self.local(f"{name}.statistics", statistics, logits, side=("targets",), compiles=False, effort=GEMM)
+        written_by = next((op.name for op in self._declared if logits in op.writes), "")
+        operator = TokenStatistics(
+            first,
+            vocab_size,
+            self.additions.label_smoothing,
+            overwrites=isinstance(self._operators.get(written_by), Linear),  # which keeps nothing of what it gives
+            wrap=self.compiled,
+        )
+        (value,) = self.declare(f"{name}.statistics", operator, (logits,), (f"{name}.statistics",), effort=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)
         return self.local(name, cross_entropy, value, side=("targets", "loss_scale"))
 

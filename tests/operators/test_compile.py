@@ -72,13 +72,13 @@ def test_results_are_those_without(family: str) -> None:
 
 
 def test_layers_share_a_compilation_and_shapes_do_too() -> None:
-    """Norm, rope, activation and loss: each once, and once more when a second shape comes."""
+    """Norm, rope, activation, and of the loss three: each once, and once more when a second shape comes."""
     train(tiny("llama", num_hidden_layers=1), compile=True)
     of_one = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     counters.clear()
     train(tiny("llama", num_hidden_layers=4), compile=True)
-    assert counters["stats"]["unique_graphs"] == of_one <= 8
+    assert counters["stats"]["unique_graphs"] == of_one <= 12
     assert not counters["graph_break"]
 
 
