@@ -28,8 +28,8 @@ from benchmarks.gpu.pair import Pair, environment_of, free_port
 from benchmarks.gpu.report import Options, Report
 
 CLOSE = 2e-3
-CASE_LIMIT, MEASURED_LIMIT = 60.0, 120.0
-"""Seconds without news after which a pair hangs; the second of a case that measures first."""
+CASE_LIMIT, MEASURED_LIMIT, START_LIMIT = 60.0, 120.0, 60.0
+"""Seconds without news after which a pair hangs: of a case, of one that measures first; and what a start may add."""
 PATIENCE = 3
 """Pairs that may fail before the cases that are left are given up."""
 END_LIMIT = 60.0
@@ -39,13 +39,28 @@ TRAINER = "benchmarks.gpu.rank_trainer"
 def run(report: Report, options: Options) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        numbers = range(len(CASES))
-        check_cases(report, folder, options, [number for number in numbers if not CASES[number].is_measured])
+        *first, last = in_groups(options.dry)
+        for numbers in first:
+            check_cases(report, folder, options, numbers)
         with report.attempt("a killed rank"):
             check_kill(report, folder, options.dry)
         with report.attempt("HelixTrainer under torchrun"):
             check_trainer(report, folder, options)
-        check_cases(report, folder, options, [number for number in numbers if CASES[number].is_measured])
+        check_cases(report, folder, options, last)
+
+
+def in_groups(dry: bool) -> list[list[int]]:
+    """The numbers of cases that share processes: those without a pipeline, pipelines, and last those that measure.
+
+    Pipelines have processes of their own because hf_helix lets NCCL start kernels in the order of issue
+    (`NCCL_LAUNCH_ORDER_IMPLICIT`) except with a pipeline, and NCCL reads that once in a process.
+    """
+    numbers = range(len(CASES))
+    pipelines = [number for number in numbers if CASES[number].options.get("pp_size", 1) > 1]
+    others = [number for number in numbers if number not in pipelines]
+    slow = [number for number in others if CASES[number].is_measured]
+    quick = [number for number in others if number not in slow]
+    return [[*quick, *pipelines, *slow], []] if dry else [quick, pipelines, slow]
 
 
 def check_cases(report: Report, folder: Path, options: Options, numbers: Sequence[int]) -> None:
@@ -76,7 +91,7 @@ def outcomes(numbers: Sequence[int], folder: Path, dry: bool) -> Iterator[tuple[
         given = ["--folder", str(folder), *(["--dry"] if dry else []), *map(str, left)]
         failed = ""
         with Pair("benchmarks.gpu.layouts", given, folder, "layouts", dry) as pair:
-            last = time.monotonic()
+            last = time.monotonic() + START_LIMIT
             while left and not failed:
                 over = None not in pair.statuses()
                 told = _entries(record)
