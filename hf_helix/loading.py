@@ -118,7 +118,9 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
         if not names:
             continue
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big"))
+            # `torch.manual_seed` would seed the generators of GPUs as well, which are not set back here.
+            own = int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big")
+            torch.default_generator.manual_seed(own)
             _move_in(outline.get_submodule(piece), room).apply(outline._init_weights)
         for name in names:
             places[name].copy(outline.get_parameter(name), model.get_parameter(name))

@@ -509,7 +509,7 @@ def command(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
         "LOCAL_WORLD_SIZE",
         "MASTER_ADDR",
         "MASTER_PORT",
-        "NCCL_MAX_NCHANNELS",
+        "NCCL_MAX_CTAS",
     )
     environment = {key: value for key, value in os.environ.items() if key not in launched}
     return subprocess.run(
@@ -537,7 +537,7 @@ def test_profile_measures_and_traces(model_folder: Path, tmp_path: Path, two_rul
     assert profile.about["model"].startswith("LlamaForCausalLM ")
     assert profile.about["shapes"] == "2 x 17, 2 x 17"
     assert profile.about["backend"] == "gloo"
-    assert "NCCL_MAX_NCHANNELS" not in profile.about
+    assert "NCCL_MAX_CTAS" not in profile.about
     assert [*profile.layout.units] == ["embedding", "layer", "layer", "head"]
     assert profile.pairs
     assert profile.like
@@ -605,10 +605,10 @@ def test_profile_keeps_the_best_number_of_channels(model_folder: Path, tmp_path:
     words = ("--tp_size", 2, "--sequence_length", 9, "--microbatches", 2, "--output", "chosen.json")
     done = command(tmp_path, "--model", model_folder, *words, "--nccl_channels", 4, 8)
     assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("NCCL_MAX_NCHANNELS=")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("NCCL_MAX_CTAS=")]
     found = {line.split("=")[1].split(":")[0]: float(line.split()[-2].replace(",", "")) for line in lines}
     assert found.keys() == {"4", "8"}
-    kept = load_profile(tmp_path / "chosen.json").about["NCCL_MAX_NCHANNELS"]
+    kept = load_profile(tmp_path / "chosen.json").about["NCCL_MAX_CTAS"]
     assert found[kept] == min(found.values())
     assert f"kept in chosen.json: {kept} channels" in done.stdout
 

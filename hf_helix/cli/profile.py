@@ -41,6 +41,9 @@ HANDED_ON = (
 )
 """The options that the processes of the measurement are started with."""
 
+CTAS, PEERS = "NCCL_MAX_CTAS", "NCCL_MAX_P2P_NCHANNELS"  # of collectives; of what goes from rank to rank
+CHANNELS = f"{CTAS} and {PEERS}"
+
 SIZES = {
     "tp_size": "ranks that share every layer (tensor and sequence parallelism)",
     "pp_size": "ranks of the pipeline, each with layers of its own (pipeline parallelism)",
@@ -72,7 +75,7 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("profile.json"), help="where the profile is written")
     parser.add_argument("--trace", type=Path, help="also write a Perfetto trace of a window, under the plan `greedy`")
-    channels = "measure once for each of these values of NCCL_MAX_NCHANNELS, and keep the one with the shortest window"
+    channels = f"measure once for each of these values of {CHANNELS}, and keep the one with the shortest window"
     parser.add_argument("--nccl_channels", type=int, nargs="+", help=channels)
 
 
@@ -114,14 +117,14 @@ def _choose_channels(options: argparse.Namespace) -> None:
 
     best, shortest = "", float("inf")
     for channels in options.nccl_channels:
-        _launch(options, {"NCCL_MAX_NCHANNELS": str(channels)})
+        _launch(options, {CTAS: str(channels), PEERS: str(channels)})
         profile = load_profile(options.output)
         seconds = predict(greedy(profile), profile, schedule_for(profile, options.microbatches)).seconds
-        print(f"NCCL_MAX_NCHANNELS={channels}: a window is predicted to take {seconds * 1e3:,.1f} ms")
+        print(f"{CTAS}={channels}: a window is predicted to take {seconds * 1e3:,.1f} ms")
         if seconds < shortest:
             best, shortest = options.output.read_text(), seconds
     options.output.write_text(best)
-    print(f"kept in {options.output}: {json.loads(best)['about'].get('NCCL_MAX_NCHANNELS')} channels")
+    print(f"kept in {options.output}: {json.loads(best)['about'].get(CTAS)} channels")
 
 
 def _measure(options: argparse.Namespace) -> None:
@@ -158,8 +161,7 @@ def _measure(options: argparse.Namespace) -> None:
     )
     window = work.window(options.microbatches, options.batch_size, options.sequence_length)
     about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
-    if "NCCL_MAX_NCHANNELS" in os.environ:
-        about["NCCL_MAX_NCHANNELS"] = os.environ["NCCL_MAX_NCHANNELS"]
+    about |= {name: os.environ[name] for name in (CTAS, PEERS) if name in os.environ}
     with progress_bar(dist.get_rank() == 0) as progress:
         profile = measure_profile(
             work.runner, window, about, progress=lambda share: progress("measuring operators", share)

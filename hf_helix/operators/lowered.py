@@ -23,12 +23,12 @@ class LoweredWeights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Around a window: micro-batches, forward and backward share what is made meanwhile."""
-        self._kept = {}
+        """Around a window, or several: micro-batches, forward and backward share what is made meanwhile."""
+        before, self._kept = self._kept, {} if self._kept is None else self._kept
         try:
             yield
         finally:
-            self._kept = None
+            self._kept = before
 
     def of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The weights one below the other; itself where there is one, of this type already.

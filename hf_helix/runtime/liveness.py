@@ -1,10 +1,11 @@
 """Liveness: when one rank fails, every rank ends soon and says which one it was.
 
-In:   heartbeats of all ranks and the first error of any, through a small store of its own beside the process group.
+In:   heartbeats of all ranks and the first error of any, through the store that the process group was made with.
 Out:  an error that names the rank; a process that ends.
 Must hold: the watch never ends a healthy run: a rank counts as dead only after `DEAD_AFTER` seconds without a
-heartbeat, or when communication with it has failed. Process groups are destroyed at exit, unless the run failed. What
-is printed at the end is left to `endings`.
+heartbeat, or when communication with it has failed. What the store does in a second does not grow with the number of
+ranks: rank 0 watches all of them, the others watch rank 0 and what any has said of its end. Process groups are
+destroyed at exit, unless the run failed. What is printed at the end is left to `endings`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,26 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from hf_helix.runtime import endings
+from hf_helix.runtime.groups import control_group
 from hf_helix.runtime.mesh import forget_meshes
 
-INTERVAL = 0.5
+SHORTEST, LONGEST = 0.5, 4.0  # seconds between two heartbeats of a rank
+RANKS_A_SECOND = 256  # that send one, at most: the store is one thread of one process
 DEAD_AFTER = 30.0
-GRACE = 5.0
+GRACE = 5.0  # longer than `LONGEST`, so that whoever ends is heard before
+
+FAILED, LEFT, TOLD = "failed", b"left", b" told"
 
 
 class RankFailure(RuntimeError):
@@ -34,21 +43,41 @@ class RankFailure(RuntimeError):
 
 
 class Watch:
-    """Heartbeats of this rank and an eye on the others. One per process, see `start_watch`."""
+    """Heartbeats of this rank and an eye on the others. One per process, see `start_watch`.
+
+    The heartbeat of a rank is a number, with " told" behind it once the rank has said why it ends, or "left".
+
+    Args:
+        rank, world: this rank, of so many.
+        store: that all ranks have in common, empty.
+    """
 
     has_spoken = False  # whether this rank has said why it ends
 
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.world = dist.get_world_size()
-        self._store = self._connect()
+    def __init__(self, rank: int, world: int, store: Store) -> None:
+        self.rank = rank
+        self.world = world
+        self.interval = interval_of(world)
+        self._store = store
         self._stop = threading.Event()
+        self._watched = range(world) if rank == 0 else range(1)
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._in_step = False
+        self._count = 0
         self._failure = ""  # what another rank has said of its end
+        self._has_told = False
         self._dead: set[int] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="hf_helix-liveness", daemon=True)
+        self._beat()
+        if rank == 0:
+            store.wait([_beat_of(other) for other in range(world)])
+            store.set(FAILED, "")
+        else:
+            store.wait([FAILED])
+
+    def start(self) -> None:
+        """Watch from now on, in a thread."""
         self._thread.start()
 
     @contextlib.contextmanager
@@ -80,41 +109,27 @@ class Watch:
         """
         first = why
         with contextlib.suppress(Exception):
-            first = self._store.compare_set("failed", "", why).decode()
-            self._store.set(f"told/{self.rank}", "1")
+            first = self._store.compare_set(FAILED, "", why).decode()
+            self._has_told = True
+            self._beat()
             deadline = time.monotonic() + (GRACE if self.rank == 0 or not follows else 0)
-            while time.monotonic() < deadline and any(not self._has_heard(other) for other in range(self.world)):
-                time.sleep(INTERVAL / 5)
+            while time.monotonic() < deadline and not self._all_have_heard():
+                time.sleep(SHORTEST / 5)
         return first
-
-    def _has_heard(self, other: int) -> bool:
-        gone = other in self._dead or self._store.check([f"left/{other}"])
-        return gone or self._store.check([f"told/{other}"])
 
     def close(self) -> None:
         """Stop watching; this rank leaves in good order."""
-        with contextlib.suppress(Exception):
-            self._store.set(f"left/{self.rank}", "1")
         self._stop.set()
-        self._thread.join(2 * INTERVAL)
-
-    def _connect(self) -> TCPStore:
-        host = os.environ.get("MASTER_ADDR", "localhost")
-        server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.rank == 0 else None
-        port: list[int | None] = [server.port if server else None]
-        dist.broadcast_object_list(port, src=0)
-        assert port[0] is not None
-        return server or TCPStore(host, port[0], is_master=False)
+        self._thread.join(2 * SHORTEST)
+        with contextlib.suppress(Exception):
+            self._store.set(_beat_of(self.rank), LEFT.decode())
 
     def _run(self) -> None:
-        count = 0
-        while not self._stop.wait(INTERVAL):
+        while not self._stop.wait(self.interval):
             try:
-                count += 1
-                self._store.set(f"alive/{self.rank}", str(count))
-                failure = self._read_failure() or self._silent(DEAD_AFTER, self._seen)
+                failure = self._round()
             except Exception:
-                # The store lives in rank 0. It may have left in good order, so only a step that hangs is ended.
+                # The store may live in rank 0. It may have left in good order, so only a step that hangs is ended.
                 failure = "rank 0 died or has ended: its store is gone"
                 self._stop.wait(DEAD_AFTER if not self._in_step else GRACE)
                 if not self._in_step:
@@ -122,14 +137,37 @@ class Watch:
             if failure:
                 self._end(failure)
 
-    def _read_failure(self) -> str:
-        with self._lock:  # both threads read
-            if not self._failure and self._store.check(["failed"]):
-                self._failure = self._store.get("failed").decode()
+    def _round(self) -> str:
+        """Give a sign of life and look for those of others, in two requests; returns why this rank must end."""
+        self._beat()
+        failure = self._look(self._watched, DEAD_AFTER, self._seen)
+        if failure and not self._failure:
+            failure = self._store.compare_set(FAILED, "", failure).decode()  # so that the others know
+        return failure
+
+    def _beat(self) -> None:
+        self._count += 1
+        self._store.set(_beat_of(self.rank), f"{self._count}{TOLD.decode() if self._has_told else ''}")
+
+    def _look(self, others: Sequence[int], limit: float, seen: dict[int, tuple[bytes, float]]) -> str:
+        """What a rank has said of its end, or who has been silent for long; in one request."""
+        with self._lock:  # both threads look
+            if not self._failure:
+                failed, *beats = self._store.multi_get([FAILED, *map(_beat_of, others)])
+                if not failed:
+                    return self._silent(dict(zip(others, beats, strict=True)), limit, seen)
+                self._failure = failed.decode()
                 if not _failed:  # a rank whose own error ends it says that
                     self._say(self._failure)
-                self._store.set(f"told/{self.rank}", "1")
+                self._has_told = True
+                self._beat()
         return self._failure
+
+    def _beats(self) -> Iterator[tuple[int, bytes]]:
+        return enumerate(self._store.multi_get([*map(_beat_of, range(self.world))]))
+
+    def _all_have_heard(self) -> bool:
+        return all(other in self._dead or beat == LEFT or beat.endswith(TOLD) for other, beat in self._beats())
 
     def _say(self, failure: str) -> None:
         """Say, once, that this rank ends because of another."""
@@ -137,34 +175,34 @@ class Watch:
             self.has_spoken = True
             endings.say_line(self.rank, failure)
 
-    def _silent(self, limit: float, seen: dict[int, tuple[bytes, float]]) -> str | None:
-        """Of the ranks without a sign of life for so long, the one that has been silent longest."""
+    def _silent(self, beats: dict[int, bytes], limit: float, seen: dict[int, tuple[bytes, float]]) -> str:
+        """Of the ranks without a new heartbeat for so long, the one that has been silent longest."""
         now, silent = time.monotonic(), []
-        for other in range(self.world):
-            if other == self.rank or self._store.check([f"left/{other}"]):
+        for other, beat in beats.items():
+            if other == self.rank or beat == LEFT:
                 continue
-            beat = self._store.get(f"alive/{other}") if self._store.check([f"alive/{other}"]) else b""
             if seen.get(other, (None, 0.0))[0] != beat:
                 seen[other] = (beat, now)
             elif now - seen[other][1] > limit:
                 silent.append((seen[other][1], other))
         if not silent:
-            return None
+            return ""
         _, dead = min(silent)
         self._dead.add(dead)
         return f"rank {dead} died: no sign of life for {limit:.0f} s"
 
     def find_culprit(self) -> str | None:
         """Whose fault a communication error is: wait until a rank has said so or has fallen silent."""
-        deadline = time.monotonic() + GRACE + 4 * INTERVAL
+        limit = 4 * self.interval
+        deadline = time.monotonic() + GRACE + limit
         seen: dict[int, tuple[bytes, float]] = {}
         try:
             while time.monotonic() < deadline:
-                found = self._read_failure() or self._silent(4 * INTERVAL, seen)
+                found = self._look(range(self.world), limit, seen)
                 if found:
                     return found
-                time.sleep(INTERVAL)
-            gone = [r for r in range(self.world) if self._store.check([f"left/{r}"])]
+                time.sleep(self.interval)
+            gone = [other for other, beat in self._beats() if beat == LEFT]
         except Exception:
             return self._failure or "rank 0 died: the connection to it is gone"
         if gone:
@@ -180,16 +218,53 @@ class Watch:
         os._exit(1)
 
 
+def interval_of(world: int) -> float:
+    """Seconds between two heartbeats of a rank."""
+    return min(max(SHORTEST, world / RANKS_A_SECOND), LONGEST)
+
+
+def _beat_of(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _connect() -> Store:
+    """A connection of our own to the store of the process group, since another thread may wait on the one there is.
+
+    Under torchrun that store is the launcher's, which outlives the ranks. Where it is one that cannot read several keys
+    at once, such as a file, rank 0 opens another. Collective.
+    """
+    store: Any = _get_default_store()
+    if store.has_extended_api():
+        return PrefixStore(f"hf_helix/{_from_rank_0(uuid.uuid4().hex)}", store.clone())
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    port = int(_from_rank_0(str(server.port if server else 0)))
+    return server or TCPStore(host, port, is_master=False)
+
+
+def _from_rank_0(text: str) -> str:
+    box = [text]
+    dist.broadcast_object_list(box, src=0, group=control_group())
+    return box[0]
+
+
 _watch: Watch | None = None
+_group: Callable[[], object] | None = None  # a weak reference to the one whose ranks are watched
 _failed = False
 _status = 1  # of this process, once it has failed
 
 
 def start_watch() -> Watch | None:
     """The watch of this process, started on first use; None where there is only one process. Collective."""
-    global _watch
-    if _watch is None and dist.is_initialized() and dist.get_world_size() > 1:
-        _watch = Watch()
+    global _watch, _group
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return _watch
+    world = dist.group.WORLD
+    if _group is None or _group() is not world:  # also where the group was destroyed, with its store, and made again
+        if _watch is not None:
+            _watch.close()
+        _watch, _group = Watch(dist.get_rank(), dist.get_world_size(), _connect()), weakref.ref(world)
+        _watch.start()
         install_hook()
     return _watch
 

@@ -256,7 +256,7 @@ def _bubble_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
 def _timed(work: Callable[[], Any], runner: Runner) -> float:
     runner.executor.streams.synchronize()
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(group=control_group())
     start = time.perf_counter()
     work()
     runner.executor.streams.synchronize()

@@ -7,10 +7,13 @@ Must hold: nothing is recorded, and nothing costs anything, while no trace is gi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 COLLECTIVE = {"local", "cross"}
+
+Interval = tuple[float, float]
+"""Start and end, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +48,13 @@ class Trace:
 
     def beside(self, stream: str | None = None) -> float:
         """Seconds of communication that ran beside computation; of one stream, if it is given."""
-        total, rest = 0.0, self._union(compute=True)
-        for start, end in self._union(compute=False, stream=stream):
-            total += sum(max(0.0, min(end, b) - max(start, a)) for a, b in rest if b > start and a < end)
-        return total
+        return sum(end - start for start, end in common(self._union(compute=False, stream=stream), self._union(True)))
 
     def communicating(self) -> list[str]:
         """The streams on which collectives ran."""
         return sorted({span.stream for span in self.spans} & COLLECTIVE)
 
-    def _union(self, compute: bool, stream: str | None = None) -> list[tuple[float, float]]:
+    def _union(self, compute: bool, stream: str | None = None) -> list[Interval]:
         return merge(
             (s.start, s.end)
             for s in self.spans
@@ -62,12 +62,25 @@ class Trace:
         )
 
 
-def merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
     """Overlapping intervals joined, in order."""
-    merged: list[tuple[float, float]] = []
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
             merged.append((start, end))
     return merged
+
+
+def common(first: Sequence[Interval], second: Sequence[Interval]) -> Iterator[Interval]:
+    """Where intervals of both overlap; each must be as `merge` returns them."""
+    a = b = 0
+    while a < len(first) and b < len(second):
+        start, end = max(first[a][0], second[b][0]), min(first[a][1], second[b][1])
+        if start < end:
+            yield start, end
+        if first[a][1] < second[b][1]:
+            a += 1
+        else:
+            b += 1

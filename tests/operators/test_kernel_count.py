@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernels import Kernels, count_layer
+from support.kernel_counts import Kernels, count_layer
 from support.models import tiny
 from torch.nn import functional
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernels import count_layer
+from support.kernel_counts import count_layer
 from support.models import tiny
 from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm

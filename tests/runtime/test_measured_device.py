@@ -6,6 +6,7 @@ are computed on CPU meanwhile.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,3 +136,19 @@ def test_without_the_hold_the_host_would_be_measured(gpu: SlowHost, monkeypatch:
     monkeypatch.setattr(profiler, "ISSUING", 0.0)
     found = measured(gpu)
     assert list(found.times.values()) == pytest.approx([LAUNCHING] * len(found.times))
+
+
+def test_a_gpu_is_known_by_what_times_depend_on(gpu: SlowHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured with other settings of NCCL is another case of the cache; its log files change nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(profiler.dist, "is_nccl_available", lambda: True)
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    plain = profiler._gpu(torch.device("cuda"))
+    assert plain | {"device": "a GPU", "devices_per_host": "8", "nccl": "2.28.9", "nccl_settings": ""} == plain
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert profiler._gpu(torch.device("cuda")) == plain
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    assert profiler._gpu(torch.device("cuda"))["nccl_settings"] == "NCCL_MAX_CTAS=8"
