@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,9 @@ def run(report: Report, options: Options) -> None:
         *first, last = in_groups(options.dry)
         for numbers in first:
             check_cases(report, folder, options, numbers)
-        with report.attempt("a killed rank"):
-            check_kill(report, folder, options.dry)
-        with report.attempt("HelixTrainer under torchrun"):
-            check_trainer(report, folder, options)
+        with ThreadPoolExecutor(1 if options.dry else 2) as threads:  # they start slowly, and then mostly wait
+            for check in (check_kill, check_trainer):
+                threads.submit(check, report, folder, options)
         check_cases(report, folder, options, last)
 
 
@@ -150,8 +150,13 @@ def _stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def check_kill(report: Report, folder: Path, dry: bool) -> None:
+def check_kill(report: Report, folder: Path, options: Options) -> None:
     """Rank 1 of a training run is killed; rank 0 ends by itself and says who it was."""
+    with report.attempt("a killed rank"):
+        _kill(report, folder, options.dry)
+
+
+def _kill(report: Report, folder: Path, dry: bool) -> None:
     mark = folder / "training"
     given = ["--folder", str(folder / "killed"), "--mark", str(mark), "--steps", "100000"]
     given += ["--plan", "greedy", *(["--dry"] if dry else [])]
@@ -178,6 +183,11 @@ def check_kill(report: Report, folder: Path, dry: bool) -> None:
 
 def check_trainer(report: Report, folder: Path, options: Options) -> None:
     """HelixTrainer on two ranks of torchrun, and the stock Trainer in one process: the losses they log."""
+    with report.attempt("HelixTrainer under torchrun"):
+        _train(report, folder, options)
+
+
+def _train(report: Report, folder: Path, options: Options) -> None:
     dry = ["--dry"] if options.dry else []
     stock, helix = folder / "trainer-stock", folder / "trainer-helix"
     alone = [sys.executable, "-m", TRAINER, "--stock", "--folder", str(stock), *dry]
