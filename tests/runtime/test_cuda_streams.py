@@ -209,15 +209,8 @@ def test_streams_of_a_device_are_cudas() -> None:
 
 # A window has MICROBATCHES micro-batches and two layers. Each of these empties the queue to the device once.
 LAYERS = 2 * MICROBATCHES
-EXPERTS = {
-    # How many tokens go to each expert, where `bincount` finds its own length.
-    "operators/experts.py:Permute.forward bincount": LAYERS,
-    # The counts of both sides, for each of four exchanges: there and back, forward and backward.
-    "operators/experts.py:Exchange.prepare.<locals>.<genexpr> tolist": 8 * LAYERS,
-    # Without bf16 there is no grouped GEMM: of two linears twice forward, input gradient and weight gradients.
-    "operators/experts.py:_grouped tolist": 8 * LAYERS,
-    "operators/experts.py:_add_products tolist": 4 * LAYERS,
-}
+# How many tokens go to each expert, and to each rank, is read once a layer, by forward; backward finds it there.
+EXPERTS = {"operators/tally.py:Reading.numbers tolist": LAYERS}
 WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "dense": ({"tp_size": 2}, {}),
     "recomputed": ({"tp_size": 2, "recompute": "selective", "products": BF16}, {}),
@@ -231,7 +224,6 @@ WAITS: dict[str, tuple[Case, dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", WAITS)
 def test_how_often_the_host_waits_in_a_window(name: str) -> None:
-    """Never in a dense model. The aim for dropless experts is once a layer; until then every wait has a reason
-    above."""
+    """Never in a dense model, and once a layer with dropless experts."""
     case, expected = WAITS[name]
     assert dict(watched(case).waits) == expected
