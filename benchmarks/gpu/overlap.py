@@ -60,7 +60,7 @@ class Sizes:
     tp_size: int = 8
     microbatches: int = 8
     repeats: int = 5
-    searching: float = 0.5
+    searching: float = 0.1
     cases: tuple[tuple[int, str], ...] = (
         (8192, "spin"),
         (8192, "copy"),
