@@ -2,7 +2,8 @@
 
 Each group prints what was expected before it was first measured, then what was found. Asked for are a fused RMSNorm at
 least three times as fast as that of Transformers where ranks hold a shard of the tokens, and a matrix product that adds
-into an fp32 gradient faster than a product and a sum, and as exactly."""
+into an fp32 gradient faster than a product and a sum, and as exactly.
+"""
 
 from __future__ import annotations
 
