@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help install demo test test-slow fuzz lint format docs bench clean
+.PHONY: help install demo test test-slow fuzz lint format docs bench gpu-check gpu-check-dry clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,12 @@ docs: $(STAMP)  ## write what the pages take from the code: options, model class
 bench: $(STAMP)  ## step time on one process against the stock Trainer, and the executor's cost per operator
 	$(BIN)/python benchmarks/one_process.py
 	$(BIN)/python benchmarks/executor_overhead.py
+
+gpu-check:  ## check the package on a GPU; PYTHON=... is a Python that has torch with CUDA, transformers and accelerate
+	$(PYTHON) -m benchmarks.gpu
+
+gpu-check-dry: $(STAMP)  ## the same on the CPU with tiny sizes: shows that the checks run
+	$(BIN)/python -m benchmarks.gpu --dry
 
 clean:  ## remove what was built
 	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_helix.operators.unit import Placement
-from hf_helix.runtime.groups import receive_on_host, send_on_host
+from hf_helix.runtime.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.mesh import Mesh, world_size
 from hf_helix.runtime.stage import Stage
 
@@ -55,12 +55,12 @@ def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owne
         return whole if pipe.rank == 0 else None
     if pipe.rank == owner:
         assert whole is not None
-        dist.send_object_list([tuple(whole.shape), whole.dtype], pipe.ranks[0], group=pipe.control)
+        dist.send_object_list([tuple(whole.shape), whole.dtype], pipe.ranks[0], group=control_group())
         send_on_host(whole, pipe.ranks[0])
     if pipe.rank > 0:
         return None
     about: list[Any] = [None, None]
-    dist.recv_object_list(about, pipe.ranks[owner], group=pipe.control)
+    dist.recv_object_list(about, pipe.ranks[owner], group=control_group())
     shape, dtype = about
     arrived = torch.empty(shape, dtype=dtype)
     receive_on_host(arrived, pipe.ranks[owner])

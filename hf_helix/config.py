@@ -93,6 +93,9 @@ class HelixConfig:
         without: what plans must not use, for ablations (the paper's figure 15): `local` or `cross` (communication of
             that kind is never overlapped), `comm_beside_comm` (both kinds share one stream), `wgrad` (weight gradients
             stay where they are). Given in YAML as a list.
+        compile: compile what lies between matrix products, attention and communication (norms, ropes, activations, the
+            loss) with `torch.compile`: fewer kernels on a GPU, at the price of a minute at the start. Results differ
+            within the rounding of their type.
         cache: keep measurements and chosen plans on disk, so that the next run of the same case starts at once; in
             `$HELIX_CACHE`, by default the folder `hf_helix` in Hugging Face's cache.
         link: emulate a link of this speed between the ranks (CPU only): "300mbit", "10gbit", "300mbit,1ms" with a
@@ -112,6 +115,7 @@ class HelixConfig:
     schedule: str = "w"
     profile: str | None = None
     without: tuple[str, ...] = ()
+    compile: bool = False
     cache: bool = True
     layers_per_stage: tuple[int, ...] | None = None
     shard_optimizer: bool = False
@@ -142,7 +146,7 @@ class HelixConfig:
             if not isinstance(value, str) or not value:
                 example = "auto" if name == "plan" else "w"
                 raise TypeError(f"{name} must be a string, such as {example!r}; got {value!r}")
-        for name in ("cache", "shard_optimizer"):
+        for name in ("cache", "compile", "shard_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, such as {name}=True; got {getattr(self, name)!r}")
         self._check_share()

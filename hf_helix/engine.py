@@ -165,7 +165,7 @@ class Engine:
         """Which units are on this rank. `modes`: see `modes_of`."""
         config, mesh = self.config, self.mesh
         ways = config.cp_method, config.expert_capacity_factor
-        sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device)
+        sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
         units = recompute_units(self.family.units(self.base, sharing, additions), modes)
         self._called = [*self.family.side_modules(self.base), *(module for unit in units for module in unit.called)]
         check_forwards(self.model, self.base, self.family, self._called)

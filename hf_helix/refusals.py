@@ -69,7 +69,11 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("bf16_full_eval", bool, "bf16_full_eval=False: it would cast the model that is trained"),
     ("deepspeed", bool, "deepspeed=None: hf_helix cuts the model itself"),
     ("fsdp", bool, "fsdp=None: hf_helix cuts the model itself"),
-    ("torch_compile", bool, "torch_compile=False: operators are issued one by one"),
+    (
+        "torch_compile",
+        bool,
+        "torch_compile=False, operators are issued one by one; HelixConfig(compile=True)",
+    ),
     ("auto_find_batch_size", bool, "auto_find_batch_size=False: ranks would find different sizes"),
     ("use_liger_kernel", bool, "use_liger_kernel=False: it replaces the layers that hf_helix cuts"),
     ("torch_empty_cache_steps", bool, "torch_empty_cache_steps=None: memory is planned"),

@@ -31,7 +31,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from hf_helix.checkpoint import join_slices
 from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.runtime.agreement import agree_on_success, decide_on_rank_0
-from hf_helix.runtime.groups import control_group, receive_on_host, send_on_host
+from hf_helix.runtime.groups import control_group, gather_objects, receive_on_host, send_on_host
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 from hf_helix.safetensors_file import FileLayout, write_slice
@@ -124,9 +124,7 @@ def _outlines(model: Any, stage: Stage, mesh: Mesh) -> dict[str, Tensor]:
         if owners.get(tensor, stage.rank) == stage.rank
     }
     if mesh.pipe.group is not None:
-        found: list[Any] = [None] * mesh.pipe.size
-        dist.all_gather_object(found, shapes, group=mesh.pipe.control)
-        shapes = {name: shape for part in found for name, shape in part.items()}
+        shapes = {name: shape for part in gather_objects(shapes, mesh.pipe.ranks) for name, shape in part.items()}
     return {name: torch.empty(shapes[name], dtype=tensors[name].dtype, device="meta") for name in tensors}
 
 

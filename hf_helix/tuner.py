@@ -225,6 +225,7 @@ class Tuner:
         about = {**machine(runner), **self._about, "shapes": ", ".join(batch.shape for batch in timed)}
         key = {**about, "plan": self.config.plan, "without": " ".join(self.config.without)}
         key |= {"profile": digest_of(self.config.profile), "schedule": self.config.schedule}
+        key |= {"compile": str(self.config.compile)}
         return _Case(timed, len(window), about, key)
 
     def _affordable(self, runner: Runner, steps_left: int) -> Effort | None:

@@ -46,6 +46,7 @@ def test_the_defaults_are_one_rank_and_auto():
         "schedule": "w",
         "profile": None,
         "without": (),
+        "compile": False,
         "cache": True,
         "layers_per_stage": None,
         "shard_optimizer": False,

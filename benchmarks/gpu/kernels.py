@@ -7,10 +7,8 @@ least 1.5 times as fast as a product and a sum.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,66 +17,13 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from benchmarks.gpu.links import Kernel
+from benchmarks.gpu.bench import DRY, Bench, Shapes, us
 from benchmarks.gpu.overlap import DRY as DRY_MODEL
-from benchmarks.gpu.overlap import Case
+from benchmarks.gpu.overlap import Case, lone_workload
 from benchmarks.gpu.overlap import Sizes as ModelSizes
+from benchmarks.gpu.products import beside_blocks, fused_products, weight_gradients
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import CYCLES_PER_SECOND, Budget, Work, device_seconds, guarded, issue_and_run, synchronize
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Sizes of Llama-3 8B, and how many tokens."""
-
-    tokens: int = 8192
-    hidden: int = 4096
-    intermediate: int = 14336
-    head_dim: int = 128
-    heads: int = 32
-    kv_heads: int = 8
-    vocabulary: int = 128256
-    square: int = 8192
-
-
-DRY = Shapes(64, 32, 64, 8, 8, 2, 128, 64)
-
-
-class Bench:
-    """Times work and tells what was found.
-
-    Args:
-        shapes: sizes.
-        device: to run on.
-    """
-
-    def __init__(self, report: Report, shapes: Shapes, device: torch.device) -> None:
-        self.report = report
-        self.shapes = shapes
-        self.device = device
-        self.dry = device.type != "cuda"
-
-    def seconds(self, work: Work, repeats: int = 15) -> float:
-        """Of the device, for one call."""
-        return device_seconds(work, self.device, repeats)
-
-    def random(self, *size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Normal values."""
-        return torch.randn(size, device=self.device).to(dtype)
-
-    def attempt(self, name: str, work: Work, expected: str = "") -> float | None:
-        """Tell the time of a variant that may not exist; None if it does not."""
-        try:
-            found = self.seconds(work)
-        except Exception as error:
-            self.report.note(name, f"does not work: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
-            return None
-        self.report.note(name, us(found) + (f" ({expected} expected)" if expected else ""))
-        return found
-
-    def check(self, name: str, passed: bool, figure: str) -> None:
-        """A dry run asks for nothing."""
-        self.report.check(name, self.dry or passed, figure)
+from benchmarks.gpu.timing import Budget, Work, issue_and_run, release, synchronize
 
 
 def run(report: Report, options: Options) -> None:
@@ -89,8 +34,9 @@ def run(report: Report, options: Options) -> None:
         if budget.left < 0:
             report.note(group.__name__, "left out: the time for this piece is spent")
             continue
-        with guarded(report, group.__name__):
+        with report.attempt(group.__name__):
             group(bench)
+        release()
 
 
 def ceilings(bench: Bench) -> None:
@@ -143,89 +89,6 @@ def _forward_and_backward(
     return ahead, both - ahead
 
 
-def weight_gradients(bench: Bench) -> None:
-    """Adding a product of bf16 matrices to a gradient in fp32: which calls can, and what each takes."""
-    shapes = bench.shapes
-    for outputs, what in ((shapes.intermediate // 8, "gate at tp8"), (shapes.intermediate, "gate at tp1")):
-        rows, value = bench.random(shapes.tokens, outputs), bench.random(shapes.tokens, shapes.hidden)
-        grad = torch.zeros(outputs, shapes.hidden, device=bench.device)
-        _weight_gradient(bench, what, grad, rows.t(), value)
-        _check_sum(bench, what, grad, rows.t(), value)
-
-
-def _weight_gradient(bench: Bench, what: str, grad: Tensor, left: Tensor, value: Tensor) -> None:
-    now = bench.attempt(f"W, {what}: grad += a @ b", lambda: grad.add_(left @ value))
-    bench.attempt(f"W, {what}: a @ b in bf16 alone", lambda: left @ value)
-    wide = torch.float32
-    variants: dict[str, Work] = {
-        "addmm(grad, a, b, out_dtype=fp32, out=grad)": lambda: torch.addmm(grad, left, value, out_dtype=wide, out=grad),
-        "aten.addmm.dtype_out(grad, a, b, fp32, out=grad)": lambda: torch.ops.aten.addmm.dtype_out(
-            grad, left, value, wide, out=grad
-        ),
-        "addmm(grad, a, b, out_dtype=fp32)": lambda: torch.addmm(grad, left, value, out_dtype=wide),
-        "grad += mm(a, b, out_dtype=fp32)": lambda: grad.add_(torch.mm(left, value, out_dtype=wide)),
-        "grad.addmm_(a, b)": lambda: grad.addmm_(left, value),
-    }
-    found = {name: bench.attempt(f"W, {what}: {name}", work) for name, work in variants.items()}
-    best = min((seconds for seconds in found.values() if seconds is not None), default=None)
-    if now is not None and best is not None:
-        figure = f"{now / best:.2f} x as fast as a product and a sum (at least 1.5 x; 1.2 x expected)"
-        bench.check(f"W into fp32, {what}", now / best >= 1.5, figure)
-
-
-def _check_sum(bench: Bench, what: str, grad: Tensor, left: Tensor, value: Tensor) -> None:
-    """That the fused sum is right, and in fp32: against a product in fp32."""
-    start = torch.randn_like(grad)
-    wanted = start + left.float() @ value.float()
-    total = start.clone()
-    try:
-        torch.addmm(total, left, value, out_dtype=torch.float32, out=total)
-    except Exception as error:
-        bench.report.note(f"W, {what}: error of the fused sum", f"not known: {type(error).__name__}")
-        return
-    errors = [((found - wanted).norm() / wanted.norm()).item() for found in (total, start + left @ value)]
-    figure = f"{errors[0]:.1e} fused, {errors[1]:.1e} by a product and a sum (fused is to be at most as large)"
-    bench.check(f"W, {what}: error against fp32", errors[0] <= errors[1] * 1.01, figure)
-
-
-def fused_products(bench: Bench) -> None:
-    """One product for q, k and v, and for gate and up, against one for each."""
-    shapes = bench.shapes
-    for tp in (8, 2, 1):
-        q, kv = shapes.heads * shapes.head_dim // tp, max(1, shapes.kv_heads * shapes.head_dim // tp)
-        _fused_product(bench, f"q, k, v at tp{tp}", (q, kv, kv))
-        _fused_product(bench, f"gate, up at tp{tp}", (shapes.intermediate // tp,) * 2)
-
-
-def _fused_product(bench: Bench, what: str, parts: Sequence[int]) -> None:
-    tokens, hidden = bench.shapes.tokens, bench.shapes.hidden
-    value = bench.random(tokens, hidden)
-    weights = [bench.random(part, hidden) for part in parts]
-    gradients = [bench.random(tokens, part) for part in parts]
-    whole, joined = torch.cat(weights), torch.cat(gradients, 1)
-    apart = [
-        bench.seconds(lambda: [functional.linear(value, weight) for weight in weights]),
-        bench.seconds(lambda: _summed(gradients, weights)),
-        bench.seconds(lambda: [gradient.t() @ value for gradient in gradients]),
-    ]
-    together = [
-        bench.seconds(lambda: functional.linear(value, whole)),
-        bench.seconds(lambda: joined @ whole),
-        bench.seconds(lambda: joined.t() @ value),
-    ]
-    figures = [f"{letter} {us(a)} -> {us(b)}" for letter, a, b in zip("FIW", apart, together, strict=True)]
-    expected = "1.3 x" if what == "q, k, v at tp8" else "1.05-1.1 x"
-    gain = sum(apart) / sum(together)
-    bench.report.note(f"one product for {what}", f"{', '.join(figures)}: {gain:.2f} x ({expected} expected)")
-
-
-def _summed(gradients: list[Tensor], weights: list[Tensor]) -> Tensor:
-    total = gradients[0] @ weights[0]
-    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        total.addmm_(gradient, weight)
-    return total
-
-
 def casts(bench: Bench) -> None:
     """Casting the weights of a layer from fp32 to bf16, and of what passes between operators."""
     shapes = bench.shapes
@@ -268,72 +131,6 @@ def _host_each(bench: Bench, work: Work, count: int = 200) -> float:
             work()
 
     return statistics.median(issue_and_run(many, bench.device)[0] for _ in range(5)) / count
-
-
-def beside_blocks(bench: Bench) -> None:
-    """A product beside a kernel that holds 16 or 32 multiprocessors, with and without leaving them out."""
-    if bench.dry:
-        bench.report.note("products beside held multiprocessors", "need a GPU")
-        return
-    shapes = bench.shapes
-    side = torch.cuda.Stream(priority=-1)
-    for rows, inner, columns, what in (
-        (shapes.tokens, shapes.hidden, shapes.intermediate // 8, "gate at tp8"),
-        (shapes.tokens, shapes.hidden, shapes.intermediate, "gate at tp1"),
-    ):
-        a, b = bench.random(rows, inner), bench.random(inner, columns)
-        for library in ("cublas", "cublaslt"):
-            with _library(library):
-                figures = _held(bench, lambda a=a, b=b: a @ b, side)
-            bench.report.note(f"product beside held multiprocessors, {what}, {library}", "; ".join(figures))
-
-
-def _held(bench: Bench, work: Work, side: torch.cuda.Stream) -> list[str]:
-    alone = bench.seconds(work)
-    figures = [f"alone {us(alone)}"]
-    for blocks in (1, 16, 32):
-        ideal = 132 / (132 - blocks)
-        for carveout in (None, blocks):
-            found = _beside(work, Kernel(blocks), 0.002 + 30 * alone, side, carveout)
-            said = "with carve-out" if carveout else "plain"
-            figures.append(f"{blocks} held, {said} {found / alone:.2f} x")
-        figures[-1] += f" (ideal {ideal:.2f} x)"
-    return figures
-
-
-def _beside(work: Work, hold: Kernel, seconds: float, side: torch.cuda.Stream, carveout: int | None) -> float:
-    """Median seconds of a call while `hold` runs on another stream."""
-    nothing = torch.empty(16, device="cuda")
-    torch._C._set_sm_carveout_experimental(carveout)
-    try:
-        work()
-        torch.cuda.synchronize()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
-        started = torch.cuda.Event()
-        torch.cuda._sleep(int(CYCLES_PER_SECOND * 0.005))
-        started.record()
-        side.wait_event(started)
-        with torch.cuda.stream(side):
-            hold(nothing, nothing, seconds)
-        torch.cuda._sleep(int(CYCLES_PER_SECOND * 0.0005))  # until the other kernel is resident
-        for event in events:
-            event.record()
-            work()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events[1:])) / 1e3
-    finally:
-        torch._C._set_sm_carveout_experimental(None)
-
-
-@contextlib.contextmanager
-def _library(name: str) -> Iterator[None]:
-    """Matrix products by one of NVIDIA's two libraries."""
-    before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library(name)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
 
 
 def cross_entropy(bench: Bench) -> None:
@@ -391,31 +188,45 @@ def _peak(bench: Bench) -> int:
 
 def layer_kernels(bench: Bench) -> None:
     """How many kernels a decoder layer launches, forward and backward, and what the device needs for them."""
-    base = DRY_MODEL if bench.dry else ModelSizes(tp_size=2)
+    base = DRY_MODEL if bench.dry else ModelSizes(tp_size=2, vocabulary=8192)
     length = 32 if bench.dry else 4096
-    counts = []
-    for layers in (1, 2):
-        case = Case(replace(base, layers=layers, microbatches=1), length, bench.device)
-        work: Work = lambda case=case: case.runner.train_window(case.window)  # noqa: E731
-        for _ in range(2):
-            work()
-        activity = ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA
-        with profile(activities=[activity]) as found:
-            work()
-            synchronize(bench.device)
-        issued = statistics.median(issue_and_run(work, bench.device)[0] for _ in range(5))
-        events = [event for event in found.events() if bench.dry or event.device_type.name == "CUDA"]
-        busy = sum(event.self_device_time_total for event in events) if not bench.dry else 0
-        counts.append((len(events), busy / 1e6, issued))
-        del case, work
-    (one, one_busy, one_issued), (two, two_busy, two_issued) = counts
-    figure = f"{two - one} kernels, {us(two_busy - one_busy)} on the device, {us(two_issued - one_issued)} to issue"
+    one, two = (_profiled(bench, replace(base, layers=layers, microbatches=1), length) for layers in (1, 2))
+    layer = {
+        name: tuple(after - before for before, after in zip(one.kernels.get(name, (0, 0.0)), found, strict=True))
+        for name, found in two.kernels.items()
+    }
+    count, busy = (sum(column) for column in zip(*layer.values(), strict=True))
+    figure = f"{count} kernels, {us(busy)} on the device, {us(two.issued - one.issued)} to issue"
     bench.report.note("a layer at tp2, forward + backward", f"{figure} (147 kernels expected at the start)")
+    for name in sorted(layer, key=lambda name: -layer[name][1])[: 3 if bench.dry else 15]:
+        bench.report.note("of a layer", f"{layer[name][0]} x {name[:100]}: {us(layer[name][1])}")
 
 
-def us(seconds: float) -> str:
-    """Microseconds as text."""
-    return f"{seconds * 1e6:.1f} us"
+@dataclass(frozen=True)
+class _Profiled:
+    """A window of one micro-batch: how often each kernel ran, and for how many seconds; seconds to issue everything."""
+
+    kernels: dict[str, tuple[int, float]]
+    issued: float
+
+
+def _profiled(bench: Bench, sizes: ModelSizes, length: int) -> _Profiled:
+    case = Case(lone_workload(sizes, bench.device), sizes, length)
+
+    def work() -> None:
+        case.runner.train_window(case.window)
+
+    issued = statistics.median(issue_and_run(work, bench.device)[0] for _ in range(7))
+    activity = ProfilerActivity.CPU if bench.dry else ProfilerActivity.CUDA
+    with profile(activities=[activity]) as found:
+        work()
+        synchronize(bench.device)
+    kernels: dict[str, tuple[int, float]] = {}
+    for event in found.events():
+        if bench.dry or event.device_type.name == "CUDA":
+            count, seconds = kernels.get(event.name, (0, 0.0))
+            kernels[event.name] = count + 1, seconds + (0 if bench.dry else event.self_device_time_total / 1e6)
+    return _Profiled(kernels, issued)
 
 
 GROUPS = (

@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 
 from benchmarks.gpu.links import LoneTransport, PacedTransport, Rate, holds
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import Budget, guarded, issue_and_run
+from benchmarks.gpu.timing import Budget, issue_and_run, release
 from hf_helix.operators.transport import Axis, Transport
 from hf_helix.planning.profile import Profile
 from hf_helix.report.perfetto import write_perfetto
@@ -47,7 +47,7 @@ class Sizes:
     """What is measured.
 
     Attributes:
-        cases: lengths of the sequence, each with the links that it is measured on.
+        cases: lengths of the sequence and links, the most telling ones first.
         searching: the length of a search, in parts of the usual one.
     """
 
@@ -61,13 +61,17 @@ class Sizes:
     microbatches: int = 8
     repeats: int = 5
     searching: float = 0.5
-    cases: tuple[tuple[int, tuple[str, ...]], ...] = (
-        (8192, ("spin", "copy", "blocks 16", "blocks 32")),
-        (4096, ("spin", "blocks 16")),
+    cases: tuple[tuple[int, str], ...] = (
+        (8192, "spin"),
+        (8192, "copy"),
+        (8192, "blocks 16"),
+        (4096, "spin"),
+        (8192, "blocks 32"),
+        (4096, "blocks 16"),
     )
 
 
-DRY = Sizes(32, 64, 4, 2, 64, 2, 2, 4, 1, 0.02, ((32, ("naps",)),))
+DRY = Sizes(32, 64, 4, 2, 64, 2, 2, 4, 1, 0.02, ((32, "naps"),))
 
 
 def run(report: Report, options: Options) -> None:
@@ -75,21 +79,15 @@ def run(report: Report, options: Options) -> None:
     sizes = DRY if options.dry else Sizes()
     budget = Budget(0.65 * options.seconds)
     with _group_of_one():
-        for length, links in sizes.cases:
-            with guarded(report, f"{length} tokens"):
-                _run_length(report, sizes, length, links, options.device, budget)
-
-
-def _run_length(
-    report: Report, sizes: Sizes, length: int, links: Sequence[str], device: torch.device, budget: Budget
-) -> None:
-    case = Case(sizes, length, device)
-    for name in links:
-        if budget.left < 0:
-            report.note(f"{length} tokens, {name}", "left out: the time for this piece is spent")
-            continue
-        with guarded(report, f"{length} tokens, {name}"):
-            _run_link(report, case, name)
+        work = lone_workload(sizes, options.device)
+        report.note("model", f"{sizes.layers} layers, ready")
+        for length, link in sizes.cases:
+            if budget.left < 0:
+                report.note(f"{length} tokens, {link}", "left out: the time for this piece is spent")
+                continue
+            with report.attempt(f"{length} tokens, {link}"):
+                _run_link(report, Case(work, sizes, length), link)
+            release()
 
 
 def _run_link(report: Report, case: Case, link: str) -> None:
@@ -106,12 +104,18 @@ def _run_link(report: Report, case: Case, link: str) -> None:
         predicted = {rule: predict_window(runner, profile, len(case.window)) for rule, runner in runners.items()}
         hidden = {rule: 1 - max(0.0, ran - computation) / communication for rule, (_, ran) in found.items()}
         for rule, (issued, ran) in found.items():
-            figure = f"{_ms(ran)}, issued in {_ms(issued)}, predicted {_ms(predicted[rule])}, hidden {hidden[rule]:.1%}"
-            report.note(f"{what}, {rule}", f"{figure}, {found['sequential'][1] / ran:.2f} x as fast as sequential")
+            each = issued / len(runners[rule].program(len(case.window))) * 1e6
+            report.note(
+                f"{what}, {rule}",
+                f"{_ms(ran)}, hidden {hidden[rule]:.1%}, {found['sequential'][1] / ran:.2f} x as fast as sequential, "
+                f"predicted {_ms(predicted[rule])}, issued in {_ms(issued)} ({each:.0f} us an operator)",
+            )
         best = max(PLANS, key=lambda rule: hidden[rule])
         target, expected = TARGETS.get(link, 0.0), EXPECTED.get(link, 0.0)
         figure = f"{hidden[best]:.1%} under {best} (at least {target:.0%}; {expected:.0%} was predicted)"
         report.check(f"{what}, hidden", case.device.type == "cpu" or hidden[best] >= target, figure)
+        peaks = ", ".join(f"{rule} {case.peak(runner) / 2**30:.2f} GiB" for rule, runner in runners.items())
+        report.note(f"{what}, memory at most", f"{peaks} (sequential and a layer's activations more are allowed)")
         report.note(f"{what}, trace", case.trace(runners["search"], f"overlap-{case.length}-{link}.json"))
 
 
@@ -119,17 +123,17 @@ class Case:
     """A model whose every rank but one is missing, and a window for it.
 
     Args:
+        work: the model, see `lone_workload`.
+        sizes: what it was made with.
         length: tokens of each of the sequences, one in a micro-batch.
     """
 
-    def __init__(self, sizes: Sizes, length: int, device: torch.device) -> None:
+    def __init__(self, work: Workload, sizes: Sizes, length: int) -> None:
         self.length = length
         self.tp_size = sizes.tp_size
-        self.device = device
+        self.device = work.mesh.device
         self._sizes = sizes
-        mesh = lone_mesh(sizes.tp_size, device)
-        self._axis = mesh.tp
-        work = Workload(_model(sizes, length), sizes.tp_size, device, mesh=mesh, products=torch.bfloat16)
+        self._axis = work.mesh.tp
         self._about = work.about
         self.runner = baseline_runner(work.runner, sizes.microbatches)
         self.window: list[MicroBatch] = work.window(sizes.microbatches, 1, length)
@@ -162,9 +166,9 @@ class Case:
         streams: Any = self.runner.executor.streams
         issue, works = streams.issue, []
 
-        def note(kind: Any, work: Any, *others: Any) -> Any:
+        def note(kind: Any, work: Any, *others: Any, **more: Any) -> Any:
             works.append(work)
-            return issue(kind, work, *others)
+            return issue(kind, work, *others, **more)
 
         streams.issue = note
         try:
@@ -201,6 +205,15 @@ class Case:
         forget_gradients(runner)
         return times
 
+    def peak(self, runner: Runner) -> int:
+        """Bytes on the device at most, in a window; 0 without a GPU."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self._time(runner)
+        return torch.cuda.max_memory_allocated()
+
     def trace(self, runner: Runner, name: str) -> str:
         """Write what ran when to a file for ui.perfetto.dev; says what part of the communication ran beside
         computation.
@@ -211,6 +224,12 @@ class Case:
         write_perfetto(path, [trace.spans])
         busy = trace.busy(compute=False)
         return f"{trace.beside() / busy if busy else 0:.1%} overlapped in runs/gpu/{path.name}"
+
+
+def lone_workload(sizes: Sizes, device: torch.device) -> Workload:
+    """A model with random weights as rank 0 of a tensor-parallel group holds it; products in bf16, weights in fp32."""
+    mesh = lone_mesh(sizes.tp_size, device)
+    return Workload(_model(sizes), sizes.tp_size, device, mesh=mesh, products=torch.bfloat16)
 
 
 def lone_mesh(tp_size: int, device: torch.device) -> Mesh:
@@ -230,7 +249,7 @@ def _group_of_one() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _model(sizes: Sizes, length: int) -> LlamaConfig:
+def _model(sizes: Sizes) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
@@ -238,7 +257,7 @@ def _model(sizes: Sizes, length: int) -> LlamaConfig:
         num_attention_heads=sizes.heads,
         num_key_value_heads=sizes.kv_heads,
         vocab_size=sizes.vocabulary,
-        max_position_embeddings=length,
+        max_position_embeddings=max(length for length, _ in sizes.cases),
         attn_implementation="sdpa",
     )
 

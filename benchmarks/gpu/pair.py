@@ -40,6 +40,7 @@ def environment_of(rank: int, port: int, dry: bool) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        "NCCL_DEBUG": "WARN",
     }
     if not dry and torch.cuda.device_count() < 2:
         found |= {**OVER_LOOPBACK, "NCCL_HOSTID": f"helix-{rank}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.models import FAMILIES, MIXTURES, batches, tiny
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.windows import (
     Window,
+    deterministic,
     engine_on,
     gradient_errors,
     loss_error,
@@ -77,8 +77,8 @@ def check_family(report: Report, family: str, device: torch.device) -> None:
             ("fp32 recompute=selective", {}, {"recompute": "selective"}),
             ("fp32 recompute=full", {}, {"recompute": "full"}),
         ):
-            make = functools.partial(tiny, family, **model)
-            with report.attempt(f"{family} {name}"), engine_on(make, silent_mesh(device), 2, **helix) as engine:
+            made = functools.partial(tiny, family, **model)
+            with report.attempt(f"{family} {name}"), engine_on(made, silent_mesh(device), 2, **helix) as engine:
                 _compare(report, f"{family} {name}", train(engine, window), exact, 1e-5, 1e-4)
     with report.attempt(f"{family} bf16"):
         made = functools.partial(tiny, family, **changes)
@@ -117,19 +117,6 @@ def check_plans(
         said = "; ".join(f"{plan} differs in {where}" for plan, where in differing.items() if where)
         name = f"plans bit for bit, {_named(family, sizes, changes)} {kind}"
         report.check(name, not said, said or f"{', '.join(differing)} like sequential")
-
-
-class deterministic:
-    """While it is entered, kernels give the same bits each time, and attention is written out as products."""
-
-    def __enter__(self) -> None:
-        torch.use_deterministic_algorithms(True)
-        self._kernel = sdpa_kernel(SDPBackend.MATH)
-        self._kernel.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._kernel.__exit__(*error)
-        torch.use_deterministic_algorithms(False)
 
 
 def _compare(report: Report, name: str, found: Window, wanted: Window, loss: float, gradient: float) -> None:

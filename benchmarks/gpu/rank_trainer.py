@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--stock", action="store_true", help="the Trainer of Transformers, in one process")
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--plan", default="auto")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--mark", type=Path, help="made after the second step")
     given = parser.parse_args()
@@ -38,6 +39,7 @@ def main() -> None:
 def train(given: Any) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+    from benchmarks.gpu.layouts import in_haste
     from benchmarks.gpu.models import batches, tiny
     from hf_helix import HelixConfig, HelixTrainer
 
@@ -62,9 +64,10 @@ def train(given: Any) -> None:
     )
     common: dict[str, Any] = {"model": tiny("llama"), "args": arguments, "train_dataset": rows}
     common |= {"eval_dataset": rows[:6], "callbacks": [Mark()]}
-    helix = HelixConfig(tp_size=2, tuning_share=1.0, cache=False)
+    helix = HelixConfig(tp_size=2, plan=given.plan, tuning_share=1.0, cache=False)
     trainer = Trainer(**common) if given.stock else HelixTrainer(**common, helix_config=helix)
-    trainer.train()
+    with in_haste():
+        trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(given.folder))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

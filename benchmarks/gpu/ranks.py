@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -27,8 +28,10 @@ from benchmarks.gpu.pair import Pair, environment_of, free_port
 from benchmarks.gpu.report import Options, Report
 
 CLOSE = 2e-3
-CASE_LIMIT = 60.0
-"""Seconds without news after which a pair hangs."""
+CASE_LIMIT, MEASURED_LIMIT = 60.0, 120.0
+"""Seconds without news after which a pair hangs; the second of a case that measures first."""
+PATIENCE = 3
+"""Pairs that may fail before the cases that are left are given up."""
 END_LIMIT = 60.0
 TRAINER = "benchmarks.gpu.rank_trainer"
 
@@ -36,28 +39,38 @@ TRAINER = "benchmarks.gpu.rank_trainer"
 def run(report: Report, options: Options) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        references: dict[Any, tuple[list[float], list[float]]] = {}
-        for number, found in outcomes(range(len(CASES)), folder, options.dry):
-            case = CASES[number]
-            with report.attempt(case.name):
-                if "error" in found:
-                    report.check(case.name, False, found["error"])
-                    continue
-                stock = folder / f"stock-{case.family}"
-                if case.reference not in references:
-                    references[case.reference] = unsplit_steps(case, options.device, stock)
-                compare(report, case, found, references[case.reference])
-                compare_files(report, case, folder / str(number), stock)
+        numbers = range(len(CASES))
+        check_cases(report, folder, options, [number for number in numbers if not CASES[number].is_measured])
         with report.attempt("a killed rank"):
             check_kill(report, folder, options.dry)
         with report.attempt("HelixTrainer under torchrun"):
             check_trainer(report, folder, options)
+        check_cases(report, folder, options, [number for number in numbers if CASES[number].is_measured])
+
+
+def check_cases(report: Report, folder: Path, options: Options, numbers: Sequence[int]) -> None:
+    """Layouts against the unsplit model: losses, norms, and the files of a save."""
+    references: dict[Any, tuple[list[float], list[float]]] = {}
+    for number, found in outcomes(numbers, folder, options.dry):
+        case = CASES[number]
+        with report.attempt(case.name):
+            if "error" in found:
+                report.check(case.name, False, found["error"])
+                continue
+            stock = folder / f"stock-{case.family}"
+            if case.reference not in references:
+                references[case.reference] = unsplit_steps(case, options.device, stock)
+            compare(report, case, found, references[case.reference])
+            compare_files(report, case, folder / str(number), stock)
 
 
 def outcomes(numbers: Sequence[int], folder: Path, dry: bool) -> Iterator[tuple[int, dict[str, Any]]]:
     """What was found of each case, as it is found; after a failure the rest goes on in new processes."""
-    left = list(numbers)
+    left, failures = list(numbers), 0
     while left:
+        if failures == PATIENCE:
+            yield from ((number, {"error": f"not run after {PATIENCE} failures"}) for number in left)
+            return
         record = folder / FOUND
         record.write_text("")
         given = ["--folder", str(folder), *(["--dry"] if dry else []), *map(str, left)]
@@ -72,14 +85,19 @@ def outcomes(numbers: Sequence[int], folder: Path, dry: bool) -> Iterator[tuple[
                     last = time.monotonic()
                     failed = mine.get("error", "")
                     yield left.pop(0), mine
-                elif over or time.monotonic() - last > CASE_LIMIT:
-                    failed = "ended without a word" if over else f"no news for {CASE_LIMIT:.0f} s"
+                elif over or time.monotonic() - last > (limit := _limit(left[0])):
+                    failed = "ended without a word" if over else f"no news for {limit:.0f} s"
                     print(pair.said(), file=sys.stderr, flush=True)
                     yield left.pop(0), {"error": f"{failed}: {pair.said(1)}".replace("\n", "; ")}
                 time.sleep(0.05)
             if failed:
+                failures += 1
                 pair.wait(5)
                 print(pair.said(30), file=sys.stderr, flush=True)
+
+
+def _limit(number: int) -> float:
+    return MEASURED_LIMIT if CASES[number].is_measured else CASE_LIMIT
 
 
 def _entries(record: Path) -> list[dict[str, Any]]:
@@ -120,7 +138,8 @@ def _stored(folder: Path) -> dict[str, torch.Tensor]:
 def check_kill(report: Report, folder: Path, dry: bool) -> None:
     """Rank 1 of a training run is killed; rank 0 ends by itself and says who it was."""
     mark = folder / "training"
-    given = ["--folder", str(folder / "killed"), "--mark", str(mark), "--steps", "100000", *(["--dry"] if dry else [])]
+    given = ["--folder", str(folder / "killed"), "--mark", str(mark), "--steps", "100000"]
+    given += ["--plan", "greedy", *(["--dry"] if dry else [])]
     with Pair(TRAINER, given, folder, "killed", dry) as pair:
         end = time.monotonic() + 120
         while not mark.exists() and time.monotonic() < end and None in pair.statuses():
@@ -151,8 +170,9 @@ def check_trainer(report: Report, folder: Path, options: Options) -> None:
     launch += ["--master-port", str(free_port()), "-m", TRAINER, "--folder", str(helix), *dry]
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_HOSTID")
     environment = {key: value for key, value in environment_of(0, 0, options.dry).items() if key not in own}
-    for command in (alone, launch):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    one = {} if options.dry else {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    for command, more in ((alone, one), (launch, {})):
+        done = subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=150)
         if done.returncode:
             print(done.stdout[-4000:], done.stderr[-8000:], file=sys.stderr, flush=True)
             last = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("hf_helix")]

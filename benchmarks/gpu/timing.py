@@ -1,4 +1,4 @@
-"""Measuring on a device, and going on after a failure.
+"""Measuring on a device.
 
 In:   a function that issues work.
 Out:  seconds of the device, or of the host while it issues.
@@ -12,14 +12,9 @@ import contextlib
 import gc
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.report import Report
 
 Work = Callable[[], object]
 
@@ -43,21 +38,12 @@ class Budget:
         return self._end - time.monotonic()
 
 
-@contextlib.contextmanager
-def guarded(report: Report, name: str) -> Iterator[None]:
-    """Report a failure inside as a failed check with its text, and go on."""
-    try:
-        yield
-    except Exception as error:
-        traceback.print_exc()
-        said = str(error).strip().splitlines() or [""]
-        report.check(name, False, f"{type(error).__name__}: {said[0][:300]}")
-        del error
-    finally:
-        gc.collect()
-        if torch.cuda.is_initialized():
-            with contextlib.suppress(RuntimeError):  # the device may be unusable after the failure
-                torch.cuda.empty_cache()
+def release() -> None:
+    """Give memory that nothing refers to any more back to the device, between two cases."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # the device may be unusable after a failure
+            torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device) -> None:

@@ -21,7 +21,7 @@ import transformers
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from benchmarks.gpu.report import Options, Report
-from benchmarks.gpu.timing import Budget, guarded, synchronize
+from benchmarks.gpu.timing import Budget, release, synchronize
 from benchmarks.one_process import HELIX, STOCK, make_model, make_trainer
 from hf_helix.report.flops import peak_tflops, token_flops
 
@@ -85,8 +85,9 @@ def run(report: Report, options: Options) -> None:
         if budget.left < 0:
             report.note(case.name, "left out: the time for this piece is spent")
             continue
-        with guarded(report, case.name):
+        with report.attempt(case.name):
             _run_case(report, case, options.device)
+        release()
 
 
 def _run_case(report: Report, case: Case, device: torch.device) -> None:
@@ -102,6 +103,8 @@ def _run_case(report: Report, case: Case, device: torch.device) -> None:
         models = {STOCK: copy.deepcopy(model), HELIX: model}
         trainers = {name: _trainer(name, models[name], case, folder, dry) for name in (STOCK, HELIX)}
         rounds = [_round(trainers, number) for number in range(case.rounds + 1)]
+        for trainer in trainers.values():
+            trainer.accelerator.free_memory()
     _tell(report, case, rounds, flops, None if dry else peak_tflops(torch.cuda.get_device_name(device)))
 
 
@@ -169,13 +172,16 @@ def _train(trainer: Trainer) -> Trained:
 def _peak(name: str, case: Case, device: torch.device, folder: str) -> int:
     """Bytes that a trainer has at most on the device in two steps, with its model and its optimizer."""
     gc.collect()
+    before = 0
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        before = torch.cuda.memory_allocated()
     trainer = _trainer(name, _model(case, device), replace(case, steps=1), folder, device.type != "cuda")
     trainer.train()
-    return torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+    trainer.accelerator.free_memory()
+    return peak
 
 
 def _model(case: Case, device: torch.device) -> LlamaForCausalLM:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.models import Batch, Made, on, targets
 from hf_helix import HelixConfig
@@ -99,6 +100,19 @@ def train(engine: Engine, window: Sequence[Batch], step: int = 0) -> Window:
     }
     engine.model.zero_grad()
     return Window([loss.item() for loss in losses], gradients)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """While it is entered, kernels give the same bits each time, attention is written out as products, and torch fills
+    new memory with nan, so that what is read before it is written shows."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def under_plan(engine: Engine, rule: str) -> None:

@@ -96,6 +96,7 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
             "without what is special in it"
         )
     if b.cp.size == 1:
+        attention.heads = b.compiled(attention.heads)
         return b.local(
             "attention",
             attention,
@@ -104,6 +105,7 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
             uses=uses,
             on_shard=True,
             draws=lambda: module.training and attention.dropout > 0,
+            compiles=False,
             effort=ATTENTION,
         )
 

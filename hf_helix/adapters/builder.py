@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from hf_helix.operators.base import SplitComputation, Tensors
 from hf_helix.operators.collectives import Gather, GatherReplicated, Scatter
 from hf_helix.operators.experts import RouterMeter
 from hf_helix.operators.linear import Linear, Projection
-from hf_helix.operators.local import Add, Dropout, Segment, SumOfGradients
+from hf_helix.operators.local import Add, Dropout, Segment, SumOfGradients, compiled, lowered
 from hf_helix.operators.low_rank import Adapters
 from hf_helix.operators.ring import Block, Blocks, Join, Step
 from hf_helix.operators.transport import Axis
@@ -36,7 +35,7 @@ from hf_helix.operators.unit import (
     Unit,
     cut_bounds,
 )
-from hf_helix.operators.vocabulary import cross_entropy, lookup, noisy, token_statistics
+from hf_helix.operators.vocabulary import TokenStatistics, cross_entropy, lookup, noisy
 from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator
 
 GEMM = 4.0
@@ -58,6 +57,7 @@ class Sharing:
         cp_method: see `HelixConfig`.
         capacity_factor: `HelixConfig.expert_capacity_factor`.
         device: that operators run on; the model may lie elsewhere still.
+        compile: `HelixConfig.compile`.
     """
 
     tp: Axis = field(default_factory=Axis.single)
@@ -66,6 +66,7 @@ class Sharing:
     cp_method: str = RING
     capacity_factor: float | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    compile: bool = False
 
     @property
     def ep_size(self) -> int:
@@ -120,7 +121,7 @@ class Builder:
         uses: Sequence[nn.Module] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
-        lowers: bool = False,
+        compiles: bool = True,
         effort: float = LIGHT,
     ) -> str:
         """A function of one output under autograd: a submodule, or any function. Selective recompute runs it again.
@@ -129,10 +130,11 @@ class Builder:
             uses: the submodules that a function calls, or whose parameters it reads.
             on_shard: its inputs are this rank's part of the sequence or of the heads, so its parameters' gradients are
                 summed.
-            draws, lowers: see `Segment`.
+            draws: see `Segment`.
+            compiles: whether `HelixConfig(compile=True)` compiles it; no function is compiled that draws.
         """
         parameters = self._parameters(function, uses, on_shard)
-        segment = Segment(function, parameters, side, draws, lowers=lowers)
+        segment = Segment(self.compiled(function) if compiles and not draws else function, parameters, side, draws)
         return self.declare(name, segment, inputs, (name,), cheap=True, effort=effort)[0]
 
     def local_outputs(
@@ -152,16 +154,25 @@ class Builder:
         Args:
             plain: further outputs, which have no gradient (indices).
         """
-        segment = Segment(function, self._parameters(function, uses, on_shard), side, draws, len(plain))
+        parameters = self._parameters(function, uses, on_shard)
+        segment = Segment(function if draws else self.compiled(function), parameters, side, draws, len(plain))
         return self.declare(name, segment, inputs, (*outputs, *plain), plain=tuple(plain), cheap=True, effort=LIGHT)
 
     def norm(self, name: str, module: nn.Module, value: str, lowers: bool = True) -> str:
         """A norm over this rank's part of the sequence.
 
         Args:
-            lowers: only linears read what it gives, see `Segment`.
+            lowers: only linears read what it gives, so it is handed on as matrix products take it.
         """
-        return self.local(name, partial(normed, module), value, uses=(module,), on_shard=True, lowers=lowers)
+
+        def norm(value: Tensor) -> Tensor:
+            return lowered(normed(module, value)) if lowers else normed(module, value)
+
+        return self.local(name, norm, value, uses=(module,), on_shard=True)
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function under autograd as it runs: compiled where `HelixConfig(compile=True)` asks for it."""
+        return compiled(function) if self.sharing.compile else function
 
     def add(self, name: str, left: str, right: str) -> str:
         """Residual addition."""
@@ -299,12 +310,15 @@ class Builder:
         """
         self.logits = logits
         first, _ = cut_bounds(vocab_size, self.tp.size, self.tp.rank)
-        smoothing = self.additions.label_smoothing
-
-        def statistics(value: Tensor, targets: Tensor) -> Tensor:
-            return token_statistics(value, targets, first, smoothing, vocab_size)
-
-        value = self.local(f"{name}.statistics", statistics, logits, side=("targets",), effort=GEMM)
+        written_by = next((op.name for op in self._declared if logits in op.writes), "")
+        operator = TokenStatistics(
+            first,
+            vocab_size,
+            self.additions.label_smoothing,
+            overwrites=isinstance(self._operators.get(written_by), Linear),  # which keeps nothing of what it gives
+            wrap=self.compiled,
+        )
+        (value,) = self.declare(f"{name}.statistics", operator, (logits,), (f"{name}.statistics",), effort=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)
         return self.local(name, cross_entropy, value, side=("targets", "loss_scale"))
 

@@ -51,7 +51,8 @@ class Dense(Family):
         """Declare what lies between the collectives: a whole sequence in, partial sums out."""
 
         def heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-            q, k, v = (by_heads(value, attn.head_dim) for value in (q, k, v))
+            # Attention keeps the values for backward; as a slice, they would keep queries and keys alive with them.
+            q, k, v = (by_heads(value, attn.head_dim) for value in (q, k, v.contiguous()))
             return *self.rotate(attn, q, k, cos, sin), v
 
         q, k, v = b.column_parallel("attn.qkv", {"q": attn.q_proj, "k": attn.k_proj, "v": attn.v_proj}, h)

@@ -23,6 +23,7 @@ from hf_helix.operators.experts import (
     RouterMeter,
     Unpermute,
 )
+from hf_helix.operators.tally import Tally
 from hf_helix.operators.unit import CUT_EXPERTS
 
 Names = tuple[str, ...]
@@ -37,12 +38,13 @@ def declare_experts(b: Builder, h: str, weights: str, chosen: str, module: Any, 
         chosen: the experts [n * batch, k].
         module: has `gate_up_proj` [experts, 2 * intermediate, hidden], `down_proj` and `_apply_gate`.
     """
+    tally = Tally()
     rows, places, counts = _spread(b, h, chosen, len(module.gate_up_proj), meter)
-    rows, sizes, counts = _dispatch(b, rows, counts, len(module.gate_up_proj))
-    rows = _grouped(b, "experts.up", module.gate_up_proj, rows, sizes)
+    rows, sizes, counts = _dispatch(b, rows, counts, len(module.gate_up_proj), tally)
+    rows = _grouped(b, "experts.up", module.gate_up_proj, rows, sizes, tally)
     rows = b.local("experts.act", module._apply_gate, rows, uses=(module.act_fn,))
-    rows = _grouped(b, "experts.down", module.down_proj, rows, sizes)
-    rows = _combine(b, rows, counts, len(module.gate_up_proj))
+    rows = _grouped(b, "experts.down", module.down_proj, rows, sizes, tally)
+    rows = _combine(b, rows, counts, len(module.gate_up_proj), tally)
     collect = (Unpermute if b.sharing.capacity_factor is None else Collect)(module.down_proj.dtype)
     return b.declare("experts.unpermute", collect, (rows, weights, places), ("experts.out",), effort=LIGHT)[0]
 
@@ -58,18 +60,18 @@ def _spread(b: Builder, h: str, chosen: str, num_experts: int, meter: RouterMete
     return rows, places, tuple(counts)
 
 
-def _dispatch(b: Builder, rows: str, counts: Names, num_experts: int) -> tuple[str, Names, Names]:
+def _dispatch(b: Builder, rows: str, counts: Names, num_experts: int, tally: Tally) -> tuple[str, Names, Names]:
     """Rows at their experts; how many each has; and how many went and came, for the way back."""
     axis = b.sharing.experts
     if axis.size == 1:
         return rows, counts, counts
     if counts:
         arriving = ("experts.arriving",)
-        announce = Announce(axis)
+        announce = Announce(axis, tally)
         counts += b.declare(
             "experts.announce", announce, counts, arriving, kind=axis.kind, plain=arriving, effort=LIGHT
         )
-    (rows,) = _exchange(b, "experts.dispatch", rows, counts, "experts.there", back=False)
+    (rows,) = _exchange(b, "experts.dispatch", rows, counts, "experts.there", Exchange(axis, tally=tally))
     plain = ("experts.sizes",) if counts else ()
     group = Group(axis.size, num_experts // axis.size)
     rows, *sizes = b.declare(
@@ -78,30 +80,30 @@ def _dispatch(b: Builder, rows: str, counts: Names, num_experts: int) -> tuple[s
     return rows, tuple(sizes), counts
 
 
-def _combine(b: Builder, rows: str, counts: Names, num_experts: int) -> str:
+def _combine(b: Builder, rows: str, counts: Names, num_experts: int, tally: Tally) -> str:
     """Rows where they came from."""
     axis = b.sharing.experts
     if axis.size == 1:
         return rows
     group = Group(axis.size, num_experts // axis.size, back=True)
     (rows,) = b.declare("experts.ungroup", group, (rows, *counts[1:]), ("experts.parted",), effort=LIGHT)
-    return _exchange(b, "experts.combine", rows, counts, "experts.back", back=True)[0]
+    return _exchange(b, "experts.combine", rows, counts, "experts.back", Exchange(axis, back=True, tally=tally))[0]
 
 
-def _exchange(b: Builder, name: str, rows: str, counts: Names, out: str, back: bool) -> Names:
-    axis = b.sharing.experts
+def _exchange(b: Builder, name: str, rows: str, counts: Names, out: str, exchange: Exchange) -> Names:
     return b.declare(
         name,
-        Exchange(axis, back),
+        exchange,
         (rows, *counts),
         (out,),
-        kind=axis.kind,
+        kind=exchange.axis.kind,
         keeps=counts,
         sizes=counts,
         effort=TRANSFER,
     )
 
 
-def _grouped(b: Builder, name: str, weight: nn.Parameter, rows: str, sizes: Names) -> str:
+def _grouped(b: Builder, name: str, weight: nn.Parameter, rows: str, sizes: Names, tally: Tally) -> str:
     b.place([weight], CUT_EXPERTS)
-    return b.declare(name, GroupedLinear(weight), (rows, *sizes), (name,), split=True, keeps=sizes, effort=GEMM)[0]
+    linear = GroupedLinear(weight, tally)
+    return b.declare(name, linear, (rows, *sizes), (name,), split=True, keeps=sizes, effort=GEMM)[0]

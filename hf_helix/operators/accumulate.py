@@ -1,33 +1,49 @@
 """Adding to the gradients of parameters.
 
-In:   a parameter, and what one micro-batch found.
-Out:  `parameter.grad`, in the type of the parameter.
+In:   parameters that one matrix product is for, and what one micro-batch found.
+Out:  `parameter.grad`, in the type of the parameter; several that come from one product lie in one piece.
 Must hold: nothing is allocated for a gradient that is there already, where the types agree or the device has GEMMs that
 add products of half precision to a float32 total.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def add_to_gradient(weight: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the product of two matrices."""
-    if weight.grad is None:
-        weight.grad = product(left, right, weight.dtype)
-    else:
-        add_product(weight.grad, left, right)
+from hf_helix.operators.side_by_side import rows_in_one
 
 
-def add_to_bias_gradient(bias: Tensor, rows: Tensor, factor: float = 1.0) -> None:
-    """Add the sum of rows, times a factor."""
-    total = rows.sum(0, dtype=bias.dtype)
+def add_to_gradients(weights: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
+    """Add the product of two matrices, whose rows are those of the weights, one after the other."""
+    if all(weight.grad is None for weight in weights):
+        _start(weights, product(left, right, weights[0].dtype))
+        return
+    whole = _gradients_in_one(weights)
+    if whole is not None:
+        add_product(whole, left, right)
+        return
+    for weight, part in zip(weights, left.split(list(map(len, weights))), strict=True):
+        add_to_gradients((weight,), part, right)
+
+
+def add_to_bias_gradients(biases: Sequence[Tensor], rows: Tensor, factor: float = 1.0) -> None:
+    """Add the sum of rows, times a factor, whose elements are those of the biases, one after the other."""
+    total = rows.sum(0, dtype=biases[0].dtype)
     if factor != 1:
         total *= factor
-    bias.grad = total if bias.grad is None else bias.grad.add_(total)
+    if all(bias.grad is None for bias in biases):
+        _start(biases, total)
+        return
+    whole = _gradients_in_one(biases)
+    if whole is not None:
+        whole.add_(total)
+        return
+    for bias, part in zip(biases, total.split(list(map(len, biases))), strict=True):
+        bias.grad = part.clone() if bias.grad is None else bias.grad.add_(part)
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,3 +73,16 @@ def in_one_gemm(factor: Tensor, dtype: torch.dtype) -> bool:
     """
     halves = factor.dtype in (torch.bfloat16, torch.float16)
     return factor.is_cuda and torch.version.hip is None and halves and dtype is torch.float32
+
+
+def _start(parameters: Sequence[Tensor], gradient: Tensor) -> None:
+    """Give parameters their parts of a gradient that is all of theirs."""
+    first = 0
+    for parameter in parameters:
+        parameter.grad = gradient if len(parameters) == 1 else gradient.narrow(0, first, len(parameter))
+        first += len(parameter)
+
+
+def _gradients_in_one(parameters: Sequence[Tensor]) -> Tensor | None:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return rows_in_one(gradients) if len(gradients) == len(parameters) else None

@@ -60,6 +60,7 @@ class Call:
         training: False when nothing need be kept: there will be no backward, or it runs the operator again.
         precision: of the forward pass; backward follows the types that it left.
         saved: whatever forward left for backward.
+        shared: what the host knows of the micro-batch that other operators ask for, too, by what keeps it there.
     """
 
     side: Mapping[str, Any]
@@ -67,6 +68,7 @@ class Call:
     training: bool
     precision: Precision = field(default_factory=Precision)
     saved: Any = field(default=None)
+    shared: dict[object, Any] = field(default_factory=dict)
 
 
 class Computation(ABC):

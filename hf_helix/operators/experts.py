@@ -2,9 +2,9 @@
 
 In:   tokens of this rank [tokens, hidden], the experts chosen for each [tokens, k] and their weights.
 Out:  the weighted sum of what the experts make of each token [tokens, hidden].
-Must hold: without a capacity, no token is dropped and shapes follow from what the router chose, so the host reads how
-many rows go where; with one, shapes follow from the number of tokens, and the host waits for nothing. Sums run in a
-fixed order: of a token over its choices, of an expert's weights over ranks and tokens.
+Must hold: without a capacity, no token is dropped and shapes follow from what the router chose, so the host reads once
+a layer how many rows go where; with one, shapes follow from the number of tokens, and the host waits for nothing. Sums
+run in a fixed order: of a token over its choices, of an expert's weights over ranks and tokens.
 
 A row is a token once for each of its choices. The way of the rows, with the names that operators give them:
 
@@ -22,7 +22,7 @@ With a capacity, every expert gets as many rows from every rank: [experts, capac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from hf_helix.operators.accumulate import add_product
 from hf_helix.operators.base import Call, Communication, Computation, SplitComputation, Tensors, Work
+from hf_helix.operators.tally import Tally
 from hf_helix.operators.transport import Axis
 from hf_helix.planning.graph import Part
 
@@ -39,6 +40,10 @@ COUNTED = "counted"
 
 SHARD_TOKENS = "shard_tokens"
 """Side input: the tokens of a rank, of the one that has most of those that share experts."""
+
+
+Sizes = Tensor | list[int] | None
+"""The rows of every expert: where they end, for the device; how many, for the host; None where all have as many."""
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
@@ -99,7 +104,7 @@ class Permute(Computation):
         tokens, chosen = inputs
         choices = chosen.shape[1]
         places = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self.num_experts)
+        counts = _is_of(chosen.flatten(), self.num_experts).sum(0)
         if call.training:
             call.saved = places, choices, tokens.shape, tokens.dtype
         return call.precision.lowered(tokens).flatten(0, 1)[places // choices], places, counts
@@ -162,7 +167,7 @@ class Fill(Computation):
         capacity = capacity_of(call.side[SHARD_TOKENS], choices, self.num_experts, self.factor)
         counted = self.meter.mine(call.side).long().repeat(choices)
         expert = chosen.t().flatten()
-        wanted = functional.one_hot(expert, self.num_experts)
+        wanted = _is_of(expert, self.num_experts).long()
         first, last = wanted * counted.unsqueeze(1), wanted * (1 - counted).unsqueeze(1)
         before = torch.where(counted.unsqueeze(1) > 0, first.cumsum(0) - first, first.sum(0) + last.cumsum(0) - last)
         place = before.gather(1, expert.unsqueeze(1)).squeeze(1)
@@ -212,16 +217,24 @@ class Collect(Computation):
 class Announce(Communication):
     """How many rows each expert gets of this rank, to how many each of this rank's experts gets of every rank.
 
-    Value: [experts]. Output: [ranks, experts / ranks]. Nothing of it has a gradient.
+    Value: [experts]. Output: [ranks, experts / ranks]. Nothing of it has a gradient. Both are copied to the host.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, tally: Tally | None = None) -> None:
         self.axis = axis
+        self.tally = tally or Tally()
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
         (counts,) = inputs
         out = torch.empty_like(counts).view(self.axis.size, -1)
-        return (out,), lambda: self.axis.transport.exchange(out, counts.view_as(out))
+        reading = self.tally.expect(call, out)
+
+        def exchange_and_copy() -> None:
+            self.axis.transport.exchange(out, counts.view_as(out))
+            if reading is not None:
+                reading.copy(counts.view_as(out), out)
+
+        return (out,), exchange_and_copy
 
 
 class Exchange(Communication):
@@ -231,9 +244,10 @@ class Exchange(Communication):
     experts of every rank [ranks, experts / ranks].
     """
 
-    def __init__(self, axis: Axis, back: bool = False) -> None:
+    def __init__(self, axis: Axis, back: bool = False, tally: Tally | None = None) -> None:
         self.axis = axis
         self.back = back
+        self.tally = tally or Tally()
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
         rows, *counts = inputs
@@ -242,7 +256,7 @@ class Exchange(Communication):
         if not counts:
             out = torch.empty_like(rows)
             return (out,), lambda: transport.exchange(out, rows)
-        given, gets = (count.view(self.axis.size, -1).sum(1).tolist() for count in counts)
+        given, gets = self.tally.by_rank(call, *(count.view(self.axis.size, -1) for count in counts))
         sent, arriving = (given, gets) if self.back is (part is Part.B) else (gets, given)
         out = rows.new_empty(sum(arriving), rows.shape[-1])
         return (out,), lambda: transport.exchange_rows(out, rows, arriving, sent)
@@ -297,8 +311,9 @@ class GroupedLinear(SplitComputation):
         weight: [experts, features out, features in], of this rank's experts.
     """
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, tally: Tally | None = None) -> None:
         self.weight = weight
+        self.tally = tally or Tally()
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -314,13 +329,13 @@ class GroupedLinear(SplitComputation):
         rows = call.precision.lowered(rows)
         with torch.no_grad():
             weight = call.precision.weights.of((self.weight,), rows.dtype)
-            return (_grouped(rows, weight.transpose(1, 2), *sizes),)
+            return (_grouped(rows, weight.transpose(1, 2), self._sizes(call, rows, sizes)),)
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, *sizes = gradients
         with torch.no_grad():
             weight = call.precision.weights.of((self.weight,), gradient.dtype)
-            return (_grouped(gradient, weight, *sizes),)
+            return (_grouped(gradient, weight, self._sizes(call, gradient, sizes)),)
 
     def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
         gradient, rows, *sizes = gradients
@@ -329,7 +344,19 @@ class GroupedLinear(SplitComputation):
         with torch.no_grad():
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
-            _add_products(self.weight.grad, gradient, call.precision.lowered(rows), *sizes)
+            rows = call.precision.lowered(rows)
+            _add_products(self.weight.grad, gradient, rows, self._sizes(call, rows, sizes))
+
+    def _sizes(self, call: Call, rows: Tensor, sizes: Sequence[Tensor]) -> Sizes:
+        """In the form that serves these rows."""
+        if not sizes:
+            return None
+        return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.tally.by_expert(call, sizes[0])
+
+
+def _is_of(expert: Tensor, num_experts: int) -> Tensor:
+    """Whether a row is of an expert [rows, experts]. Nothing of it waits for the device, as `bincount` would."""
+    return expert.unsqueeze(1) == torch.arange(num_experts, device=expert.device)
 
 
 def _weighted_sum(by_token: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -338,33 +365,33 @@ def _weighted_sum(by_token: Tensor, weights: Tensor, dtype: torch.dtype) -> Tens
     return (by_token * weights.unsqueeze(-1)).sum(1).to(dtype)
 
 
-def _grouped(rows: Tensor, weight: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """The rows of every expert times its matrix [experts, in, out]; as many for each where there are no sizes."""
+def _grouped(rows: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+    """The rows of every expert times its matrix [experts, in, out]."""
     if sizes is None:
         return torch.bmm(rows.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
-    if _in_one_kernel(rows):
-        return functional.grouped_mm(rows, weight, offs=sizes.cumsum(0).int())
+    if isinstance(sizes, Tensor):
+        return functional.grouped_mm(rows, weight, offs=sizes)
     out = rows.new_empty(len(rows), weight.shape[2])
-    for piece, made, matrix in zip(rows.split(sizes.tolist()), out.split(sizes.tolist()), weight, strict=True):
+    for piece, made, matrix in zip(rows.split(sizes), out.split(sizes), weight, strict=True):
         torch.mm(piece, matrix, out=made)
     return out
 
 
-def _add_products(total: Tensor, gradients: Tensor, rows: Tensor, sizes: Tensor | None = None) -> None:
+def _add_products(total: Tensor, gradients: Tensor, rows: Tensor, sizes: Sizes) -> None:
     """Add to [experts, out, in] what each expert's rows give."""
     if sizes is None:
         blocks = (value.unflatten(0, (len(total), -1)) for value in (gradients, rows))
         gradients, rows = blocks
         add_product(total, gradients.transpose(1, 2), rows)
-    elif _in_one_kernel(rows):
-        total += functional.grouped_mm(gradients.t(), rows, offs=sizes.cumsum(0).int())
+    elif isinstance(sizes, Tensor):
+        total += functional.grouped_mm(gradients.t(), rows, offs=sizes)
     else:
-        for sum_, left, right in zip(total, gradients.split(sizes.tolist()), rows.split(sizes.tolist()), strict=True):
+        for sum_, left, right in zip(total, gradients.split(sizes), rows.split(sizes), strict=True):
             add_product(sum_, left.t(), right)
 
 
 def _in_one_kernel(rows: Tensor) -> bool:
-    """Whether torch has a grouped GEMM for these; otherwise each expert's runs by itself, and the host waits."""
+    """Whether torch has a grouped GEMM for these; otherwise each expert's runs by itself, and the host needs sizes."""
     return rows.device.type == "cuda" and rows.dtype is torch.bfloat16
 
 

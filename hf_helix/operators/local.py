@@ -16,6 +16,25 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_helix.operators.base import Call, Computation, Tensors
 
+COMPILER = "inductor"
+"""The backend of `torch.compile`."""
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a segment, compiled at its first call.
+
+    torch keeps what it compiles by the code of a function, and takes the parameters that the function reads as further
+    inputs. So the layers of a model, whose functions have the same code, share one compilation. A second shape is
+    compiled with sizes left open, and serves all others.
+    """
+    return torch.compile(function, backend=COMPILER)
+
+
+def lowered(value: Tensor) -> Tensor:
+    """A value as matrix products take it under the autocast that is on, if there is any."""
+    device = value.device.type
+    return value.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else value
+
 
 class Segment(Computation):
     """`function(*inputs, **side)` as an operator.
@@ -26,7 +45,6 @@ class Segment(Computation):
         side: names of the micro-batch's side inputs that it takes as keywords.
         draws: returns True while the function draws random numbers (dropout); it then runs under the call's seed.
         num_plain: how many of its outputs, the last ones, have no gradient (indices).
-        lowers: only matrix products read its outputs, so these are handed on as products take them.
     """
 
     def __init__(
@@ -36,10 +54,8 @@ class Segment(Computation):
         side: Sequence[str] = (),
         draws: Callable[[], bool] | None = None,
         num_plain: int = 0,
-        lowers: bool = False,
     ) -> None:
         self.num_plain = num_plain
-        self.lowers = lowers
         self.function = function
         self.parameters = tuple(parameters)
         self.side = tuple(side)
@@ -76,8 +92,7 @@ class Segment(Computation):
 
     def _run(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Tensors:
         with call.precision.autocast():
-            outputs = _as_tuple(self._call_function(call, inputs, side))
-        return tuple(call.precision.lowered(output) for output in outputs) if self.lowers else outputs
+            return _as_tuple(self._call_function(call, inputs, side))
 
     def _call_function(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Any:
         if self.draws is None or not self.draws():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_helix.operators.accumulate import add_product, add_to_bias_gradient, add_to_gradient
+from hf_helix.operators.accumulate import add_product, add_to_bias_gradients, add_to_gradients
 from hf_helix.operators.base import Call
 
 
@@ -69,11 +69,11 @@ class LowRank:
         """Add to the gradients of the adapter's own weights."""
         rows = _masked(rows.to(self.dtype(call)), mask)
         if self.up.requires_grad:
-            add_to_gradient(self.up, gradient.to(rows.dtype).t(), self._between(rows, call))
+            add_to_gradients((self.up,), gradient.to(rows.dtype).t(), self._between(rows, call))
         if self.bias is not None and self.bias.requires_grad:
-            add_to_bias_gradient(self.bias, gradient, self.scaling)
+            add_to_bias_gradients((self.bias,), gradient, self.scaling)
         if self.down.requires_grad:
-            add_to_gradient(self.down, self._below(gradient, call).t(), rows)
+            add_to_gradients((self.down,), self._below(gradient, call).t(), rows)
 
     def _between(self, rows: Tensor, call: Call) -> Tensor:
         """What `up` reads [tokens, rank]; so narrow that it is computed anew rather than kept."""

@@ -2,20 +2,26 @@
 
 In:   token ids, or logits of this rank's slice of the vocabulary [sequence, batch, slice].
 Out:  partial embeddings that sum to the whole over the ranks; statistics from which every rank computes the loss.
-Must hold: no rank ever holds the logits of the whole vocabulary; the loss is Transformers' ForCausalLMLoss,
-or its LabelSmoother.
+Must hold: no rank ever holds the logits of the whole vocabulary, and of its own it holds them once, in their own type;
+the loss is Transformers' ForCausalLMLoss, or its LabelSmoother, computed in fp32.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_helix.operators.base import Call, Computation, Tensors
+
 IGNORED = -100
+
+CHUNK = 2**26
+"""The most logits that are computed with in fp32 at a time: 256 MiB. With 128 thousand rows, 512 tokens."""
 
 
 def lookup(ids: Tensor, weight: Tensor, first_row: int, num_rows: int, padding_row: int | None) -> Tensor:
@@ -47,50 +53,120 @@ def noisy(embeddings: Tensor, alpha: float, length: int) -> Tensor:
     return embeddings + torch.empty_like(embeddings).uniform_(-bound, bound)
 
 
-class _TokenStatistics(torch.autograd.Function):
+class TokenStatistics(Computation):
     """Per token, from this rank's logits: their maximum, the sum of exp(logit - maximum), the target's logit.
 
     With label smoothing, the third is this rank's part of (1 - smoothing) * target's logit + smoothing * mean logit:
     the logarithm of the whole sum is common to all terms, so the smoothed loss is the plain one with this in its place.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first_row: int, smoothing: float, num_rows: int) -> Tensor:
-        logits = logits.float()
-        maximum = logits.amax(-1)
-        total = (logits - maximum.unsqueeze(-1)).exp_().sum(-1)
-        local = targets - first_row
-        inside = (local >= 0) & (local < logits.shape[-1])
-        column = local.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-        target = logits.gather(-1, column).squeeze(-1).masked_fill(~inside, 0)
-        if smoothing:
-            target = (1 - smoothing) * target + smoothing / num_rows * logits.sum(-1)
-        ctx.smoothing, ctx.num_rows = smoothing, num_rows
-        ctx.save_for_backward(logits, maximum, column, inside)
-        return torch.stack((maximum, total, target))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        # The maximum is a constant: the sums are rescaled by it, which leaves the loss as it is.
-        logits, maximum, column, inside = ctx.saved_tensors
-        _, of_total, of_target = gradient
-        result = (logits - maximum.unsqueeze(-1)).exp_().mul_(of_total.unsqueeze(-1))
-        if ctx.smoothing:
-            result.add_(of_target.unsqueeze(-1), alpha=ctx.smoothing / ctx.num_rows)
-            of_target = (1 - ctx.smoothing) * of_target
-        result.scatter_add_(-1, column, (of_target * inside).unsqueeze(-1))
-        return result, None, None, None, None
-
-
-def token_statistics(
-    logits: Tensor, targets: Tensor, first_row: int, smoothing: float = 0.0, num_rows: int = 0
-) -> Tensor:
-    """[1, 3, sequence, batch]: see `_TokenStatistics`. The leading dimension is the one that ranks gather along.
+    Side input `targets` [sequence, batch]; logits [sequence, batch, slice] to [1, 3, sequence, batch], whose leading
+    dimension is the one that ranks gather along. Never more than a chunk of tokens is computed with in fp32.
 
     Args:
-        smoothing: the part of a target that is spread evenly over the vocabulary of `num_rows`.
+        first_row: of the vocabulary, that this rank's slice begins with.
+        num_rows: of the whole vocabulary.
+        smoothing: the part of a target that is spread evenly over the vocabulary.
+        overwrites: nobody else reads the logits, so that their gradient may take their place in memory.
+        wrap: makes what runs of a function, such as `compiled`.
     """
-    return _TokenStatistics.apply(logits, targets, first_row, smoothing, num_rows).unsqueeze(0)
+
+    def __init__(
+        self,
+        first_row: int,
+        num_rows: int,
+        smoothing: float = 0.0,
+        overwrites: bool = False,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    ) -> None:
+        self.first_row = first_row
+        self.smoothing = smoothing
+        self.share = smoothing / num_rows
+        self.overwrites = overwrites
+        self._statistics = wrap(chunk_statistics)
+        self._gradient = wrap(chunk_gradient)
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        (logits,) = inputs
+        found = torch.empty((3, *logits.shape[:-1]), dtype=torch.float32, device=logits.device)
+        with torch.no_grad():
+            for rows, targets, out in self._chunks(logits, call.side["targets"], found):
+                self._statistics(rows, targets, out, self.smoothing, self.share)
+        if call.training:
+            call.saved = logits, found[1]
+        return (found.unsqueeze(0),)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        (logits, totals), call.saved = call.saved, None
+        # The maximum is a constant: the sums are rescaled by it, which leaves the loss as it is.
+        _, of_total, of_target = gradients[0].squeeze(0)
+        factors = torch.stack((of_total * totals, of_target))
+        result = logits if self.overwrites else torch.empty_like(logits)
+        written = result.view(-1, logits.shape[-1]).split(self._chunk_of(logits))
+        with torch.no_grad():
+            chunks = self._chunks(logits, call.side["targets"], factors)
+            for (rows, targets, factor), out in zip(chunks, written, strict=True):
+                self._gradient(rows, targets, factor, out, self.smoothing, self.share)
+        return (result,)
+
+    def _chunks(self, logits: Tensor, targets: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Logits [tokens, slice], targets [tokens] counted from this rank's first row, and values [..., tokens]."""
+        size = self._chunk_of(logits)
+        return zip(
+            logits.reshape(-1, logits.shape[-1]).split(size),
+            (targets - self.first_row).reshape(-1).split(size),
+            values.flatten(1).split(size, -1),
+            strict=True,
+        )
+
+    def _chunk_of(self, logits: Tensor) -> int:
+        """How many tokens; in even parts, so that a compiler sees one shape, or two."""
+        tokens = logits.numel() // logits.shape[-1]
+        parts = -(-logits.numel() // CHUNK)
+        return max(1, -(-tokens // max(1, parts)))
+
+
+def chunk_statistics(rows: Tensor, targets: Tensor, out: Tensor, smoothing: float, share: float) -> None:
+    """Write the statistics of some tokens, see `TokenStatistics`.
+
+    Args:
+        rows: logits [tokens, slice].
+        targets: [tokens], counted from the first row of the slice; they may lie outside of it.
+        out: [3, tokens].
+        smoothing, share: the part of a target that is spread, and what of it each row gets.
+    """
+    # softmax reads the logits in their own type, in one kernel; the largest probability is exp(0) by the sum.
+    largest, place = torch.softmax(rows, -1, dtype=torch.float32).max(-1, keepdim=True)
+    out[0] = rows.gather(-1, place).squeeze(-1)
+    out[1] = largest.reciprocal().squeeze(-1)
+    column, inside = _columns(rows, targets)
+    target = rows.gather(-1, column).float().masked_fill(~inside, 0).squeeze(-1)
+    if smoothing:
+        target = (1 - smoothing) * target + share * rows.sum(-1, dtype=torch.float32)
+    out[2] = target
+
+
+def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, out: Tensor, smoothing: float, share: float) -> None:
+    """Write the gradient of the logits of some tokens, which may take their place.
+
+    Args:
+        factors: of the probabilities, and the gradient of the target's logit, [2, tokens].
+        out: [tokens, slice]; for the others see `chunk_statistics`.
+    """
+    of_all, of_target = factors.unsqueeze(-1)
+    probabilities = torch.softmax(rows, -1, dtype=torch.float32)
+    column, inside = _columns(rows, targets)
+    spread = of_target * share
+    picked = torch.addcmul(spread, probabilities.gather(-1, column), of_all)
+    picked += (1 - smoothing) * of_target * inside
+    torch.addcmul(spread, probabilities, of_all, out=out)
+    out.scatter_(-1, column, picked.to(out.dtype))
+
+
+def _columns(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """[tokens, 1]: each target's column, where it lies in this slice, and whether it does."""
+    targets = targets.unsqueeze(-1)
+    inside = (targets >= 0) & (targets < rows.shape[-1])
+    return targets.clamp(0, rows.shape[-1] - 1), inside
 
 
 def cross_entropy(statistics: Tensor, targets: Tensor, loss_scale: Tensor) -> Tensor:

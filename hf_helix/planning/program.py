@@ -28,28 +28,31 @@ from hf_helix.planning.window import (
 
 
 def build_programs(
-    schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = ()
+    schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
 ) -> list[list[Instruction]]:
     """The instructions of a window, rank by rank.
 
     Args:
         keep: values that are never freed.
+        slots_ahead: how long before the slot that reads it a receive is issued, under a plan of blocks. A flow issues
+            it when, by its times, the other rank has sent.
     """
     if plan.flow is None:
-        programs = [_by_blocks(slots, layout, plan) for slots in schedule]
+        programs = [_by_blocks(slots, layout, plan, slots_ahead) for slots in schedule]
     else:
         programs = flow_order(schedule, layout, plan.flow)
     return [_complete(_free(program, keep), layout) for program in programs]
 
 
-def _by_blocks(slots: Sequence[Slot], layout: Layout, plan: Plan) -> list[Instruction]:
-    """Slot by slot; what a slot receives is awaited from the slot before on, what it sends leaves at its end."""
+def _by_blocks(slots: Sequence[Slot], layout: Layout, plan: Plan, slots_ahead: int) -> list[Instruction]:
+    """Slot by slot; what a slot receives is awaited from `slots_ahead` slots before on, what it sends leaves at its
+    end."""
     program: list[Instruction] = []
-    posted = 0
+    issued = 0
     for number, slot in enumerate(slots):
-        for ahead in slots[posted : number + 2]:
-            program += transfers_of(ahead, layout, receives=True)
-        posted = number + 2
+        for coming in slots[issued : number + 1 + slots_ahead]:
+            program += transfers_of(coming, layout, receives=True)
+        issued = number + 1 + slots_ahead
         for forward, backward in blocks_of(slot, layout):
             made: dict[str, Instruction] = {}
             for letter, place, action in (("F", forward, slot.forward), ("B", backward, slot.backward)):

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 import hf_helix
 from hf_helix.resume.states import Held
+from hf_helix.runtime.groups import gather_objects
 from hf_helix.runtime.mesh import Mesh
 
 NAME = "helix_state.json"
@@ -163,9 +163,7 @@ def describe_parameters(
     }
     if mesh.pipe.group is None:
         return mine
-    found: list[Any] = [None] * mesh.pipe.size
-    dist.all_gather_object(found, mine, group=mesh.pipe.control)
-    return {name: about for part in found for name, about in part.items()}
+    return {name: about for part in gather_objects(mine, mesh.pipe.ranks) for name, about in part.items()}
 
 
 def _differences(saved: Parameters, present: Parameters, keys: tuple[str, ...]) -> list[str]:

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from hf_helix.operators.transport import Axis
 from hf_helix.operators.unit import Placement
+from hf_helix.runtime.groups import control_group
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.sharding import ShardedOptimizer
 from hf_helix.runtime.stage import Stage
@@ -142,7 +143,7 @@ def save_states(optimizer: Optimizer, held: Mapping[nn.Parameter, Held], folder:
                 found[f"{place.name}/{key}{place.mark}"] = value
     with _failures_named("writing the optimizer's states"):
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        save(found, storage_writer=FileSystemWriter(folder), planner=planner)
+        save(found, storage_writer=FileSystemWriter(folder), planner=planner, process_group=control_group())
 
 
 def load_states(optimizer: Optimizer, held: Mapping[nn.Parameter, Held], folder: Path) -> None:
@@ -164,7 +165,7 @@ def load_states(optimizer: Optimizer, held: Mapping[nn.Parameter, Held], folder:
         found.setdefault(parameter, {})[key] = name
     with _failures_named("reading the optimizer's states"):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        load(wanted, storage_reader=FileSystemReader(folder), planner=planner)
+        load(wanted, storage_reader=FileSystemReader(folder), planner=planner, process_group=control_group())
     values = {
         parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in found.items()
     }

@@ -97,9 +97,10 @@ def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -
     mine = torch.stack(
         [_fingerprint(inputs), torch.tensor(float(len(inputs)), dtype=torch.float64, device=inputs[0].device)]
     )
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    if any(not torch.equal(mine, other) for other in found):
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    found = torch.stack(gathered).tolist()  # one wait for the device, however many ranks there are
+    if any(other != found[0] for other in found):
         lines = ", ".join(f"{int(other[1])} micro-batches with checksum {other[0]:.0f}" for other in found)
         raise ValueError(
             f"ranks of one tensor-parallel or pipeline group got different batches ({lines}); they must share every "

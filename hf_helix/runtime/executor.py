@@ -72,8 +72,6 @@ class Executor:
         strands: dict[int, Strand] = {}
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for instruction in program:
-            if self._sent:
-                self._release()
             op = instruction.operator
             if op is None:
                 self._barrier(strands)
@@ -133,6 +131,8 @@ class Executor:
             for name, key in zip(op.reads, instruction.reads, strict=True):
                 if name in op.sizes and key in strand.events:
                     self._wait(strand.events.pop(key))
+        if self._sent and op.kind is Kind.PIPELINE:  # where a slot begins or ends
+            self._release()
         inputs = [strand.values[key] for key in instruction.reads]
         # What fills the input stays listed: a computation that reads it, too, waits for itself.
         after = [strand.events[key] for key in instruction.reads if key in strand.events]

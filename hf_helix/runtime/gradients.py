@@ -10,18 +10,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_helix.operators.link import Link, all_reduce
+from hf_helix.operators.side_by_side import in_one
 from hf_helix.operators.unit import EXPERTS, TP, Placement, Unit
 from hf_helix.planning.graph import Kind
 from hf_helix.runtime.mesh import Mesh
 from hf_helix.runtime.streams import Event, Streams
 
 BUCKET_BYTES = 25 * 2**20
+MOST_COPIES = 2
+"""Buckets of half precision whose copies in a higher one may be alive on CUDA, before the next is made."""
 
 Placements = Mapping[nn.Parameter, Placement]
 
@@ -40,7 +44,8 @@ class Reduction:
     Units report once their last gradient has been issued. Of a bucket of complete gradients, what each rank saw of the
     sequence is summed over tp, in line with the other collectives there; then the sum over the parts of a sequence (cp)
     and the average over the batches (dp) are taken, on a stream of their own. What is in a bucket does not depend on
-    the plan, so neither do the sums.
+    the plan, so neither do the sums. Gradients in float32 are averaged where they lie: those of a bucket are put in one
+    piece of memory first, unless they lie so already.
 
     Args:
         units: of this rank, by index.
@@ -85,13 +90,20 @@ class Reduction:
     def _reduce(self, placements: Placements) -> None:
         tp = self._mesh.tp
         summed: list[Event] = []
+        averaged = [self._averaged(placements, over) for over in sorted({each.over for each in placements.values()})]
+        for parameters, group in averaged:
+            if group is not None:
+                _put_in_one(parameters)
         if tp.group is not None:
             parts = [parameter for parameter, placement in placements.items() if placement.sums_gradient]
             summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum")
-        for over in sorted({placement.over for placement in placements.values()}):
-            alike = {p: placement for p, placement in placements.items() if placement.over == over}
-            copies = self._mesh.copies_of(next(iter(alike.values())))
-            self._issue(Kind.GRADIENTS, list(alike), copies, self._mesh.dp_size, summed, "gradients.average")
+        for parameters, group in averaged:
+            self._issue(Kind.GRADIENTS, parameters, group, self._mesh.dp_size, summed, "gradients.average")
+
+    def _averaged(self, placements: Placements, over: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
+        """The parameters that lie over an axis, and who has copies of them."""
+        alike = {parameter: placement for parameter, placement in placements.items() if placement.over == over}
+        return list(alike), self._mesh.copies_of(next(iter(alike.values())))
 
     def _issue(
         self,
@@ -104,11 +116,12 @@ class Reduction:
     ) -> list[Event]:
         if group is None and divisor == 1:
             return []
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is not None:
-                by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        works = [_summing(gradients, group, divisor, self._mesh.link) for gradients in by_type.values()]
+        found = _by_type(parameters)
+        if self._mesh.device.type == "cuda" and any(_summed_in(dtype) is not dtype for dtype in found):
+            # CUDA keeps the copies in a higher precision until their sums have been waited for.
+            while len(self._events) > MOST_COPIES:
+                self._streams.wait(self._events.pop(0))
+        works = [_summing([p.grad for p in alike], group, divisor, self._mesh.link) for alike in found.values()]
         events = [self._streams.issue(kind, work, after, label) for work in works]
         self._events += events
         return events
@@ -135,27 +148,71 @@ def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
 
 
+def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]:
+    """Those that have a gradient."""
+    found: dict[torch.dtype, list[Any]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(parameter.grad.dtype, []).append(parameter)
+    return found
+
+
+def _put_in_one(parameters: Iterable[nn.Parameter]) -> None:
+    """Move gradients into one piece of memory that can be summed as it is; each parameter's own becomes its part.
+
+    Those in half precision stay, since they are summed in a higher one.
+    """
+    for dtype, alike in _by_type(parameters).items():
+        gradients = [parameter.grad for parameter in alike]
+        if _summed_in(dtype) is not dtype or in_one(gradients) is not None:
+            continue
+        parts = _parts(gradients, dtype)
+        torch._foreach_copy_(parts, gradients)
+        for parameter, part in zip(alike, parts, strict=True):
+            parameter.grad = part
+
+
 def _summing(
     gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int, link: Link | None
 ) -> Callable[[], object]:
     """The work that sums gradients over a group, in one piece, and divides them."""
     if group is None:  # experts that no other rank has a copy of
         return lambda: torch._foreach_div_(list(gradients), divisor)
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # ranks add up one after the other
-    flat = gradients[0].new_empty(sum(gradient.numel() for gradient in gradients), dtype=dtype)
-    parts = [
-        part.view_as(gradient)
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True)
-    ]
+    dtype, whole = _summed_in(gradients[0].dtype), in_one(gradients)
+    if whole is not None and whole.dtype is dtype:
+        return lambda: _sum(whole, group, divisor, link)
+    parts = _parts(gradients, dtype)
 
     def work() -> None:
         torch._foreach_copy_(parts, list(gradients))
-        all_reduce(flat, group, link)
-        if divisor > 1:
-            flat.div_(divisor)
+        total = in_one(parts)
+        assert total is not None
+        _sum(total, group, divisor, link)
         torch._foreach_copy_(list(gradients), parts)
 
     return work
+
+
+def _sum(total: Tensor, group: dist.ProcessGroup, divisor: int, link: Link | None) -> None:
+    """Sum over a group and divide, in place."""
+    if total.is_cuda and divisor == dist.get_world_size(group):
+        dist.all_reduce(total, dist.ReduceOp.AVG, group=group)
+        return
+    all_reduce(total, group, link)
+    if divisor > 1:
+        total.div_(divisor)
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Ranks add up one after the other, so half precision would round every time."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _parts(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Room for gradients in one piece, part by part."""
+    lengths = [gradient.numel() for gradient in gradients]
+    flat = gradients[0].new_empty(sum(lengths), dtype=dtype)
+    return [part.view(gradient.shape) for gradient, part in zip(gradients, flat.split(lengths), strict=True)]
 
 
 def gradient_norm(placements: Placements, mesh: Mesh) -> Tensor:

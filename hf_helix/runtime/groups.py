@@ -13,11 +13,14 @@ import contextlib
 import functools
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 GLOO = "gloo"
 NCCL = "nccl"
@@ -61,11 +64,13 @@ def backend_of(device: torch.device) -> str:
 
 def control_group() -> dist.ProcessGroup | None:
     """All ranks, for objects and tensors in the host's memory; None, which stands for the launcher's group, where that
-    one carries them. Collective when it is first called.
+    one carries them or there is none. Collective when it is first called.
 
     Objects that went over NCCL would be copied to the device and back, behind everything that it still computes.
     """
-    return None if "cpu" in backends() else _new_control_group(dist.group.WORLD)
+    if not dist.is_initialized() or "cpu" in backends():
+        return None
+    return _new_control_group(dist.group.WORLD)
 
 
 @functools.cache
@@ -85,17 +90,36 @@ def receive_on_host(out: torch.Tensor, source: int) -> None:
         dist.recv(out.view(-1).view(torch.uint8), source, group=control_group())
 
 
-def control_of(group: dist.ProcessGroup, places: torch.Tensor) -> dist.ProcessGroup:
-    """The group among the rows of `places` that objects of `group` go over: itself, or one of gloo. Collective."""
-    return group if "cpu" in backends() else group_of(places, GLOO)
+def share_object(mine: T, source: int, ranks: Sequence[int]) -> T:
+    """What one of several ranks brings, on all of them, over the host's memory. Collective over these ranks.
+
+    One by one, so that no group of gloo is needed for them: where `device_id` was given to `init_process_group`,
+    ranks outside of a new group take part in a split of NCCL's communicator that members of one of gloo do not join.
+
+    Args:
+        mine: what counts on the rank `source`.
+        source, ranks: in the launcher's group.
+    """
+    if dist.get_rank() != source:
+        found = [mine]
+        dist.recv_object_list(found, source, group=control_group())
+        return found[0]
+    for other in ranks:
+        if other != source:
+            dist.send_object_list([mine], other, group=control_group())
+    return mine
+
+
+def gather_objects(mine: T, ranks: Sequence[int]) -> list[T]:
+    """What each of several ranks brings, on all of them, see `share_object`. Collective over these ranks."""
+    return [share_object(mine, source, ranks) for source in ranks]
 
 
 def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "") -> list[dist.ProcessGroup]:
     """A group over each row of `places`; those that this rank is in. Collective.
 
-    Ranks outside a row only count it: where the communicator is made at its first use, that is a matter of
-    microseconds, and where it is made by splitting (`device_id` was given to `init_process_group`), all ranks must
-    take part. So no group is made by its members alone.
+    Ranks outside a row only count it, in about 0.1 ms (where `device_id` was given to `init_process_group`, they must
+    even take part in making its communicator), so all ranks make all groups, which keeps them in one order.
 
     Args:
         places: ranks in the launcher's group, in ascending order along the last dimension.
@@ -126,11 +150,11 @@ def options_of(use: str) -> Any:
 
 
 def order_launches(pp_size: int) -> None:
-    """Let kernels of several communicators start in the order of issue, which is the same on every rank of a stage.
+    """Let kernels of several communicators start in the order of issue; call it before the first of them.
 
-    Without it, two ranks could each fill their SMs with a kernel that waits for the other's. Not with a pipeline, whose
-    ranks run different programs: there a receive that starts late would hold back communication that its sender waits
-    for. Takes effect when the first communicator is made.
+    Without a pipeline, that order is the same on every rank. Otherwise two ranks could each fill their SMs with a
+    kernel that waits for the other's. The ranks of a pipeline run different programs: there, a receive that starts late
+    could hold back what its sender waits for.
     """
     if pp_size == 1 and torch.version.hip is None:  # RCCL 2.27 crashes with it
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")

@@ -32,7 +32,6 @@ class Pipe:
     Args:
         ranks: of the pipeline, in the launcher's group.
         group: over these ranks; None for a single one.
-        control: the same, for objects.
         lanes: by the parity of the sender, groups over these ranks, where the backend sends point to point (gloo, which
             carries one direction at a time over a connection); or groups of a sender and its receiver (NCCL, which
             carries one operation at a time over a communicator). So no way waits for another.
@@ -43,7 +42,6 @@ class Pipe:
         self,
         ranks: Sequence[int],
         group: dist.ProcessGroup | None = None,
-        control: dist.ProcessGroup | None = None,
         lanes: Mapping[int, dist.ProcessGroup] | Mapping[Lane, dist.ProcessGroup] | None = None,
         link: Link | None = None,
     ) -> None:
@@ -51,13 +49,12 @@ class Pipe:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
         self.group = group if self.size > 1 else None
-        self.control = control
         self._lanes = lanes or {}
         self._link = link
 
     def over(self, link: Link) -> Pipe:
         """The same ranks and groups, with everything going over a link."""
-        return Pipe(self.ranks, self.group, self.control, self._lanes, link)
+        return Pipe(self.ranks, self.group, self._lanes, link)
 
     def passage(self, boundary: int, peer: int, outward: bool) -> Passage:
         """This rank's end of the way between virtual stages `boundary` and `boundary` + 1.
@@ -101,10 +98,9 @@ def make_pipe(places: torch.Tensor, backend: str) -> Pipe:
     if len(ranks) == 1:
         return Pipe(ranks)
     group = groups.group_of(places)
-    control = groups.control_of(group, places)
     if backend == groups.GLOO:
-        return Pipe(ranks, group, control, {0: group, 1: groups.group_of(places)})
-    return Pipe(ranks, group, control, _lanes(places))
+        return Pipe(ranks, group, {0: group, 1: groups.group_of(places)})
+    return Pipe(ranks, group, _lanes(places))
 
 
 def _lanes(places: torch.Tensor) -> dict[Lane, dist.ProcessGroup]:

@@ -30,8 +30,8 @@ from hf_helix.operators.link import bare
 from hf_helix.operators.transport import Recorder
 from hf_helix.planning.graph import SEND, Kind, Operator, Part
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
-from hf_helix.planning.program import build_programs
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
+from hf_helix.runtime.groups import host_name
 from hf_helix.runtime.measure import forget_gradients, over_ranks, transports
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
@@ -124,7 +124,7 @@ def machine(runner: Runner) -> dict[str, str]:
     known = {
         **(_gpu(device) if device.type == "cuda" else {"device": _cpu_name(), "threads": str(torch.get_num_threads())}),
         "backend": str(dist.get_backend()) if dist.is_initialized() else "none",
-        "hosts": str(len(set(over_ranks(platform.node())))),
+        "hosts": str(len(set(over_ranks(host_name())))),
         "torch": torch.__version__,
         "emulated_link": runner.mesh.link.speed_now.text if runner.mesh.link is not None else "",
     }
@@ -460,7 +460,7 @@ def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
         for forward in (True, False):
             for instruction in unit_instructions(layout, (0, unit), forward):
                 keep.update(instruction.needs + instruction.writes)
-    program = build_programs(runner.scheduler(1), layout, runner.plan, keep)[runner.stage.rank]
+    program = runner.build_program(runner.scheduler(1), keep)
     values = runner.executor.run(program, [batch], runner.sources(), training=True)[0]
     forget_gradients(runner)
     return {key: value for key, value in values.items() if key in keep}

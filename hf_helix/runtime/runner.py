@@ -8,7 +8,7 @@ shapes; all ranks of a pipeline run the same window.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor
 from hf_helix.operators.base import Precision
 from hf_helix.planning.plan import Plan
 from hf_helix.planning.program import build_programs, validate_program
-from hf_helix.planning.schedule import Slot
+from hf_helix.planning.schedule import Schedule, Slot
 from hf_helix.planning.scheduler import Scheduler
 from hf_helix.planning.window import Instruction, Key
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.gradients import Reduction
+from hf_helix.runtime.groups import share_object
 from hf_helix.runtime.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.strand import MicroBatch
@@ -104,7 +105,7 @@ class Runner:
             forward = [
                 [Slot(forward=slot.forward) for slot in slots if slot.forward] for slots in self.scheduler(count)
             ]
-            self._programs[name] = build_programs(forward, self.layout, self.plan, keep)[self.stage.rank]
+            self._programs[name] = self.build_program(forward, keep)
         kept = self.executor.run(self._programs[name], microbatches, {}, training=False)
         found = [values for _, values in sorted(kept.items()) if self._loss in values]
         loss = self._everywhere([values[self._loss] for values in found], count).sum()
@@ -120,10 +121,15 @@ class Runner:
         """What this rank issues for a window of so many micro-batches."""
         if num_microbatches not in self._programs:
             schedule, mine = self.scheduler(num_microbatches), self.stage.rank
-            program = build_programs(schedule, self.layout, self.plan, (self._loss,))[mine]
+            program = self.build_program(schedule, (self._loss,))
             validate_program(program, [self._loss_gradient], self.layout, schedule[mine])
             self._programs[num_microbatches] = program
         return self._programs[num_microbatches]
+
+    def build_program(self, schedule: Schedule, keep: Collection[Key]) -> list[Instruction]:
+        """What this rank issues for a schedule, see `build_programs`."""
+        ahead = self.executor.streams.slots_ahead
+        return build_programs(schedule, self.layout, self.plan, keep, ahead)[self.stage.rank]
 
     def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
         """What the ranks of the head found of their tokens, together and on every rank."""
@@ -140,9 +146,8 @@ class Runner:
         pipe = self.mesh.pipe
         if pipe.group is None:
             return logits
-        about: list[Any] = [None if logits is None else (tuple(logits.shape), logits.dtype)]
-        dist.broadcast_object_list(about, pipe.ranks[self._last], group=pipe.control)
-        shape, dtype = about[0]
+        about: Any = None if logits is None else (tuple(logits.shape), logits.dtype)
+        shape, dtype = share_object(about, pipe.ranks[self._last], pipe.ranks)
         found = torch.empty(shape, dtype=dtype, device=self.mesh.device) if logits is None else logits.contiguous()
         dist.broadcast(found, pipe.ranks[self._last], group=pipe.group)
         return found

@@ -49,13 +49,15 @@ class Strand:
     values: dict[Key, Tensor] = field(default_factory=dict)
     events: dict[Key, Event] = field(default_factory=dict)
     calls: dict[tuple[int, str], Call] = field(default_factory=dict)
+    shared: dict[object, Any] = field(default_factory=dict)
 
     def call(self, index: int, unit: Unit, operator: str) -> Call:
         """What an operator of a unit keeps for this micro-batch."""
         found = self.calls.get((index, operator))
         if found is None:
             seed = derive_seed(self.seed, *self.key, unit.label, operator)
-            found = self.calls[index, operator] = Call(self.side, seed, self.training, self.precision)
+            found = Call(self.side, seed, self.training, self.precision, shared=self.shared)
+            self.calls[index, operator] = found
         return found
 
 

@@ -37,9 +37,15 @@ class Event(ABC):
 
 
 class Streams(ABC):
-    """The streams of one rank. `trace`, while set, records what runs."""
+    """The streams of one rank.
+
+    Attributes:
+        trace: records what runs, while it is set.
+        slots_ahead: how early to issue what other ranks send, see `build_programs`.
+    """
 
     trace: Trace | None = None
+    slots_ahead: int
 
     @abstractmethod
     def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str, lane: str = "") -> Event:
@@ -142,6 +148,8 @@ class _Worker:
 class CpuStreams(Streams):
     """Worker threads for communication; computation runs in the calling thread."""
 
+    slots_ahead = 1  # a receive that waits costs nothing, and with gloo nothing is sent before the receive is there
+
     def __init__(self) -> None:
         self._workers: dict[tuple[Kind, str], _Worker] = {}
 
@@ -187,24 +195,33 @@ class _CudaEvent(Event):
 
 
 class CudaStreams(Streams):
-    """CUDA streams and events. Collectives are called with `async_op=False`, so they run on the stream entered."""
+    """CUDA streams and events. Collectives are called with `async_op=False`, so they run on the stream entered.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        cuda: where streams and events come from; tests give stand-ins that see every order that is missing.
+    """
+
+    # A receive of NCCL that waits takes SMs from computation. And it keeps the device busy, so that the host hangs if
+    # it waits for the device (to load a kernel, to free memory) before it has issued what the other rank needs first.
+    slots_ahead = 0
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
+        self._cuda = cuda
         self._streams: dict[tuple[Kind, str], torch.cuda.Stream] = {}
         self._pending: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str, lane: str = "") -> Event:
         if (kind, lane) not in self._streams:
-            self._streams[kind, lane] = torch.cuda.Stream(self._device, priority=-1)
+            self._streams[kind, lane] = self._cuda.Stream(self._device, priority=-1)
         stream = self._streams[kind, lane]
         # Also makes it safe to write to memory that the compute stream had in use before.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(self._cuda.current_stream(self._device))
         for earlier in after:
             stream.wait_event(earlier.done)
-        with torch.cuda.stream(stream):
+        with self._cuda.stream(stream):
             self._recorded(stream_name(kind, lane), label, work)
-            done = torch.cuda.Event()
+            done = self._cuda.Event()
             done.record(stream)
         return _CudaEvent(label, kind, done, (work, after))
 
@@ -212,14 +229,14 @@ class CudaStreams(Streams):
         return bool(event.done.query())
 
     def wait(self, event: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event.done)
+        self._cuda.current_stream(self._device).wait_event(event.done)
         event.keep = None
 
     def compute(self, work: Callable[[], Any], label: str) -> Any:
         return self._recorded("compute", label, work)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+        self._cuda.synchronize(self._device)
         if self.trace is not None and self._pending:
             base = self._pending[0][2]
             for stream, label, start, end in self._pending:
@@ -233,7 +250,7 @@ class CudaStreams(Streams):
     def _recorded(self, stream: str, label: str, work: Callable[[], Any]) -> Any:
         if self.trace is None:
             return work()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
         start.record()
         result = work()
         end.record()

@@ -53,3 +53,8 @@ def test_gloo_does_not_carry_cuda_tensors(cluster_of: Any) -> None:
         assert failure.kind == "ValueError"
         assert "gloo for cuda" in failure.message
         assert 'init_process_group("cuda:nccl,cpu:gloo")' in failure.message
+
+
+def test_small_parameters_are_broadcast_together(cluster_of: Any) -> None:
+    steps, large = 3, 1
+    assert cluster_of(2).run("support.lane_jobs:sharded_steps") == [(True, steps * large)] * 2

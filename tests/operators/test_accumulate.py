@@ -59,9 +59,9 @@ def test_on_cuda_every_micro_batch_is_one_kernel(on_cuda: GemmsOfCuda) -> None:
     left, right = factors()
     on_cuda.called.clear()
     with torch.no_grad():
-        accumulate.add_to_gradient(weight, left, right)
+        accumulate.add_to_gradients([weight], left, right)
         first = weight.grad
-        accumulate.add_to_gradient(weight, left, right)
+        accumulate.add_to_gradients([weight], left, right)
     assert [name for name in on_cuda.called if "mm" in name] == ["mm.dtype", "addmm.dtype_out"]
     assert not any("add." in name or "add_" in name for name in on_cuda.called)
     assert weight.grad is first

@@ -14,11 +14,11 @@ MOST = {
     "gpt_neox": (37, 68),
     "llama": (45, 93),
     "mistral": (50, 96),
-    "mixtral": (81, 130),
-    "phimoe": (91, 114),
+    "mixtral": (84, 130),
+    "phimoe": (94, 114),
     "qwen2": (48, 99),
     "qwen3": (61, 125),
-    "qwen3_moe": (96, 157),
+    "qwen3_moe": (99, 157),
 }
 
 

@@ -8,16 +8,20 @@ hand.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hf_helix.operators import vocabulary
+from hf_helix.operators.base import Call
 from hf_helix.operators.unit import cut_bounds
-from hf_helix.operators.vocabulary import IGNORED, cross_entropy, lookup, noisy, token_statistics
+from hf_helix.operators.vocabulary import IGNORED, TokenStatistics, cross_entropy, lookup, noisy
 
 SIZES = [1, 2, 3, 5]
 VOCABULARY, SEQUENCE, BATCH = 23, 11, 3  # 23 divides by no size but 1
@@ -45,19 +49,26 @@ def whole(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tenso
     return loss.detach(), logits.grad
 
 
-def in_slices(logits: Tensor, labels: Tensor, size: int, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def in_slices(
+    logits: Tensor, labels: Tensor, size: int, smoothing: float = 0.0, overwrites: bool = False
+) -> tuple[Tensor, Tensor]:
     """Loss and gradient by way of `size` slices, put together again."""
     targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).t().contiguous()
     bounds = [cut_bounds(VOCABULARY, size, rank) for rank in range(size)]
-    slices = [logits.transpose(0, 1)[..., first:last].clone().requires_grad_() for first, last in bounds]
-    pieces = [
-        token_statistics(piece, targets, first, smoothing, VOCABULARY)
-        for piece, (first, _) in zip(slices, bounds, strict=True)
-    ]
-    loss = cross_entropy(torch.cat(pieces), targets, torch.tensor(1 / NUM_ITEMS))
+    slices = [logits.transpose(0, 1)[..., first:last].contiguous() for first, last in bounds]
+    calls = [Call({"targets": targets}, 0, True) for _ in bounds]
+    operators = [TokenStatistics(first, VOCABULARY, smoothing, overwrites) for first, _ in bounds]
+    pieces = [op.forward(call, piece)[0] for op, call, piece in zip(operators, calls, slices, strict=True)]
+    gathered = torch.cat(pieces).requires_grad_()
+    loss = cross_entropy(gathered, targets, torch.tensor(1 / NUM_ITEMS))
     loss.backward()
-    assert all(piece.grad.dtype == logits.dtype for piece in slices)
-    return loss.detach(), torch.cat([piece.grad for piece in slices], -1).transpose(0, 1)
+    found = [
+        op.backward(call, gradient)[0]
+        for op, call, gradient in zip(operators, calls, gathered.grad.split(1), strict=True)
+    ]
+    assert all(gradient.dtype == logits.dtype for gradient in found)
+    assert all((gradient is piece) == overwrites for gradient, piece in zip(found, slices, strict=True))
+    return loss.detach(), torch.cat(found, -1).transpose(0, 1)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -96,6 +107,35 @@ def test_noise_of_embeddings() -> None:
     assert noise.var().item() == pytest.approx(bound**2 / 3, rel=0.05)
     noisy(embeddings, 5.0, length).sum().backward()
     assert (embeddings.grad == 1).all()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a new tensor in fp32."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for value in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
+                self.elements = max(self.elements, value.numel())
+        return found
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_and_memory(dtype: torch.dtype, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token the bits are the same; in fp32 there is a chunk, and the gradient may take the logits' place."""
+    logits, labels = logits_and_labels(dtype, scale=3.0)
+    loss, gradient = in_slices(logits, labels, 1, smoothing)
+    monkeypatch.setattr(vocabulary, "CHUNK", 4 * VOCABULARY)
+    for overwrites in (False, True):
+        with Largest() as largest:
+            found = in_slices(logits, labels, 1, smoothing, overwrites)
+        assert torch.equal(found[0], loss)
+        assert torch.equal(found[1], gradient)
+        if dtype == torch.bfloat16:
+            assert 3 * VOCABULARY <= largest.elements <= 3 * SEQUENCE * BATCH < SEQUENCE * BATCH * VOCABULARY
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -10,13 +10,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from support.models import arguments
 from torch import Tensor
 
 from hf_helix.checkpoint import whole_parameter
 from hf_helix.operators.transfer import LanePassage
 from hf_helix.operators.transport import GlooTransport
 from hf_helix.operators.unit import Placement
-from hf_helix.runtime import groups, mesh
+from hf_helix.runtime import groups, mesh, sharding
 
 POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
@@ -37,6 +38,7 @@ def as_on_nccl() -> Iterator[list[tuple[str, Any, str]]]:
 
     patches = [patch.object(dist, name, noting(name)) for name in POINT_TO_POINT]
     patches.append(patch.object(groups, "backend_of", lambda device: groups.NCCL))
+    join()
     mesh.forget_meshes()
     for each in patches:
         each.start()
@@ -48,11 +50,16 @@ def as_on_nccl() -> Iterator[list[tuple[str, Any, str]]]:
         mesh.forget_meshes()
 
 
-def over_lanes(what: str, **arguments: Any) -> Any:
+def join() -> None:
+    """Into the process group, as a Trainer does."""
+    assert arguments("unused").world_size == 2
+
+
+def over_lanes(what: str, **given: Any) -> Any:
     """What the job `what` finds on such a mesh, and how many operations went point to point over groups of the mesh."""
     module, _, function = what.partition(":")
     with as_on_nccl() as noted:
-        found = getattr(importlib.import_module(module), function)(**arguments)
+        found = getattr(importlib.import_module(module), function)(**given)
     return found, sum(group is not groups.control_group() for _, group, _ in noted)
 
 
@@ -83,4 +90,24 @@ def whole_over_host(shape: tuple[int, ...], blocks: int) -> Any:
 
 def refused(device: str) -> None:
     """A mesh for a device whose tensors the launcher's group cannot carry."""
+    join()
     mesh.build_mesh(2, device)
+
+
+def sharded_steps() -> tuple[bool, int]:
+    """Whether an optimizer that is spread over the ranks steps as one that is not, and how many broadcasts it takes."""
+    join()
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3,), (40, 50), (1,), (7, 7), (0,), (64, 64), (2, 2), (5,)]
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    ours, theirs = ([torch.nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    alone = torch.optim.AdamW(theirs, lr=0.1)
+    with patch.object(sharding, "PIECE_BYTES", 10_000), patch.object(dist, "broadcast", wraps=dist.broadcast) as single:
+        spread = sharding.ShardedOptimizer(ours, torch.optim.AdamW, process_group=dist.group.WORLD, lr=0.1)
+        for _ in range(3):
+            for mine, other in zip(ours, theirs, strict=True):
+                mine.grad = torch.randn(mine.shape, generator=generator)
+                other.grad = mine.grad.clone()
+            spread.step()
+            alone.step()
+    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True)), single.call_count

@@ -1,0 +1,86 @@
+"""How many rows of a micro-batch go to which rank and expert, as the host knows it.
+
+In:   counts on the device.
+Out:  Python numbers, the same for every operator of a layer that allocates by them, forward and backward.
+Must hold: the host waits once for a layer and a micro-batch, for the copy of its counts alone: what was computed behind
+them goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_helix.operators.base import Call
+
+
+class Reading:
+    """Numbers on their way from the device to the host.
+
+    Args:
+        shape: of the numbers.
+        device: that they come from.
+    """
+
+    def __init__(self, shape: torch.Size | tuple[int, ...], device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._room = torch.empty(shape, dtype=torch.long, pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None
+        self._numbers: Any = None
+
+    def copy(self, *parts: Tensor) -> None:
+        """Queue the copy of all parts on the current stream."""
+        for room, part in zip(self._room, parts, strict=True):
+            room.copy_(part, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    @property
+    def numbers(self) -> Any:
+        """As nested lists. The first time, the host waits for the copy."""
+        if self._numbers is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            self._numbers = self._room.tolist()
+        return self._numbers
+
+
+class Tally:
+    """The counts of a layer, by micro-batch: rows given to every rank and expert, and got [ranks, experts of each]."""
+
+    def expect(self, call: Call, counts: Tensor) -> Reading | None:
+        """Where to copy the counts of a micro-batch; None where the host knows them.
+
+        Args:
+            counts: of one direction [ranks, experts of each].
+        """
+        if self in call.shared:
+            return None
+        call.shared[self] = reading = Reading((2, *counts.shape), counts.device)
+        return reading
+
+    def by_rank(self, call: Call, given: Tensor, got: Tensor) -> tuple[list[int], list[int]]:
+        """How many rows go to every rank, and how many come from it.
+
+        Args:
+            given, got: [ranks, experts of each]; read where nobody expected them.
+        """
+        given_rows, got_rows = self._numbers(call, given, got)
+        return [sum(row) for row in given_rows], [sum(row) for row in got_rows]
+
+    def by_expert(self, call: Call, sizes: Tensor) -> list[int]:
+        """How many rows each expert of this rank has.
+
+        Args:
+            sizes: the same on the device [experts]; read where nobody expected them.
+        """
+        _, got = self._numbers(call, sizes.unsqueeze(0), sizes.unsqueeze(0))
+        return [sum(column) for column in zip(*got, strict=True)]
+
+    def _numbers(self, call: Call, given: Tensor, got: Tensor) -> Any:
+        reading = self.expect(call, given)
+        if reading is not None:
+            reading.copy(given, got)
+        return call.shared[self].numbers

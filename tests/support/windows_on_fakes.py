@@ -1,0 +1,101 @@
+"""One rank of any layout in one process: real models, real operators, real c10d calls on torch's fake process group.
+
+In:   a model family, sizes, and the rank to play.
+Out:  windows that were run on `CudaStreams` over a `FakeCuda`.
+Must hold: everything but streams, events and what other ranks would send is what a GPU runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.fake_cuda import FakeCuda
+from support.models import tiny
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.rules import make_plan
+from hf_helix.runtime.mesh import build_mesh, forget_meshes
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.sharding import ShardedOptimizer
+from hf_helix.runtime.strand import MicroBatch
+from hf_helix.runtime.streams import CudaStreams
+from hf_helix.workload import Workload
+
+CPU = torch.device("cpu")
+MICROBATCHES = 3
+
+
+@contextlib.contextmanager
+def fake_world(size: int, rank: int) -> Iterator[None]:
+    """This process as a rank of a group whose collectives move nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        forget_meshes()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def played(
+    cuda: FakeCuda,
+    family: str = "llama",
+    plan: str = "greedy",
+    rank: int = 0,
+    dp: int = 1,
+    model: dict[str, Any] | None = None,
+    microbatches: int = MICROBATCHES,
+    cross_node: tuple[str, ...] = (),
+    **sizes: Any,
+) -> Iterator[tuple[Runner, list[MicroBatch]]]:
+    """A rank's runner, and a window for it.
+
+    Args:
+        rank: to play.
+        dp: how many copies of the model there are.
+        cross_node, sizes: see `Workload`.
+    """
+    config = tiny(family, **{"num_hidden_layers": 2, **(model or {})}).config
+    shape = {name: sizes.pop(name, 1) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
+    world = dp * shape["tp_size"] * shape["pp_size"] * shape["cp_size"]
+    with fake_world(world, rank) if world > 1 else contextlib.nullcontext():
+        mesh = build_mesh(device=CPU, **shape, cross_node=cross_node)
+        workload = Workload(config, device=CPU, mesh=mesh, **shape, **sizes)
+        made = workload.runner
+        made.executor.streams.close()
+        profile, schedule = rough_profile(made.whole.layout), made.scheduler(microbatches)
+        chosen = make_plan(plan, profile, model="m", mesh=mesh.option_sizes, schedule=schedule, searching=0.02)
+        streams = CudaStreams(CPU, cuda)
+        yield (
+            Runner(made.whole, chosen, mesh, streams, made.scheduler, 0, made.precision.products),
+            workload.window(microbatches, batch=2, length=8),
+        )
+
+
+def train_windows(cuda: FakeCuda, sharded: bool = False, **options: Any) -> Runner:
+    """Two windows under a watch, each with a step of an optimizer behind it; `cuda.waits` is left as of the second.
+
+    Args:
+        sharded: whether the optimizer is spread over the copies of the model (ZeRO-1).
+        options: see `played`.
+    """
+    with played(cuda, **options) as (runner, window):
+        parameters = [parameter for parameter in runner.stage.placements if parameter.requires_grad]
+        rows = [{"params": parameters}]
+        group = {"process_group": runner.mesh.dp_group}
+        made = torch.optim.AdamW
+        optimizer = ShardedOptimizer(rows, made, **group) if sharded else made(rows, foreach=True)
+        with cuda.watch():
+            for _ in range(2):
+                cuda.waits.clear()
+                runner.train_window(window)
+                waits = cuda.waits.copy()
+                optimizer.step()
+                optimizer.zero_grad()
+        cuda.waits = waits
+    return runner
