@@ -17,7 +17,7 @@ from hf_helix.planning import search
 from hf_helix.planning.graph import Kind
 from hf_helix.planning.profile import named_operators
 from hf_helix.planning.window import Layout
-from hf_helix.runtime.profiler import ISSUING, TRAIN
+from hf_helix.runtime.profiler import ISSUING, ISSUING_SLOWEST, TRAIN
 
 BASELINE = "sequential"
 CANDIDATES = (BASELINE, "intra_batch", "round_robin", "dhelix", "greedy", "search")
@@ -98,7 +98,7 @@ def tuning_cost(
     if profiled:
         operators = PAIR_OPERATORS * TRAIN * num_pairs(layout)
         seconds += (4 + operators / num_instructions) * window_seconds
-        seconds += ISSUING * (operators + 2 * num_instructions) if on_gpu else 0.0
+        seconds += ISSUING_SLOWEST * operators + 2 * ISSUING * num_instructions if on_gpu else 0.0
     if "search" in effort.rules:
         annealings = search.num_annealings(layout)
         seconds += annealings * search.EFFORT * effort.searching * INSTRUCTION_SECONDS

@@ -41,7 +41,9 @@ from hf_helix.runtime.trace import Span, Trace
 TRAIN = 6  # repeats in a row; the first warms up
 ARRIVAL = 1e-6  # seconds: what another rank sends takes the time of the sender
 SHORTEST = 0.02  # computations shorter than this part of a collective are not paired with it: it would be noise
-ISSUING = 3e-4  # seconds for which a GPU is held for each operator: more than the host usually needs to issue one
+# Seconds for which a GPU is held for each operator, so that the host has issued it: in a window, where the host gets
+# further ahead with each, more than the mean (0.16 ms beside an H100); else more than the slowest (attention, 0.63 ms).
+ISSUING, ISSUING_SLOWEST = 3e-4, 1e-3
 CLOCK = 2.5e9  # cycles of a GPU in a second; one with a slower clock is held longer
 
 Progress = Callable[[float], object]
@@ -163,7 +165,7 @@ def _in_steps(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[f
     names = {unit.label: unit.name for unit in runner.stage.model.values()}
     found: dict[Name, list[float]] = {}
     for is_warm in (False, True):
-        for span in _traced(runner, program, window, runner.sources()):
+        for span in _traced(runner, program, window, runner.sources(), ISSUING):
             if is_warm and span.stream == Kind.COMPUTE.value:
                 found.setdefault(_split_label(span.label, names), []).append(span.seconds)
         forget_gradients(runner)
@@ -181,7 +183,11 @@ def _apart(program: Iterable[Instruction]) -> list[Instruction]:
 
 
 def _traced(
-    runner: Runner, program: Sequence[Instruction], batches: Sequence[MicroBatch], values: Mapping[Key, Tensor]
+    runner: Runner,
+    program: Sequence[Instruction],
+    batches: Sequence[MicroBatch],
+    values: Mapping[Key, Tensor],
+    issuing: float = ISSUING_SLOWEST,
 ) -> list[Span]:
     """What runs of a program, and when, in order. A GPU is held at every barrier until the host is at the next.
 
@@ -189,19 +195,24 @@ def _traced(
         program: what is to be timed on a GPU stands behind a barrier.
         batches: by the number of the micro-batch.
         values: that every micro-batch starts with.
+        issuing: seconds for the host to issue an operator.
     """
     streams = runner.executor.streams
-    holds = _holds(program)
+    counts = _counts_behind_barriers(program)
+
+    def hold() -> None:
+        _hold(streams, next(counts) * issuing)
+
     streams.trace = trace = Trace()
     try:
-        runner.executor.run(program, batches, values, training=True, at_barrier=lambda: _hold(streams, next(holds)))
+        runner.executor.run(program, batches, values, training=True, at_barrier=hold)
         streams.synchronize()
     finally:
         streams.trace = None
     return sorted(trace.spans, key=lambda span: span.start)
 
 
-def _holds(program: Iterable[Instruction]) -> Iterator[int]:
+def _counts_behind_barriers(program: Iterable[Instruction]) -> Iterator[int]:
     """For each barrier, how many operators are issued between it and the next."""
     counts: list[int] = []
     for instruction in program:
@@ -212,17 +223,14 @@ def _holds(program: Iterable[Instruction]) -> Iterator[int]:
     return iter(counts)
 
 
-def _hold(streams: Streams, num_operators: int) -> None:
-    """Keep the compute stream of a GPU, which all other streams wait for, from running what is issued next.
+def _hold(streams: Streams, seconds: float) -> None:
+    """Keep the compute stream of a GPU, which all other streams wait for, from running what is issued meanwhile.
 
     Without it the device would wait for the host, and the time of an operator of a few small kernels would be that of
     launching them. An operator in which the host waits for the device still takes as long as that wait, as in a step.
-
-    Args:
-        num_operators: that the host issues in the meantime.
     """
     if isinstance(streams, CudaStreams):
-        torch.cuda._sleep(int(num_operators * ISSUING * CLOCK))
+        torch.cuda._sleep(int(seconds * CLOCK))
 
 
 def _transfers(runner: Runner, batch: MicroBatch) -> tuple[dict[Name, list[float]], dict[Name, int]]:
@@ -255,7 +263,7 @@ def _transfer_train(runner: Runner, move: Callable[[], object], lane: str) -> li
     streams.synchronize()
     streams.trace = trace = Trace()
     try:
-        _hold(streams, TRAIN)
+        _hold(streams, TRAIN * ISSUING_SLOWEST)
         for event in [streams.issue(Kind.PIPELINE, move, (), "transfer", lane) for _ in range(TRAIN)]:
             streams.wait(event)
         streams.synchronize()
@@ -380,7 +388,7 @@ class _Bench:
         for _ in range(TRAIN):
             works = [self._work(timed) for timed in (first, second)]
             _meet(self.runner)
-            _hold(streams, 2)
+            _hold(streams, 2 * ISSUING_SLOWEST)
             streams.trace = trace = Trace()
             try:
                 side = Kind.LOCAL if first.op.kind is Kind.COMPUTE else Kind.CROSS

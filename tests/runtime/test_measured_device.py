@@ -24,6 +24,7 @@ from hf_helix.runtime.trace import Span
 from hf_helix.workload import Workload
 
 LAUNCHING, COMPUTATION, COLLECTIVE = 1e-4, 1e-5, 4e-5  # seconds: of the host, of the device
+CYCLES = 2e9  # of the GPU in a second
 SLOWDOWN = 1.5  # of a computation beside a collective
 
 
@@ -74,7 +75,7 @@ class SlowHost(CudaStreams):
         self.collectives.clear()
 
     def sleep(self, cycles: int) -> None:
-        self.free["compute"] = max(self.free.get("compute", 0.0), self.host) + cycles / profiler.CLOCK
+        self.free["compute"] = max(self.free.get("compute", 0.0), self.host) + cycles / CYCLES
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_a_transfer_takes_what_the_device_takes_for_it(gpu: SlowHost) -> None:
 
 
 def test_without_the_hold_the_host_would_be_measured(gpu: SlowHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "ISSUING", 0.0)
+    monkeypatch.setattr(profiler, "CLOCK", 0.0)
     found = measured(gpu)
     assert list(found.times.values()) == pytest.approx([LAUNCHING] * len(found.times))
 
