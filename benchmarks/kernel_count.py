@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_helix.adapters import family_of
 from hf_helix.adapters.builder import Sharing
 from hf_helix.adapters.sequence import SequenceCut
+from hf_helix.operators import accumulate, lowered
 from hf_helix.operators.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.profile import rough_profile
@@ -48,6 +49,9 @@ FUSED: dict[Callable[..., Any], tuple[str, int, int]] = {functional.rms_norm: ("
 
 SUMS = "sums of gradients"
 """What the executor itself adds, where several operators read one value."""
+
+WINDOW = "window.weights"
+"""Copies of weights in the type of products, which are made once for all micro-batches of a window."""
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": None}
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -70,7 +74,7 @@ class Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _is_free(function):
             self.note(str(function).rsplit(".", 1)[0])
-        return function(*args, **(kwargs or {}))
+        return GEMMS.get(function, function)(*args, **(kwargs or {}))
 
     def note(self, name: str, count: int = 1) -> None:
         """Count kernels for what is running."""
@@ -128,6 +132,50 @@ class _Fused(torch.autograd.Function):
         return None, None, None, *(next(found) if isinstance(value, Tensor) else None for value in ctx.leaves)
 
 
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.to(dtype) @ right.to(dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    return out.copy_(total + _product(left, right, dtype))
+
+
+GEMMS = {
+    torch.ops.aten.mm.dtype: _product,
+    torch.ops.aten.addmm.dtype_out: _add_product,
+    torch.ops.aten.baddbmm.dtype_out: _add_product,
+}
+"""Matrix products that CUDA has a kernel for and the CPU has none."""
+
+
+def _adds_in_gemm(factor: Tensor, dtype: torch.dtype) -> bool:
+    """What `hf_helix.operators.accumulate.in_one_gemm` says on CUDA."""
+    return factor.dtype is torch.bfloat16 and dtype is torch.float32
+
+
+@contextmanager
+def _replaced(module: Any, name: str, other: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, other)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextmanager
+def _weights_apart(kernels: Kernels) -> Iterator[None]:
+    """Copies of weights count for the window, not for the micro-batch that comes first."""
+    copy = lowered._copy
+
+    def counted(*given: Any) -> Tensor:
+        with kernels.run(WINDOW if kernels.running else None):
+            return copy(*given)
+
+    with _replaced(lowered, "_copy", counted):
+        yield
+
+
 def count_layer(model: Any, tp_size: int = 2, products: torch.dtype | None = torch.bfloat16) -> Kernels:
     """The kernels of the first decoder layer of a model, in its second window.
 
@@ -139,7 +187,7 @@ def count_layer(model: Any, tp_size: int = 2, products: torch.dtype | None = tor
     runner, window = _runner(model, tp_size, products, kernels)
     runner.train_window(window)
     kernels.found.clear()
-    with kernels, _AsOnCuda(kernels):
+    with kernels, _AsOnCuda(kernels), _replaced(accumulate, "in_one_gemm", _adds_in_gemm), _weights_apart(kernels):
         runner.train_window(window)
     return kernels
 
@@ -219,7 +267,9 @@ def main() -> None:
     for label, count in kernels.totals().items():
         calls = ", ".join(f"{name} {number}" for name, number in kernels.found[label].items())
         print(f"  {label:<28} {count:>3}{f'   {calls}' if options.calls else ''}")
-    print(f"\nforward {kernels.total('F.')}, backward {kernels.total('B.')}, together {kernels.total()}")
+    forward, backward = kernels.total("F."), kernels.total("B.")
+    print(f"\nforward {forward}, backward {backward}, together {forward + backward}", end="")
+    print(f"; once for all micro-batches of a window {kernels.total(WINDOW)}")
 
 
 if __name__ == "__main__":

@@ -308,6 +308,10 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     # -- the layout, for Accelerate ------------------------------------------------------------------------------
 
+    def get_tp_size(self) -> int:
+        """Ranks that share a batch; Transformers 5.17 does not ask the layout for them."""
+        return int(self.accelerator.parallelism_config.tp_size)
+
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """As the stock method, with the layout, which the arguments need not name: they are the user's."""
         return {**super()._build_accelerator_args(**kwargs), "parallelism_config": self._plugin}  # type: ignore[misc]

@@ -72,7 +72,7 @@ class Attention:
         self, *values: Tensor, masks: dict[Window, Any], positions: Tensor, ends: Mapping[str, Any], **rope: Tensor
     ) -> Tensor:
         padded, length = values[0].shape[0], positions.shape[-1]
-        heads = self.heads(*(value[:length] for value in values), **rope)
+        heads = self.heads(*(value[:length] if padded > length else value for value in values), **rope)
         dropout = self.dropout if self.module.training else 0.0
         of_batch = masks[self.window], positions, ends
         out = attend(self.module, *heads, *of_batch, window=self.window, eager=self.eager, dropout=dropout)
@@ -96,7 +96,8 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
             "without what is special in it"
         )
     if b.cp.size == 1:
-        attention.heads = b.compiled(attention.heads)
+        is_lowered = module.config._attn_implementation == "sdpa"  # by autocast, one kernel later
+        attention.heads = b.compiled(_lowered(attention.heads) if is_lowered else attention.heads)
         return b.local(
             "attention",
             attention,
@@ -119,6 +120,16 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
     kernel = kernel_for(module.config._attn_implementation, b.sharing.device)
     dtype = next(module.parameters()).dtype
     return b.shared_attention("attention", q, kv, kernel, module.scaling, attention.window, dtype)
+
+
+def _lowered(heads: Callable[..., Heads]) -> Callable[..., Heads]:
+    """Queries and keys in the type of the values: a rope may leave a higher precision, which attention takes back."""
+
+    def alike(*values: Tensor, **rope: Tensor) -> Heads:
+        q, k, v = heads(*values, **rope)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    return alike
 
 
 def check_shared(model: Any, option: str = "attention_dropout") -> None:

@@ -20,8 +20,9 @@ from hf_helix.operators.base import Call, Computation, Tensors
 
 IGNORED = -100
 
-CHUNK = 2**26
-"""The most logits that are computed with in fp32 at a time: 256 MiB. With 128 thousand rows, 512 tokens."""
+CHUNK = {"cpu": 2**20, "cuda": 2**26}
+"""The most logits that are computed with in fp32 at a time. On CUDA 256 MiB, which is 512 tokens of 128 thousand rows,
+so that kernels are few; on a CPU 4 MiB, which stay in its caches."""
 
 
 def lookup(ids: Tensor, weight: Tensor, first_row: int, num_rows: int, padding_row: int | None) -> Tensor:
@@ -121,7 +122,7 @@ class TokenStatistics(Computation):
     def _chunk_of(self, logits: Tensor) -> int:
         """How many tokens; in even parts, so that a compiler sees one shape, or two."""
         tokens = logits.numel() // logits.shape[-1]
-        parts = -(-logits.numel() // CHUNK)
+        parts = -(-logits.numel() // CHUNK.get(logits.device.type, CHUNK["cuda"]))
         return max(1, -(-tokens // max(1, parts)))
 
 
@@ -155,11 +156,10 @@ def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, out: Tensor, 
     of_all, of_target = factors.unsqueeze(-1)
     probabilities = torch.softmax(rows, -1, dtype=torch.float32)
     column, inside = _columns(rows, targets)
-    spread = of_target * share
-    picked = torch.addcmul(spread, probabilities.gather(-1, column), of_all)
-    picked += (1 - smoothing) * of_target * inside
-    torch.addcmul(spread, probabilities, of_all, out=out)
-    out.scatter_(-1, column, picked.to(out.dtype))
+    found = probabilities.mul_(of_all)
+    if smoothing:
+        found.add_(of_target, alpha=share)
+    out.copy_(found.scatter_add_(-1, column, (1 - smoothing) * of_target * inside))
 
 
 def _columns(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -128,7 +128,7 @@ def test_chunks_and_memory(dtype: torch.dtype, smoothing: float, monkeypatch: py
     """Token by token the bits are the same; in fp32 there is a chunk, and the gradient may take the logits' place."""
     logits, labels = logits_and_labels(dtype, scale=3.0)
     loss, gradient = in_slices(logits, labels, 1, smoothing)
-    monkeypatch.setattr(vocabulary, "CHUNK", 4 * VOCABULARY)
+    monkeypatch.setitem(vocabulary.CHUNK, "cpu", 4 * VOCABULARY)
     for overwrites in (False, True):
         with Largest() as largest:
             found = in_slices(logits, labels, 1, smoothing, overwrites)
