@@ -23,10 +23,11 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (CONNECTIONS, LOADING, "CUDA_LAUNCH_BLOCKING"):
         monkeypatch.setenv(name, "")  # so that whatever a test sets is taken back
         monkeypatch.delenv(name)
+    monkeypatch.setattr(environment, "cuda_has_started", lambda: False)
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> None:
+def started(unset: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "cuda_has_started", lambda: True)
 
 

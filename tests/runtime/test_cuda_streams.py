@@ -14,6 +14,7 @@ from support.fake_cuda import FakeCuda, FakeStream
 from support.windows_on_fakes import CPU, MICROBATCHES, train_windows
 
 from hf_helix.planning.graph import Kind
+from hf_helix.planning.pipeline import AUTO
 from hf_helix.planning.rules import RULES
 from hf_helix.planning.schedule import PLACEMENT_OF
 from hf_helix.runtime import streams
@@ -38,7 +39,7 @@ LAYOUTS: dict[str, Case] = {
 }
 PIPELINES: dict[str, Case] = {
     f"{schedule} rank {rank}": {"pp_size": 2, "schedule": schedule, "rank": rank, "model": FOUR_LAYERS}
-    for schedule in PLACEMENT_OF
+    for schedule in (*PLACEMENT_OF, AUTO)
     for rank in range(2)
 }
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phimoe", "qwen2", "qwen3", "qwen3_moe")
@@ -60,6 +61,7 @@ QUICK: dict[str, Case] = {
     "w": {**PIPELINES["w rank 0"], "plan": "round_robin"},
     "dualpipe_v": {**PIPELINES["dualpipe_v rank 1"], "tp_size": 2, "rank": 3},
     "1f1b": {**PIPELINES["1f1b rank 0"], "plan": "dhelix"},
+    "a schedule that was searched": {**PIPELINES["auto rank 1"], "plan": "search"},
 }
 
 

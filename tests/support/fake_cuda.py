@@ -203,9 +203,8 @@ class FakeCuda:
 
     def host_waits(self, name: str) -> None:
         """The host waits for the device."""
-        if self.on_cpu_only:
-            return
-        self.waits[f"{_place(lines=False)} {name}"] += 1
+        if not self.on_cpu_only:
+            self.waits[f"{_place(lines=False)} {name}"] += 1
 
     def _memory(self, value: Tensor, owner: FakeStream, born: str) -> Memory:
         storage = value.untyped_storage()
@@ -281,16 +280,12 @@ class _Calls(TorchFunctionMode):
         if name in WAITING_METHODS and args and isinstance(args[0], Tensor):
             self._cuda.host_waits(name)
             self._cuda.ran(name, [args[0]], (), ())
-        before = self._cuda.on_cpu_only
-        self._cuda.on_cpu_only = before or name == "one_hot" or (name == "__setitem__" and _is_number(args[2]))
+        before, puts_number = self._cuda.on_cpu_only, name == "__setitem__" and isinstance(args[2], int | float)
+        self._cuda.on_cpu_only = before or puts_number or name == "one_hot"
         try:
             return func(*args, **(kwargs or {}))
         finally:
             self._cuda.on_cpu_only = before
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
 
 
 def _is_view(schema: Any) -> bool:
@@ -351,8 +346,5 @@ def _place(lines: bool = True) -> str:
     return f"{file}:{frame.f_lineno}" if lines else f"{file}:{frame.f_code.co_qualname}"
 
 
-_OWN = __file__
-
-
 def _is_between(file: str) -> bool:
-    return file == _OWN or "/torch/" in file or file.endswith("contextlib.py") or file.startswith("<")
+    return file == __file__ or "/torch/" in file or file.endswith("contextlib.py") or file.startswith("<")
