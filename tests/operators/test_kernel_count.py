@@ -10,15 +10,15 @@ from torch.nn import functional
 
 MOST = {
     # forward and backward of a layer with tp_size=2, products in bf16
-    "gpt2": (27, 50),
-    "gpt_neox": (37, 68),
-    "llama": (45, 93),
-    "mistral": (50, 96),
-    "mixtral": (84, 130),
-    "phimoe": (94, 114),
-    "qwen2": (48, 99),
-    "qwen3": (61, 125),
-    "qwen3_moe": (99, 157),
+    "gpt2": (19, 41),
+    "gpt_neox": (29, 59),
+    "llama": (26, 50),
+    "mistral": (31, 53),
+    "mixtral": (68, 83),
+    "phimoe": (84, 87),
+    "qwen2": (26, 52),
+    "qwen3": (33, 54),
+    "qwen3_moe": (74, 82),
 }
 
 
