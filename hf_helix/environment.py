@@ -19,7 +19,7 @@ NUM_CONNECTIONS = "32"
 LOADING = "CUDA_MODULE_LOADING"
 """With `LAZY`, the default, the first launch of a kernel loads it, and may wait until the device is idle. A pipeline's
 receive keeps the device busy until another rank has sent, so that rank and this one could wait for each other. `EAGER`
-loads all kernels at start, which takes some hundred MB of the device; so it is set for pipelines only."""
+loads all kernels at start, which takes seconds and up to a GB of the device; so it is set for pipelines only."""
 
 
 def cuda_has_started() -> bool:

@@ -32,8 +32,8 @@ def run(report: Report, options: Options) -> None:
 
 
 def kernels(device: torch.device) -> tuple[Kernel, ...]:
-    """Those of the device."""
-    return cuda_kernels(torch.cuda.get_device_capability(device)) if device.type == "cuda" else (TorchCpu(),)
+    """Those of the device, the newest last: if it crashes, the others have been checked."""
+    return cuda_kernels(torch.cuda.get_device_capability(device))[::-1] if device.type == "cuda" else (TorchCpu(),)
 
 
 def check(report: Report, kernel: Kernel, dtype: torch.dtype, bar: float, device: torch.device) -> None:

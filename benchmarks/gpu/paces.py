@@ -77,7 +77,9 @@ class Paced(Local):
 class PacedStreams(CudaStreams):
     """CUDA streams whose compute stream takes its time, too: it sleeps after each operator that communication reads."""
 
-    pace: Pace = staticmethod(lambda: 0.0)  # type: ignore[assignment]
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.pace: Pace = at_once
 
     def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str, lane: str = "") -> Event:
         event = super().issue(kind, work, after, label, lane)
@@ -129,18 +131,27 @@ def paced_streams(device: torch.device, pace: Pace) -> Streams:
     return with_pace(PacedStreams(device), pace)
 
 
-def mutants(device: torch.device, pace: Pace) -> dict[str, Streams]:
-    """Streams with a mistake, by what it is. A CPU frees what its threads hold only when they have let go of it."""
+def mutants(device: torch.device, slow: Pace) -> dict[str, tuple[Streams, Pace]]:
+    """By what it is, streams with a mistake, and the pace of the links at which it must show.
+
+    What is slow is the side that a correct stream would have waited for: the links, or the computation. Both at once
+    might end together. A CPU frees what its threads hold only when they have let go of it.
+    """
     if device.type != "cuda":
-        return {"computation does not wait for communication": ImpatientCpu()}
+        return {"computation does not wait for communication": (ImpatientCpu(), slow)}
     return {
-        "buffers of communication are not kept": with_pace(Forgetful(device), pace),
-        "communication does not wait for computation": with_pace(Hasty(device), pace),
-        "computation does not wait for communication": with_pace(Impatient(device), pace),
+        "buffers of communication are not kept": (Forgetful(device), slow),
+        "communication does not wait for computation": (with_pace(Hasty(device), slow), at_once),
+        "computation does not wait for communication": (Impatient(device), slow),
     }
+
+
+def at_once() -> float:
+    """The pace without a delay."""
+    return 0.0
 
 
 def with_pace(streams: PacedStreams, pace: Pace) -> PacedStreams:
     """The streams, sleeping so."""
-    streams.pace = pace  # type: ignore[method-assign]
+    streams.pace = pace
     return streams

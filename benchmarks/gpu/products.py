@@ -28,7 +28,7 @@ def weight_gradients(bench: Bench) -> None:
 
 def _weight_gradient(bench: Bench, what: str, grad: Tensor, left: Tensor, value: Tensor) -> None:
     now = bench.attempt(f"W, {what}: grad += a @ b", lambda: grad.add_(left @ value))
-    bench.attempt(f"W, {what}: a @ b in bf16 alone", lambda: left @ value)
+    alone = bench.attempt(f"W, {what}: a @ b in bf16 alone", lambda: left @ value)
     wide = torch.float32
     variants: dict[str, Work] = {
         "addmm(grad, a, b, out_dtype=fp32, out=grad)": lambda: torch.addmm(grad, left, value, out_dtype=wide, out=grad),
@@ -41,9 +41,9 @@ def _weight_gradient(bench: Bench, what: str, grad: Tensor, left: Tensor, value:
     }
     found = {name: bench.attempt(f"W, {what}: {name}", work) for name, work in variants.items()}
     best = min((seconds for seconds in found.values() if seconds is not None), default=None)
-    if now is not None and best is not None:
-        figure = f"{now / best:.2f} x as fast as a product and a sum (at least 1.5 x; 1.2 x expected)"
-        bench.check(f"W into fp32, {what}", now / best >= 1.5, figure)
+    if now is not None and best is not None and alone is not None:
+        possible = f"{now / alone:.2f} x is what the product alone leaves to gain"
+        bench.check(f"W into fp32, {what}", now / best >= 1.05, f"{now / best:.2f} x (at least 1.05 x; {possible})")
 
 
 def _check_sum(bench: Bench, what: str, grad: Tensor, left: Tensor, value: Tensor) -> None:

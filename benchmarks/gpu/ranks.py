@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from benchmarks.gpu.pair import Pair, environment_of, free_port
 from benchmarks.gpu.report import Options, Report
 
 CLOSE = 2e-3
-CASE_LIMIT, MEASURED_LIMIT = 60.0, 120.0
-"""Seconds without news after which a pair hangs; the second of a case that measures first."""
+CASE_LIMIT, MEASURED_LIMIT, START_LIMIT = 60.0, 120.0, 60.0
+"""Seconds without news after which a pair hangs: of a case, of one that measures first; and what a start may add."""
 PATIENCE = 3
 """Pairs that may fail before the cases that are left are given up."""
 END_LIMIT = 60.0
@@ -39,13 +40,27 @@ TRAINER = "benchmarks.gpu.rank_trainer"
 def run(report: Report, options: Options) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        numbers = range(len(CASES))
-        check_cases(report, folder, options, [number for number in numbers if not CASES[number].is_measured])
-        with report.attempt("a killed rank"):
-            check_kill(report, folder, options.dry)
-        with report.attempt("HelixTrainer under torchrun"):
-            check_trainer(report, folder, options)
-        check_cases(report, folder, options, [number for number in numbers if CASES[number].is_measured])
+        *first, last = in_groups(options.dry)
+        for numbers in first:
+            check_cases(report, folder, options, numbers)
+        with ThreadPoolExecutor(1 if options.dry else 2) as threads:  # they start slowly, and then mostly wait
+            for check in (check_kill, check_trainer):
+                threads.submit(check, report, folder, options)
+        check_cases(report, folder, options, last)
+
+
+def in_groups(dry: bool) -> list[list[int]]:
+    """The numbers of cases that share processes: those without a pipeline, pipelines, and last those that measure.
+
+    Pipelines have processes of their own because hf_helix lets NCCL start kernels in the order of issue
+    (`NCCL_LAUNCH_ORDER_IMPLICIT`) except with a pipeline, and NCCL reads that once in a process.
+    """
+    numbers = range(len(CASES))
+    pipelines = [number for number in numbers if CASES[number].options.get("pp_size", 1) > 1]
+    others = [number for number in numbers if number not in pipelines]
+    slow = [number for number in others if CASES[number].is_measured]
+    quick = [number for number in others if number not in slow]
+    return [[*quick, *pipelines, *slow], []] if dry else [quick, pipelines, slow]
 
 
 def check_cases(report: Report, folder: Path, options: Options, numbers: Sequence[int]) -> None:
@@ -76,7 +91,7 @@ def outcomes(numbers: Sequence[int], folder: Path, dry: bool) -> Iterator[tuple[
         given = ["--folder", str(folder), *(["--dry"] if dry else []), *map(str, left)]
         failed = ""
         with Pair("benchmarks.gpu.layouts", given, folder, "layouts", dry) as pair:
-            last = time.monotonic()
+            last = time.monotonic() + START_LIMIT
             while left and not failed:
                 over = None not in pair.statuses()
                 told = _entries(record)
@@ -135,8 +150,13 @@ def _stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def check_kill(report: Report, folder: Path, dry: bool) -> None:
+def check_kill(report: Report, folder: Path, options: Options) -> None:
     """Rank 1 of a training run is killed; rank 0 ends by itself and says who it was."""
+    with report.attempt("a killed rank"):
+        _kill(report, folder, options.dry)
+
+
+def _kill(report: Report, folder: Path, dry: bool) -> None:
     mark = folder / "training"
     given = ["--folder", str(folder / "killed"), "--mark", str(mark), "--steps", "100000"]
     given += ["--plan", "greedy", *(["--dry"] if dry else [])]
@@ -163,6 +183,11 @@ def check_kill(report: Report, folder: Path, dry: bool) -> None:
 
 def check_trainer(report: Report, folder: Path, options: Options) -> None:
     """HelixTrainer on two ranks of torchrun, and the stock Trainer in one process: the losses they log."""
+    with report.attempt("HelixTrainer under torchrun"):
+        _train(report, folder, options)
+
+
+def _train(report: Report, folder: Path, options: Options) -> None:
     dry = ["--dry"] if options.dry else []
     stock, helix = folder / "trainer-stock", folder / "trainer-helix"
     alone = [sys.executable, "-m", TRAINER, "--stock", "--folder", str(stock), *dry]

@@ -69,7 +69,7 @@ def check_layout(
         report.check(name, False, f"the losses without delays are {wanted.losses}")
         return
     pace, differing, count = random_pace(7, most), "", 0
-    mesh = silent_mesh(device, **sizes, made=lambda size, rank: Paced(size, rank, pace, device))
+    mesh = silent_mesh(device, **sizes, made=functools.partial(Paced, pace=pace, device=device))
     with engine_on(made, mesh, len(WINDOW), products, **changes) as engine:
         _let(engine, paced_streams(device, random_pace(8, most / 10)))
         for plan in PLANS:
@@ -82,14 +82,15 @@ def check_layout(
 
 
 def check_mutants(report: Report, device: torch.device) -> None:
-    """Streams with a mistake, all delays at their longest."""
+    """Streams with a mistake, with delays that are long enough for it to show each time."""
     slow: Pace = lambda: 5e-3  # noqa: E731
     made, window = functools.partial(tiny, "llama"), WINDOW[:2]
     with engine_on(made, silent_mesh(device, tp=2), len(window), plan="greedy") as engine:
         wanted = train(engine, window)
-    mesh = silent_mesh(device, tp=2, made=lambda size, rank: Paced(size, rank, slow, device))
-    for mistake, streams in {"no mistake": paced_streams(device, slow), **mutants(device, slow)}.items():
-        with engine_on(made, mesh, len(window), plan="greedy") as engine:
+    cases = {"no mistake": (paced_streams(device, slow), slow), **mutants(device, slow)}
+    for mistake, (streams, pace) in cases.items():
+        transport = functools.partial(Paced, pace=pace, device=device)
+        with engine_on(made, silent_mesh(device, tp=2, made=transport), len(window), plan="greedy") as engine:
             _let(engine, streams)
             where = same_bits(_finite_or_not(engine, window), wanted)
         is_caught = bool(where) == (mistake != "no mistake")

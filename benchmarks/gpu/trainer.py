@@ -51,7 +51,7 @@ class Case:
     kv_heads: int = 8
     vocabulary: int = 32000
     accumulation: int = 8
-    steps: int = 3
+    steps: int = 2
     rounds: int = 2
 
     @property
@@ -69,9 +69,9 @@ class Case:
 CASES = (
     Case(2048, 1, expected=1.10),
     Case(4096, 2, expected=0.98),
-    Case(2048, 2, expected=1.02),
     Case(4096, 1, expected=1.02),
     Case(4096, 2, recompute=True, expected=1.00),
+    Case(2048, 2, expected=1.02),
 )
 TINY = Case(16, 1, False, 1.0, 32, 64, 2, 4, 2, 64, 2, 1, 1)
 
@@ -79,7 +79,7 @@ TINY = Case(16, 1, False, 1.0, 32, 64, 2, 4, 2, 64, 2, 1, 1)
 def run(report: Report, options: Options) -> None:
     """Every case, the most telling ones first."""
     transformers.logging.set_verbosity_error()
-    budget = Budget(0.65 * options.seconds)
+    budget = Budget(0.7 * options.seconds)
     cases = (TINY, replace(TINY, recompute=True)) if options.dry else CASES
     for case in cases:
         if budget.left < 0:

@@ -19,15 +19,14 @@ from hf_helix.operators.side_by_side import rows_in_one
 
 def add_to_gradients(weights: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
     """Add the product of two matrices, whose rows are those of the weights, one after the other."""
-    if all(weight.grad is None for weight in weights):
-        _start(weights, product(left, right, weights[0].dtype))
-        return
-    whole = _gradients_in_one(weights)
+    whole = _gradient_of(weights)
     if whole is not None:
         add_product(whole, left, right)
-        return
-    for weight, part in zip(weights, left.split(list(map(len, weights))), strict=True):
-        add_to_gradients((weight,), part, right)
+    elif all(weight.grad is None for weight in weights):
+        _start(weights, product(left, right, weights[0].dtype))
+    else:
+        for weight, part in zip(weights, left.split(list(map(len, weights))), strict=True):
+            add_to_gradients((weight,), part, right)
 
 
 def add_to_bias_gradients(biases: Sequence[Tensor], rows: Tensor, factor: float = 1.0) -> None:
@@ -35,15 +34,14 @@ def add_to_bias_gradients(biases: Sequence[Tensor], rows: Tensor, factor: float 
     total = rows.sum(0, dtype=biases[0].dtype)
     if factor != 1:
         total *= factor
-    if all(bias.grad is None for bias in biases):
-        _start(biases, total)
-        return
-    whole = _gradients_in_one(biases)
+    whole = _gradient_of(biases)
     if whole is not None:
         whole.add_(total)
-        return
-    for bias, part in zip(biases, total.split(list(map(len, biases))), strict=True):
-        bias.grad = part.clone() if bias.grad is None else bias.grad.add_(part)
+    elif all(bias.grad is None for bias in biases):
+        _start(biases, total)
+    else:
+        for bias, part in zip(biases, total.split(list(map(len, biases))), strict=True):
+            bias.grad = part.clone() if bias.grad is None else bias.grad.add_(part)
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,6 +81,9 @@ def _start(parameters: Sequence[Tensor], gradient: Tensor) -> None:
         first += len(parameter)
 
 
-def _gradients_in_one(parameters: Sequence[Tensor]) -> Tensor | None:
+def _gradient_of(parameters: Sequence[Tensor]) -> Tensor | None:
+    """All gradients in one, if they are there and lie so."""
+    if len(parameters) == 1:
+        return parameters[0].grad
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return rows_in_one(gradients) if len(gradients) == len(parameters) else None

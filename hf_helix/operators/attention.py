@@ -69,7 +69,7 @@ class Kernel(ABC):
 
     averages = False
 
-    def takes(self, q: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
         """Whether it can compute this."""
         return True
 
@@ -169,7 +169,7 @@ class Fused(Kernel):
 class TorchCpu(Fused):
     """The kernel behind `scaled_dot_product_attention` on CPU."""
 
-    def takes(self, q: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
         return seen.is_plain
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ class FirstOf(Kernel):
         return self._chosen(q, k, seen).backward(gradient, q, k, v, o, lse, seen, scale)
 
     def _chosen(self, q: Tensor, k: Tensor, seen: Seen) -> Kernel:
-        found = next(kernel for kernel in self.kernels if kernel.takes(q, seen))
+        found = next(kernel for kernel in self.kernels if kernel.takes(q, k, seen))
         if isinstance(found, Exact) and q.device.type != "cpu":
             _say_written_out(q.dtype, q.shape[-1], q.device.type)
         return found

@@ -8,7 +8,7 @@ Must hold: a kernel takes only what it computes right, forward and backward; who
 What each takes, the fastest first (signatures as of torch 2.11 to 2.13):
 
     kernel      types             heads up to  sees                                     GPUs
-    Cudnn       bf16, fp16        128          everything, causal                       compute capability 9 and 10
+    Cudnn       bf16, fp16        128          everything, causal; 64 tokens or more    compute capability 9 and 10
     Flash       bf16, fp16        256 (192)    windows, too                             8.0 and more (8.6, 8.9, 12: 192)
     Efficient   fp32, fp16, bf16  any          any mask, which it reads from memory     7.0 and more (bf16: 8.0)
     Exact       any               any          any; all products of queries and keys    any
@@ -35,6 +35,9 @@ aten = torch.ops.aten
 Capability = tuple[int, int]
 HALF = (torch.float16, torch.bfloat16)
 
+SHORTEST = 64
+"""Tokens below which cuDNN's attention gains nothing; it refuses some short ones, and torch does not survive that."""
+
 ROWS, COLUMNS = 32, 16
 """What `Efficient` fills a log-sum-exp and the rows of a mask up to a multiple of."""
 
@@ -47,12 +50,13 @@ class Cudnn(Fused):
     def __init__(self, capability: Capability) -> None:
         self._serves = capability[0] in (9, 10) and torch.backends.cudnn.is_available()
 
-    def takes(self, q: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
         return (
             self._serves
             and seen.is_plain
             and q.dtype in HALF
             and q.shape[-1] <= 128
+            and min(q.shape[2], k.shape[2]) >= SHORTEST
             and torch.backends.cuda.cudnn_sdp_enabled()
             and not torch.are_deterministic_algorithms_enabled()
         )
@@ -84,7 +88,7 @@ class Flash(Fused):
     def __init__(self, capability: Capability) -> None:
         self._most = 0 if capability < (8, 0) else 192 if capability[0] == 12 or (8, 6) <= capability < (9, 0) else 256
 
-    def takes(self, q: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
         return (
             q.dtype in HALF
             and seen.mask is None
@@ -128,7 +132,7 @@ class Efficient(Fused):
         halves = HALF if capability >= (8, 0) else (torch.float16,)
         self._types = (torch.float32, *halves) if capability >= (7, 0) else ()
 
-    def takes(self, q: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
         return q.dtype in self._types and seen.blank is None and torch.backends.cuda.mem_efficient_sdp_enabled()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
@@ -178,7 +182,7 @@ class FlashAttention(Kernel):
         self._forward = interface._flash_attn_forward
         self._backward = interface._flash_attn_backward
 
-    def takes(self, q: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
         return q.dtype in HALF and seen.mask is None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ is added up in the type of the weight.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional
 from hf_helix.operators.accumulate import add_to_bias_gradients, add_to_gradients
 from hf_helix.operators.base import Call, SplitComputation, Tensors
 from hf_helix.operators.low_rank import Adapters, LowRank, masks
-from hf_helix.operators.side_by_side import join_columns
+from hf_helix.operators.side_by_side import columns_in_one, join_columns
 
 SMALL = 0.1  # the W of biases or low-rank adapters, by that of a weight: roughly, until it is measured
 
@@ -71,23 +72,26 @@ class Linear(SplitComputation):
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         # Rows, since torch makes a product for every token of a micro-batch of one sequence that attention transposed.
-        value = _rows(call.precision.lowered(inputs[0]))
+        shape, value = inputs[0].shape[:-1], _rows(call.precision.lowered(inputs[0]))
         outputs: list[Tensor] = []
         with torch.no_grad():
-            for linears in self._by_gemm(value.dtype):
-                matrix, bias = self._matrix(call, linears, value.dtype), self._bias(call, linears, value.dtype)
-                whole = functional.linear(value, matrix, bias)
-                outputs += [whole] if len(linears) == 1 else whole.split(_sizes(linears), -1)
-            for output, adapter, mask in self._each(call, tuple(outputs)):
+            for gemm in self._gemms(call, value.dtype):
+                bias = call.precision.weights.of(gemm.biases, value.dtype) if self.adds_bias and gemm.biases else None
+                whole = functional.linear(value, self._matrix(call, gemm, value.dtype), bias)
+                outputs += [whole] if len(gemm.sizes) == 1 else whole.split(gemm.sizes, -1)
+            for output, adapter, mask in self._each(call, outputs):
                 adapter.add(output, value, call, mask, self.adds_bias)
-        return tuple(output.unflatten(0, inputs[0].shape[:-1]) for output in outputs)
+        return tuple([output.view(*shape, output.shape[-1]) for output in outputs])
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         total: Tensor | None = None
         with torch.no_grad():
-            for linears, rows in self._rows_by_gemm(gradients):
-                matrix = self._matrix(call, linears, rows.dtype)
-                total = rows @ matrix if total is None else total.addmm_(rows, matrix)
+            for gemm, parts in self._with_rows(call, gradients):
+                whole, first = self._matrix(call, gemm, parts[0].dtype), 0
+                for rows in parts:
+                    matrix = whole if len(parts) == 1 else whole.narrow(0, first, rows.shape[-1])
+                    total = rows @ matrix if total is None else total.addmm_(rows, matrix)
+                    first += rows.shape[-1]
             assert total is not None
             for gradient, adapter, mask in self._each(call, gradients):
                 adapter.add_input_gradient(total, _rows(gradient), call, mask)
@@ -97,33 +101,39 @@ class Linear(SplitComputation):
         *of_outputs, given = gradients
         value = _rows(call.precision.lowered(given))
         with torch.no_grad():
-            for linears, rows in self._rows_by_gemm(of_outputs):
-                if linears[0].weight.requires_grad:
-                    left, right = (value, rows) if self.transposed else (rows, value)
-                    add_to_gradients([linear.weight for linear in linears], left.t(), right)
-                biases = [linear.bias for linear in linears if linear.bias is not None]
-                if biases and biases[0].requires_grad:
-                    add_to_bias_gradients(biases, rows)
-            for gradient, adapter, mask in self._each(call, tuple(of_outputs)):
+            for gemm, parts in self._with_rows(call, of_outputs):
+                together = len(parts) == 1
+                for place, rows in enumerate(parts):
+                    if gemm.trains_weights:
+                        left, right = (value, rows) if self.transposed else (rows, value)
+                        weights = gemm.weights if together else gemm.weights[place : place + 1]
+                        add_to_gradients(weights, left.t(), right)
+                    if gemm.trains_biases:
+                        add_to_bias_gradients(gemm.biases if together else gemm.biases[place : place + 1], rows)
+            for gradient, adapter, mask in self._each(call, of_outputs):
                 adapter.add_weight_gradients(value, _rows(gradient), call, mask)
 
-    def _by_gemm(self, dtype: torch.dtype) -> list[tuple[Projection, ...]]:
-        """The linears whose products of a type are one GEMM.
+    def _gemms(self, call: Call, dtype: torch.dtype) -> list[_Gemm]:
+        """The products of a type that forward makes of its value, which stay the same in a window."""
+        found: list[_Gemm] = call.precision.weights.once((self, dtype), lambda: self._make_gemms(dtype))
+        return found
 
-        All of them are where their weights are copied to that type anyway, which puts them in one piece.
-        """
-        if len(self.linears) == 1:
-            return [self.linears]
-        copied = all(linear.weight.dtype is not dtype for linear in self.linears)
-        if copied and not self.transposed and len({_kind(linear) for linear in self.linears}) == 1:
-            return [self.linears]
-        return [(linear,) for linear in self.linears]
+    def _make_gemms(self, dtype: torch.dtype) -> list[_Gemm]:
+        """One for all linears where their weights are copied to that type anyway, which puts them in one piece."""
+        apart = [_Gemm.of(linear.weight, linear.bias, self.transposed) for linear in self.linears]
+        copied = all(gemm.weights[0].dtype is not dtype for gemm in apart)
+        if len(apart) == 1 or self.transposed or not copied or len({gemm.kind for gemm in apart}) > 1:
+            return apart
+        return [_Gemm.joined(apart)]
 
-    def _rows_by_gemm(self, gradients: Sequence[Tensor]) -> Iterator[tuple[tuple[Projection, ...], Tensor]]:
-        """The linears of every GEMM with the gradients of their outputs [tokens, features of all]."""
-        rows = iter([_rows(gradient) for gradient in gradients])
-        for linears in self._by_gemm(gradients[0].dtype):
-            yield linears, join_columns([next(rows) for _ in linears])
+    def _with_rows(self, call: Call, gradients: Sequence[Tensor]) -> Iterator[tuple[_Gemm, list[Tensor]]]:
+        """Every product with the gradients of its outputs [tokens, features]: in one piece, or linear by linear."""
+        place = 0
+        for gemm in self._gemms(call, gradients[0].dtype):
+            count = len(gemm.sizes)
+            parts = [_rows(gradient) for gradient in gradients[place : place + count]]
+            place += count
+            yield gemm, parts if count == 1 else _beside(parts, gemm.weights[0].shape[1])
 
     def _trains_weights(self) -> bool:
         return any(linear.weight.requires_grad for linear in self.linears)
@@ -135,7 +145,7 @@ class Linear(SplitComputation):
         """The adapters that are switched on, linear by linear."""
         return [adapters() for adapters in self._adapters]
 
-    def _each(self, call: Call, values: Tensors) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
+    def _each(self, call: Call, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
         """Every adapter with what belongs to its linear, and with what dropout multiplies its input with."""
         if not self._adapters:
             return
@@ -144,24 +154,59 @@ class Linear(SplitComputation):
         drawn = masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
         yield from ((value, adapter, mask) for (value, adapter), mask in zip(pairs, drawn, strict=True))
 
-    def _matrix(self, call: Call, linears: Sequence[Projection], dtype: torch.dtype) -> Tensor:
+    def _matrix(self, call: Call, gemm: _Gemm, dtype: torch.dtype) -> Tensor:
         """[features_out, features_in]."""
-        weight = call.precision.weights.of([linear.weight for linear in linears], dtype)
+        weight = call.precision.weights.of(gemm.weights, dtype)
         return weight.t() if self.transposed else weight
 
-    def _bias(self, call: Call, linears: Sequence[Projection], dtype: torch.dtype) -> Tensor | None:
-        biases = [linear.bias for linear in linears if linear.bias is not None]
-        return call.precision.weights.of(biases, dtype) if self.adds_bias and biases else None
+
+@dataclass(frozen=True, slots=True)
+class _Gemm:
+    """One product of forward: of a linear, or of several that read the same value.
+
+    Attributes:
+        weights, biases: one of each linear; no biases where there are none.
+        sizes: the features out of each.
+    """
+
+    weights: list[Tensor]
+    biases: list[Tensor]
+    sizes: list[int]
+    trains_weights: bool
+    trains_biases: bool
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, transposed: bool) -> _Gemm:
+        """Of one linear."""
+        biases = [] if bias is None else [bias]
+        trains = weight.requires_grad, bias is not None and bias.requires_grad
+        return cls([weight], biases, [weight.shape[1 if transposed else 0]], *trains)
+
+    @classmethod
+    def joined(cls, gemms: Sequence[_Gemm]) -> _Gemm:
+        """Of several linears of one kind."""
+        weights, biases = [w for gemm in gemms for w in gemm.weights], [b for gemm in gemms for b in gemm.biases]
+        trains = gemms[0].trains_weights, gemms[0].trains_biases
+        return cls(weights, biases, [size for gemm in gemms for size in gemm.sizes], *trains)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What linears must have in common to be one product."""
+        return self.trains_weights, self.trains_biases, *(p.dtype for p in (*self.weights, *self.biases))
 
 
 def _rows(value: Tensor) -> Tensor:
     return value.reshape(-1, value.shape[-1])
 
 
-def _sizes(linears: Sequence[Projection]) -> list[int]:
-    return [len(linear.weight) for linear in linears]
+def _beside(gradients: list[Tensor], width: int) -> list[Tensor]:
+    """The gradients of outputs [tokens, features] in one piece, for one product; as they are where several are faster.
 
-
-def _kind(linear: Projection) -> tuple[object, ...]:
-    """What linears of one GEMM have in common: the types of their parameters, and which of these are trained."""
-    return tuple(None if p is None else (p.dtype, p.requires_grad) for p in (linear.weight, linear.bias))
+    Every product but the first reads and writes the input gradient again, and the input for the weight gradients, both
+    `width` wide; putting the gradients in one piece reads and writes them.
+    """
+    features = sum(gradient.shape[-1] for gradient in gradients)
+    if 2 * features <= (len(gradients) - 1) * width:
+        return [join_columns(gradients)]
+    whole = columns_in_one(gradients)
+    return gradients if whole is None else [whole]

@@ -8,8 +8,9 @@ Must hold: a copy lives within one window only. Meanwhile nobody writes to weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ class LoweredWeights:
     """Copies of weights, each made at its first use in a window. Outside of windows every use makes its own."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[object, ...], Tensor] | None = None
+        self._kept: dict[tuple[object, ...], Any] | None = None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -38,12 +39,17 @@ class LoweredWeights:
         """
         if len(weights) == 1 and weights[0].dtype is dtype:
             return weights[0]
+        copy: Tensor = self.once((dtype, *map(id, weights)), lambda: _copy(weights, dtype))
+        return copy
+
+    def once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        """What follows from the weights as they are: made once in a window for a key, elsewhere at every call."""
         if self._kept is None:
-            return _copy(weights, dtype)
-        key = (dtype, *map(id, weights))
-        if key not in self._kept:
-            self._kept[key] = _copy(weights, dtype)
-        return self._kept[key]
+            return make()
+        found = self._kept.get(key)
+        if found is None:
+            found = self._kept[key] = make()
+        return found
 
 
 def _copy(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

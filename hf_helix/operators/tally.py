@@ -50,15 +50,16 @@ class Reading:
 class Tally:
     """The counts of a layer, by micro-batch: rows given to every rank and expert, and got [ranks, experts of each]."""
 
-    def expect(self, call: Call, counts: Tensor) -> Reading | None:
+    def expect(self, call: Call, counts: Tensor, num_ways: int = 2) -> Reading | None:
         """Where to copy the counts of a micro-batch; None where the host knows them.
 
         Args:
-            counts: of one direction [ranks, experts of each].
+            counts: of one way [ranks, experts of each].
+            num_ways: what was given and what was got; 1 where they are the same.
         """
         if self in call.shared:
             return None
-        call.shared[self] = reading = Reading((2, *counts.shape), counts.device)
+        call.shared[self] = reading = Reading((num_ways, *counts.shape), counts.device)
         return reading
 
     def by_rank(self, call: Call, given: Tensor, got: Tensor) -> tuple[list[int], list[int]]:
@@ -76,11 +77,10 @@ class Tally:
         Args:
             sizes: the same on the device [experts]; read where nobody expected them.
         """
-        _, got = self._numbers(call, sizes.unsqueeze(0), sizes.unsqueeze(0))
-        return [sum(column) for column in zip(*got, strict=True)]
+        return [sum(column) for column in zip(*self._numbers(call, sizes.unsqueeze(0))[-1], strict=True)]
 
-    def _numbers(self, call: Call, given: Tensor, got: Tensor) -> Any:
-        reading = self.expect(call, given)
+    def _numbers(self, call: Call, *ways: Tensor) -> Any:
+        reading = self.expect(call, ways[0], len(ways))
         if reading is not None:
-            reading.copy(given, got)
+            reading.copy(*ways)
         return call.shared[self].numbers

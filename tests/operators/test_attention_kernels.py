@@ -193,7 +193,7 @@ def test_each_kernel_is_given_what_it_wants(head_dim: int, kind: str, seen: str)
     lse = torch.randn(2, 4, queries + 3, generator=dice)[..., 3:].abs() + 3
     if seen == "mask":
         lse = lse.index_fill(2, torch.tensor([16]), -torch.inf)
-    if not (kernel.takes(q, what) or (kind == "cudnn" and what.is_plain)):
+    if not (kernel.takes(q, k, what) or (kind == "cudnn" and what.is_plain)):
         assert kind != "efficient"
         return
     close = {"atol": 2e-3, "rtol": 2e-3} if types is torch.float16 else {"atol": 1e-5, "rtol": 1e-5}
@@ -230,17 +230,18 @@ def test_a_ring_over_the_kernels_of_a_gpu(packed: bool, window: int | None) -> N
                 torch.testing.assert_close(one, other, atol=close, rtol=close)
 
 
-def names(capability: tuple[int, int], dtype: torch.dtype, head_dim: int, seen: Seen = CAUSAL) -> str:
-    q = torch.empty(1, 1, 4, head_dim, dtype=dtype)
+def names(capability: tuple[int, int], dtype: torch.dtype, head_dim: int, seen: Seen = CAUSAL, keys: int = 64) -> str:
+    q = torch.empty(1, 1, 64, head_dim, dtype=dtype)
     kernels = (*cuda_kernels(capability), Exact())
-    return type(next(kernel for kernel in kernels if kernel.takes(q, seen))).__name__
+    return type(next(kernel for kernel in kernels if kernel.takes(q, q[:, :, :keys], seen))).__name__
 
 
 def test_which_kernel_serves_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    windowed, masked = Seen(True, 3), Seen(mask=torch.ones(1, 4, 4, dtype=torch.bool))
+    windowed, masked = Seen(True, 3), Seen(mask=torch.ones(1, 64, 64, dtype=torch.bool))
     assert names((9, 0), bf16, 128) == names((10, 0), fp16, 64) == "Cudnn"
+    assert names((9, 0), bf16, 128, EVERYTHING, keys=63) == "Flash"
     assert names((9, 0), bf16, 192) == names((9, 0), bf16, 128, windowed) == names((8, 0), bf16, 128) == "Flash"
     assert names((8, 6), bf16, 256) == names((8, 0), bf16, 320) == names((9, 0), fp32, 128) == "Efficient"
     assert names((9, 0), bf16, 128, masked) == names((7, 5), fp16, 64) == "Efficient"

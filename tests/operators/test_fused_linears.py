@@ -14,6 +14,7 @@ from hf_helix.operators.linear import Linear
 from hf_helix.operators.side_by_side import columns_in_one, join_columns, rows_in_one
 
 SIZES = (6, 2, 2)
+WIDTH = 16  # much wider than what goes out: gradients in one piece are faster
 
 
 class Calls(TorchDispatchMode):
@@ -33,7 +34,7 @@ class Calls(TorchDispatchMode):
 
 def linears(bias: bool = False, seed: int = 0) -> list[nn.Linear]:
     torch.manual_seed(seed)
-    return [nn.Linear(4, size, bias=bias) for size in SIZES]
+    return [nn.Linear(WIDTH, size, bias=bias) for size in SIZES]
 
 
 def directions(seed: int) -> list[Tensor]:
@@ -43,7 +44,7 @@ def directions(seed: int) -> list[Tensor]:
 
 def window(operator: Linear, precision: Precision, count: int = 2) -> list[list[Tensor]]:
     """Outputs and input gradients of micro-batches; every W last."""
-    found, values = [], torch.randn(count, 5, 3, 4, generator=torch.Generator().manual_seed(9))
+    found, values = [], torch.randn(count, 5, 3, WIDTH, generator=torch.Generator().manual_seed(9))
     with precision.weights.kept():
         for k, value in enumerate(values):
             call = Call({}, 0, True, precision)
@@ -77,7 +78,7 @@ def test_one_gemm_each_and_the_results_of_several(bias: bool) -> None:
 def _alone(linear: nn.Linear, place: int) -> list[tuple[Tensor, Tensor]]:
     """One of the linears as an operator of its own: output and input gradient by micro-batch."""
     operator, precision, found = Linear([linear]), Precision("cpu", torch.bfloat16), []
-    values = torch.randn(2, 5, 3, 4, generator=torch.Generator().manual_seed(9))
+    values = torch.randn(2, 5, 3, WIDTH, generator=torch.Generator().manual_seed(9))
     for k, value in enumerate(values):
         call, gradient = Call({}, 0, True, precision), directions(k)[place]
         (output,) = operator.forward(call, value)
@@ -85,6 +86,25 @@ def _alone(linear: nn.Linear, place: int) -> list[tuple[Tensor, Tensor]]:
         operator.weight_gradient(call, gradient, value)
         found.append((output, of_input))
     return found
+
+
+def test_wide_gradients_are_put_in_one_piece_by_nobody() -> None:
+    """A copy of them would take longer than it saves. Where they lie so already, one product takes them."""
+    several = [nn.Linear(8, size, bias=False) for size in SIZES]
+    operator, precision = Linear(several), Precision("cpu", torch.bfloat16)
+    value, whole = torch.randn(15, 8), torch.cat([gradient.flatten(0, 1) for gradient in directions(0)], 1)
+    results = []
+    for gradients, products in ((whole.split(SIZES, 1), 2), ([part.clone() for part in whole.split(SIZES, 1)], 6)):
+        with Calls() as calls, precision.weights.kept():
+            (of_input,) = operator.input_gradient(Call({}, 0, True, precision), *gradients)
+            operator.weight_gradient(Call({}, 0, True, precision), *gradients, value)
+        assert calls.products() == products
+        assert "cat" not in calls.names
+        results.append((of_input.float(), *(linear.weight.grad for linear in several)))
+        for linear in several:
+            linear.weight.grad = None
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
 def test_gradients_are_ordinary_after_it() -> None:
@@ -123,7 +143,7 @@ def test_in_one_precision_they_stay_apart() -> None:
     """There is no copy of the weights that could hold them in one piece, and bits stay those of separate products."""
     with Calls() as calls:
         operator, call = Linear(linears()), Call({}, 0, True)
-        operator.forward(call, torch.randn(5, 3, 4))
+        operator.forward(call, torch.randn(5, 3, WIDTH))
         operator.input_gradient(call, *(gradient.float() for gradient in directions(0)))
     assert calls.products() == 6
 
@@ -157,7 +177,7 @@ def test_what_lies_otherwise_is_not() -> None:
 
 def test_a_transposed_sequence_is_one_product() -> None:
     """[tokens, 1, features] as attention leaves it, which `functional.linear` would take token by token."""
-    value = torch.randn(1, 5, 4).transpose(0, 1)
+    value = torch.randn(1, 5, WIDTH).transpose(0, 1)
     (linear,) = linears()[:1]
     with Calls() as calls:
         (output,) = Linear([linear]).forward(Call({}, 0, True), value)

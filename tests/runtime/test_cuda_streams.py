@@ -207,10 +207,9 @@ def test_streams_of_a_device_are_cudas() -> None:
 
 # -- the host ----------------------------------------------------------------------------------------------------------
 
-# A window has MICROBATCHES micro-batches and two layers. Each of these empties the queue to the device once.
 LAYERS = 2 * MICROBATCHES
-# How many tokens go to each expert, and to each rank, is read once a layer, by forward; backward finds it there.
-EXPERTS = {"operators/tally.py:Reading.numbers tolist": LAYERS}
+"""In a window: two layers of a model, each for every micro-batch."""
+
 WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "dense": ({"tp_size": 2}, {}),
     "recomputed": ({"tp_size": 2, "recompute": "selective", "products": BF16}, {}),
@@ -218,12 +217,12 @@ WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "shared sequences": ({"cp_size": 2}, {}),
     "a pipeline": (PIPELINES["w rank 0"], {}),
     "a capacity": (LAYOUTS["ep with a capacity"], {}),
-    "dropless experts": (LAYOUTS["ep"], EXPERTS),
+    "dropless experts": (LAYOUTS["ep"], {"operators/tally.py:Reading.numbers tolist": LAYERS}),
 }
 
 
 @pytest.mark.parametrize("name", WAITS)
 def test_how_often_the_host_waits_in_a_window(name: str) -> None:
-    """Never in a dense model, and once a layer with dropless experts."""
+    """Never in a dense model; once in a layer of dropless experts, which allocate by how many tokens go where."""
     case, expected = WAITS[name]
     assert dict(watched(case).waits) == expected

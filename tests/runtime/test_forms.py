@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_helix.adapters import family_of
-from hf_helix.adapters.attention import causal_masks, like_embeddings
+from hf_helix.adapters.attention import attend, causal_masks, like_embeddings
 from hf_helix.adapters.form import FORM, Form, document_ends, forms_of, starts_of
 from hf_helix.adapters.sequence import SequenceCut, documents_of
 from tests.support.models import llama
@@ -108,6 +109,33 @@ def test_flash_attention_is_told_what_it_would_find(positions: Tensor) -> None:
     assert torch.equal(mine["cu_seq_lens_q"], ends)
     assert mine["cu_seq_lens_q"].dtype == ends.dtype
     assert mine["max_length_k"] == int(longest)
+
+
+@pytest.mark.parametrize(("positions", "told"), [(PACKED, False), (PACKED[:1], True), (None, False)])
+def test_flash_attention_gets_no_positions_to_look_at(
+    positions: Tensor | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not there on CPU; what would be called notes what it is given."""
+    given: dict[str, Any] = {}
+
+    def noted(module: Any, q: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, None]:
+        given.update(options)
+        return q.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", noted)
+    model = llama()
+    model.config._attn_implementation = "flash_attention_2"
+    batch = {"input_ids": IDS[:1] if told else IDS}
+    batch |= {} if positions is None else {"position_ids": positions}
+    side = family_of(model).side_inputs(model, batch, SequenceCut(), torch.ones(()))
+    q = torch.zeros(len(batch["input_ids"]), 2, 8, 4)
+    module = model.model.layers[0].self_attn
+    with Reads() as reads:
+        out = attend(module, q, q, q, side["masks"][None], side["positions"], side["ends"])
+    assert reads.found == []
+    assert out.shape == (8, len(q), 8)
+    assert "position_ids" not in given
+    assert ("cu_seq_lens_q" in given) is told
 
 
 def test_documents_of_a_cut_sequence_do_not_wait_either() -> None:

@@ -75,9 +75,12 @@ class FakeEvent:
         self._cuda = cuda
         self._prompt = prompt
         self.clock: Clock | None = None
+        self.number = 0
 
     def record(self, stream: FakeStream | None = None) -> None:
         self.clock = dict((stream or self._cuda.current).clock)
+        self._cuda.recorded += 1
+        self.number = self._cuda.recorded
 
     def query(self) -> bool:
         return self._prompt
@@ -85,7 +88,7 @@ class FakeEvent:
     def elapsed_time(self, end: FakeEvent) -> float:
         assert self.clock is not None
         assert end.clock is not None
-        return 0.0
+        return float(end.number - self.number)  # as good as any; later is more
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class FakeCuda:
         self.mistakes: list[Mistake] = []
         self.waits: Counter[str] = Counter()
         self.asynchronous: Counter[str] = Counter()
-        self.operators = 0
+        self.operators = self.recorded = 0
         self.on_cpu_only = False
         self.storages: dict[int, Memory] = {}
         self._prompt = prompt
