@@ -12,13 +12,13 @@ MOST = {
     # forward and backward of a layer with tp_size=2, products in bf16
     "gpt2": (19, 41),
     "gpt_neox": (29, 59),
-    "llama": (26, 50),
-    "mistral": (31, 53),
-    "mixtral": (68, 83),
-    "phimoe": (84, 87),
-    "qwen2": (26, 52),
-    "qwen3": (33, 54),
-    "qwen3_moe": (74, 82),
+    "llama": (26, 52),
+    "mistral": (31, 55),
+    "mixtral": (67, 85),
+    "phimoe": (83, 93),
+    "qwen2": (26, 58),
+    "qwen3": (33, 56),
+    "qwen3_moe": (73, 84),
 }
 
 
