@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_helix.adapters import family_of
+from hf_helix.adapters import family_of, norms
 from hf_helix.adapters.builder import Sharing
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.operators import accumulate, lowered
@@ -187,7 +187,13 @@ def count_layer(model: Any, tp_size: int = 2, products: torch.dtype | None = tor
     runner, window = _runner(model, tp_size, products, kernels)
     runner.train_window(window)
     kernels.found.clear()
-    with kernels, _AsOnCuda(kernels), _replaced(accumulate, "in_one_gemm", _adds_in_gemm), _weights_apart(kernels):
+    with (
+        kernels,
+        _AsOnCuda(kernels),
+        _replaced(norms, "DEVICES", {"cpu"}),
+        _replaced(accumulate, "in_one_gemm", _adds_in_gemm),
+        _weights_apart(kernels),
+    ):
         runner.train_window(window)
     return kernels
 

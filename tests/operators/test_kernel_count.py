@@ -10,15 +10,15 @@ from torch.nn import functional
 
 MOST = {
     # forward and backward of a layer with tp_size=2, products in bf16
-    "gpt2": (27, 50),
-    "gpt_neox": (37, 68),
-    "llama": (45, 93),
-    "mistral": (50, 96),
-    "mixtral": (84, 130),
-    "phimoe": (94, 114),
-    "qwen2": (48, 99),
-    "qwen3": (61, 125),
-    "qwen3_moe": (99, 157),
+    "gpt2": (19, 41),
+    "gpt_neox": (29, 59),
+    "llama": (26, 52),
+    "mistral": (31, 55),
+    "mixtral": (67, 85),
+    "phimoe": (83, 93),
+    "qwen2": (26, 58),
+    "qwen3": (33, 56),
+    "qwen3_moe": (73, 84),
 }
 
 
