@@ -10,15 +10,15 @@ from torch.nn import functional
 
 MOST = {
     # forward and backward of a layer with tp_size=2, products in bf16
-    "gpt2": (27, 50),
-    "gpt_neox": (37, 68),
-    "llama": (45, 93),
-    "mistral": (50, 96),
-    "mixtral": (84, 130),
-    "phimoe": (94, 114),
-    "qwen2": (48, 99),
-    "qwen3": (61, 125),
-    "qwen3_moe": (99, 157),
+    "gpt2": (19, 41),
+    "gpt_neox": (29, 59),
+    "llama": (36, 76),
+    "mistral": (41, 79),
+    "mixtral": (77, 109),
+    "phimoe": (83, 93),
+    "qwen2": (36, 82),
+    "qwen3": (52, 108),
+    "qwen3_moe": (92, 136),
 }
 
 
