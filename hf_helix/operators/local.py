@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_helix.operators.base import Call, Computation, Tensors
@@ -28,6 +29,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled with sizes left open, and serves all others.
     """
     return torch.compile(function, backend=COMPILER)
+
+
+def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Add to the gradients of inputs, as `torch.autograd.backward` does, whose checks of its arguments take the host
+    longer than a small graph."""
+    engine: Any = Variable._execution_engine
+    engine.run_backward(edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 def lowered(value: Tensor) -> Tensor:
@@ -62,18 +70,18 @@ class Segment(Computation):
         self.draws = draws
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        side = {name: call.side[name] for name in self.side}
+        side = {name: call.side[name] for name in self.side} if self.side else {}
         if not call.training:
             with torch.no_grad():
                 return self._run(call, inputs, side)
-        leaves = tuple(value.detach().requires_grad_() for value in inputs)
+        leaves = tuple([value.detach().requires_grad_() for value in inputs])
         with torch.enable_grad():
             outputs = self._run(call, leaves, side)
         if leaves or self._trained():
             # Only the edges are kept: an output that backward does not need is freed with its last reader.
             differentiable = outputs[: len(outputs) - self.num_plain]
-            call.saved = leaves, tuple(get_gradient_edge(output) for output in differentiable)
-        return tuple(output.detach() for output in outputs)
+            call.saved = leaves, tuple([get_gradient_edge(output) for output in differentiable])
+        return tuple([output.detach() for output in outputs])
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         if call.saved is None:  # nothing to differentiate, such as a frozen table
@@ -82,10 +90,8 @@ class Segment(Computation):
         edges: tuple[GradientEdge, ...]
         leaves, edges = call.saved
         call.saved = None
-        # Autograd otherwise hands every backward on a GPU to a thread of its own and waits for it.
-        with torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.backward(edges, gradients, inputs=[*leaves, *self._trained()])
-        return tuple(_gradient_of(leaf) for leaf in leaves)
+        run_backward(edges, gradients, (*leaves, *self._trained()))
+        return tuple([_gradient_of(leaf) for leaf in leaves])
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.parameters if parameter.requires_grad]

@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Precision
+from hf_helix.operators.base import Precision, explicit_gradients
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph import Kind, Operator, Part
 from hf_helix.planning.window import Instruction, Key
@@ -65,8 +64,7 @@ class Executor:
             at_barrier: called at every barrier, between what comes before and after it.
         """
         steps = self._bind(program)
-        # Set once here, so that operators find gradients off already, and streams need not look up the current one.
-        with self._precision.weights.kept(), torch.no_grad(), self.streams.window():
+        with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
             return self._run(steps, microbatches, sources, training, completed, at_barrier)
 
     def _bind(self, program: Sequence[Instruction]) -> list[Step]:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.link import bare
 from hf_helix.operators.transport import Recorder
 from hf_helix.planning.graph import SEND, Kind, Operator, Part
@@ -360,7 +360,7 @@ class _Bench:
         if first.op.kind is second.op.kind:
             # Two that draw random numbers at once would leave each other's state behind.
             device = self.runner.mesh.device
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), explicit_gradients():
                 return self._aside(first, second)
         # Each is of micro-batches of its own, or one that reads what the other makes would wait for it.
         trains = [
