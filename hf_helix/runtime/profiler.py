@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.link import bare
 from hf_helix.operators.transport import Recorder
 from hf_helix.planning.graph import SEND, Kind, Operator, Part
@@ -360,7 +360,7 @@ class _Bench:
         if first.op.kind is second.op.kind:
             # Two that draw random numbers at once would leave each other's state behind.
             device = self.runner.mesh.device
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), explicit_gradients():
                 return self._aside(first, second)
         # Each is of micro-batches of its own, or one that reads what the other makes would wait for it.
         trains = [
@@ -420,7 +420,7 @@ class _Bench:
 
     def _call(self, timed: _Timed) -> Call:
         unit = self.runner.executor.units[timed.unit]
-        return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, unit, timed.op.of)
+        return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, timed.op.of, unit)
 
     def _before(self, repeat: int, timed: _Timed) -> list[Instruction]:
         """The forward that a backward operator needs, or the one that runs again."""
