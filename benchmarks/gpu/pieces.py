@@ -29,6 +29,6 @@ PIECES = (
     Piece("stress", "links at random paces and poisoned memory change no bit", 180),
     Piece("overlap", "how much communication is hidden at the shapes of an 8B model", 150, timed=True),
     Piece("kernels", "the times of single kernels that decisions rest on", 90, timed=True),
-    Piece("trainer", "HelixTrainer on one GPU against the stock Trainer: step time, loss, memory", 150, timed=True),
+    Piece("trainer", "HelixTrainer on one GPU against the stock Trainer: step time, loss, memory", 180, timed=True),
     Piece("sanitizer", "compute-sanitizer's memcheck on a tiny window, where it is installed", 240),
 )
