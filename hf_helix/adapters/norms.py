@@ -24,8 +24,8 @@ same steps as the modules, in another order."""
 
 
 def normed(module: Any, value: Tensor) -> Tensor:
-    """`module(value)`, fused where that is the same."""
-    if value.device.type in DEVICES and is_rms_norm(module):
+    """`module(value)`, fused where that is the same. `torch.compile` fuses what the module itself does."""
+    if value.device.type in DEVICES and not torch.compiler.is_compiling() and is_rms_norm(module):
         return rms_norm(value, module.weight, module.variance_epsilon)
     return module(value)
 
