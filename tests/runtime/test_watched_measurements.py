@@ -11,7 +11,8 @@ from support.windows_on_fakes import played
 
 from hf_helix.planning.graph import Kind, Part
 from hf_helix.planning.profile import named_operators
-from hf_helix.runtime import measure, profiler
+from hf_helix.runtime import machine, measure, profiler
+from hf_helix.runtime.bench import Bench
 from hf_helix.runtime.measure import measure_overlap
 from hf_helix.runtime.profiler import measure_profile
 
@@ -28,7 +29,7 @@ CASES["tp"] = TP
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks find the same; no GPU is there to be held."""
-    for module in (measure, profiler):
+    for module in (machine, measure, profiler):
         monkeypatch.setattr(module, "over_ranks", lambda mine: [mine])
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
 
@@ -63,7 +64,7 @@ def test_two_computations_at_once_would_be_out_of_order() -> None:
     """Which is why the profiler measures none beside each other there."""
     cuda = FakeCuda()
     with played(cuda, plan="sequential", **TP) as (runner, window), cuda.watch():
-        bench = profiler._Bench(runner, window[0])
+        bench = Bench(runner, window[0], profiler.TRAIN)
         timed = next(timed for timed in bench.computing if timed.op.part is Part.W and bench.repeats(timed))
         assert not cuda.mistakes
         bench._aside(timed, timed)
