@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 GLOO = "gloo"
 NCCL = "nccl"
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 # The most thread blocks that a group's NCCL kernels may take from computation beside them (an H100 has 132 SMs). What
 # is not listed has NCCL's default (up to 32): collectives of tensor parallelism and experts are waited for soonest, so
@@ -154,10 +155,20 @@ def order_launches(pp_size: int) -> None:
 
     Without a pipeline, that order is the same on every rank. Otherwise two ranks could each fill their SMs with a
     kernel that waits for the other's. The ranks of a pipeline run different programs: there, a receive that starts late
-    could hold back what its sender waits for.
+    could hold back what its sender waits for. NCCL reads the variable once in a process.
+
+    Raises:
+        ValueError: it is set, and there is a pipeline.
     """
     if pp_size == 1 and torch.version.hip is None:  # RCCL 2.27 crashes with it
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        os.environ.setdefault(LAUNCH_ORDER, "1")
+    given = os.environ.get(LAUNCH_ORDER, "")
+    if pp_size > 1 and given not in ("", "0"):
+        raise ValueError(
+            f"{LAUNCH_ORDER}={given} in the environment with pp_size={pp_size}: ranks of a pipeline could wait for "
+            "each other for ever. Unset it; where an earlier trainer of this process has set it, as one with pp_size=1 "
+            "does, start a new process"
+        )
 
 
 def host_name() -> str:

@@ -152,3 +152,7 @@ def test_launches_are_ordered_without_a_pipeline(monkeypatch: Any) -> None:
     assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
     groups.order_launches(1)
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+    with pytest.raises(ValueError, match=r"NCCL_LAUNCH_ORDER_IMPLICIT=1 .* with pp_size=2.*start a new process"):
+        groups.order_launches(2)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    groups.order_launches(2)

@@ -18,7 +18,8 @@ from hf_helix.operators.transport import Axis, SilentTransport
 from hf_helix.planning.graph import Kind
 from hf_helix.planning.profile import Profile, named_operators
 from hf_helix.runtime import machine, profiler, timing
-from hf_helix.runtime.mesh import Mesh, Pipe
+from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.pipe import Pipe
 from hf_helix.runtime.streams import CudaStreams, stream_name
 from hf_helix.runtime.trace import Span
 from hf_helix.runtime.transfers import time_train
@@ -90,7 +91,7 @@ def measured(gpu: SlowHost, layers: int = 2) -> Profile:
     """Rank 0 of two tensor-parallel ranks."""
     sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": 2, "ep": 1}
     axis, single = Axis(SilentTransport(2, 0)), Axis.single()
-    mesh = Mesh(sizes, torch.device("cpu"), None, axis, single, axis, Pipe([0], ()), None, None, None, None)
+    mesh = Mesh(sizes, torch.device("cpu"), None, axis, single, axis, Pipe([0]), None, None, None, None)
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=16,
