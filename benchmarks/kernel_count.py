@@ -35,7 +35,8 @@ from hf_helix.operators.unit import Unit
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.rules import make_plan
 from hf_helix.planning.scheduler import Scheduler
-from hf_helix.runtime.mesh import Mesh, Pipe
+from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.pipe import Pipe
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.strand import MicroBatch
@@ -233,7 +234,7 @@ def _runner(
     units = [_watched(unit, kernels) for unit in family.units(model, Sharing(axis))]
     stage = place_units(units)
     sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
-    mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0], ()), None, None, None, None)
+    mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), None, None, None, None)
     plan = make_plan("sequential", rough_profile(stage.layout), model=family.model_class, mesh={"tp_size": tp_size})
     runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), 0, products)
     return runner, [MicroBatch(lambda: side, (0, 0))]

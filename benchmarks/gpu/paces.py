@@ -129,18 +129,18 @@ def paced_streams(device: torch.device, pace: Pace) -> Streams:
     return with_pace(PacedStreams(device), pace)
 
 
-def mutants(device: torch.device, slow: Pace) -> dict[str, tuple[Streams, Pace]]:
-    """By what it is, streams with a mistake, and the pace of the links at which it must show.
+def mutants(device: torch.device, slow: Pace) -> dict[str, Callable[[], tuple[Streams, Pace]]]:
+    """By what it is, what makes streams with a mistake, and the pace of the links at which it must show.
 
     What is slow is the side that a correct stream would have waited for: the links, or the computation. Both at once
     might end together. A CPU frees what its threads hold only when they have let go of it.
     """
     if device.type != "cuda":
-        return {"computation does not wait for communication": (ImpatientCpu(), slow)}
+        return {"computation does not wait for communication": lambda: (ImpatientCpu(), slow)}
     return {
-        "buffers of communication are not kept": (Forgetful(device), slow),
-        "communication does not wait for computation": (with_pace(Hasty(device), slow), at_once),
-        "computation does not wait for communication": (Impatient(device), slow),
+        "buffers of communication are not kept": lambda: (Forgetful(device), slow),
+        "communication does not wait for computation": lambda: (with_pace(Hasty(device), slow), at_once),
+        "computation does not wait for communication": lambda: (Impatient(device), slow),
     }
 
 

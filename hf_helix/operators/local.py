@@ -150,6 +150,10 @@ class Dropout(Computation):
     def __init__(self, module: torch.nn.Dropout) -> None:
         self.module = module
 
+    def draws(self) -> bool:
+        """Whether it does in the present mode of the module."""
+        return self.module.training
+
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (value,) = inputs
         if not self.module.training:

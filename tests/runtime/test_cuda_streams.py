@@ -105,7 +105,7 @@ def test_every_family(family: str) -> None:
         check({**layout, "family": family, "products": BF16, "recompute": "selective"})
 
 
-# -- it bites ----------------------------------------------------------------------------------------------------------
+# -- mistakes are seen -------------------------------------------------------------------------------------------------
 
 
 class NothingKept(CudaStreams):
@@ -216,6 +216,8 @@ def test_streams_of_a_device_are_cudas() -> None:
 LAYERS = 2 * MICROBATCHES
 """In a window: two layers of a model, each for every micro-batch."""
 
+COUNTS = {"operators/tally.py:Reading.numbers tolist": LAYERS}
+
 WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "dense": ({"tp_size": 2}, {}),
     "recomputed": ({"tp_size": 2, "recompute": "selective", "products": BF16}, {}),
@@ -223,7 +225,9 @@ WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "shared sequences": ({"cp_size": 2}, {}),
     "a pipeline": (PIPELINES["w rank 0"], {}),
     "a capacity": (LAYOUTS["ep with a capacity"], {}),
-    "dropless experts": (LAYOUTS["ep"], {"operators/tally.py:Reading.numbers tolist": LAYERS}),
+    "dropless experts": (LAYOUTS["ep"], COUNTS),
+    "dropless experts, recomputed": ({**LAYOUTS["ep"], "recompute": "full"}, COUNTS),
+    "dropless experts on one rank": ({"family": "mixtral"}, COUNTS),
 }
 
 
