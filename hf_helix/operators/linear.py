@@ -77,11 +77,12 @@ class Linear(SplitComputation):
         for gemm in self._gemms(call, value.dtype):
             bias = call.precision.weights.of(gemm.biases, value.dtype) if self.adds_bias and gemm.biases else None
             whole = functional.linear(value, self._matrix(call, gemm, value.dtype), bias)
+            whole = whole.view(*shape, whole.shape[-1])
             outputs += [whole] if len(gemm.sizes) == 1 else whole.split(gemm.sizes, -1)
         if self._adapters:
             for output, adapter, mask in self._each(call, outputs):
-                adapter.add(output, value, call, mask, self.adds_bias)
-        return tuple([output.view(*shape, output.shape[-1]) for output in outputs])
+                adapter.add(_rows(output), value, call, mask, self.adds_bias)
+        return tuple(outputs)
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         total: Tensor | None = None
