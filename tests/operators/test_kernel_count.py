@@ -12,13 +12,13 @@ MOST = {
     # forward and backward of a layer with tp_size=2, products in bf16
     "gpt2": (19, 41),
     "gpt_neox": (29, 59),
-    "llama": (36, 76),
-    "mistral": (41, 79),
-    "mixtral": (77, 109),
-    "phimoe": (83, 93),
-    "qwen2": (36, 82),
-    "qwen3": (52, 108),
-    "qwen3_moe": (92, 136),
+    "llama": (21, 42),
+    "mistral": (26, 45),
+    "mixtral": (62, 75),
+    "phimoe": (78, 83),
+    "qwen2": (21, 48),
+    "qwen3": (33, 46),
+    "qwen3_moe": (73, 74),
 }
 
 
