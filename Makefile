@@ -5,12 +5,18 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# The oldest versions that pyproject.toml promises. Torch from a package index may bring CUDA packages of gigabytes;
+# `make test-oldest TORCH=2.13.0` takes another version, such as one that is on the machine.
+OLDEST       := .venv-oldest
+TORCH        ?= 2.11.0
+OLD_VERSIONS := torch==$(TORCH) transformers==5.17.0 accelerate==1.12.0 'huggingface_hub<2'
+
 # One thread per process: the processes of a test or a demo share the machine's cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help install demo test test-slow fuzz lint format docs bench gpu-check gpu-check-dry clean
+.PHONY: help install demo test test-slow test-oldest fuzz lint format docs bench gpu-check gpu-check-dry clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +37,11 @@ test: $(STAMP)  ## run the tests
 
 test-slow: $(STAMP)  ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that are promised; TORCH=... for another torch
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet $(OLD_VERSIONS) --editable '.[dev]'
+	$(OLDEST)/bin/python -m pytest
 
 fuzz: $(STAMP)  ## run the tests of properties on cases drawn anew; repeat at will
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=default
@@ -58,4 +69,4 @@ gpu-check-dry: $(STAMP)  ## the same on the CPU with tiny sizes: shows that the 
 	$(BIN)/python -m benchmarks.gpu --dry
 
 clean:  ## remove what was built
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

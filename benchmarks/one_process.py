@@ -26,7 +26,9 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -126,12 +128,18 @@ def make_trainers(options: argparse.Namespace, folder: str) -> dict[str, Trainer
 
 
 def make_trainer(
-    name: str, model: LlamaForCausalLM, options: argparse.Namespace, folder: str, **arguments: Any
+    name: str,
+    model: LlamaForCausalLM,
+    options: argparse.Namespace,
+    folder: str,
+    helix: Mapping[str, Any] = MappingProxyType({}),
+    **arguments: Any,
 ) -> Trainer:
     """One trainer, with data.
 
     Args:
         name: `STOCK` or `HELIX`.
+        helix: options of `HelixConfig`, besides the plan.
         arguments: of `TrainingArguments`, besides those that `options` stand for.
     """
     args = make_training_arguments(options, folder, **arguments)
@@ -144,7 +152,7 @@ def make_trainer(
     if name == STOCK:
         trainer = Trainer(**given)
     else:
-        trainer = HelixTrainer(**given, helix_config=HelixConfig(tp_size=1, plan=options.plan))
+        trainer = HelixTrainer(**given, helix_config=HelixConfig(tp_size=1, plan=options.plan, **helix))
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -2,7 +2,7 @@
 
 As in a ring: queries see a part of the keys that came before, all of it, and their own part, causally or in a window;
 the parts are put together, and each part's gradient is computed from the output and the log-sum-exp of both. In fp32,
-of the same inputs, `Exact` computes the same over all keys at once.
+of the same inputs, `Exact` computes the same over all keys at once. Then what each kernel costs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.attention_costs import DRY, Sizes, tell_costs
 from benchmarks.gpu.report import Options, Report
 from hf_helix.operators.attention import CAUSAL, EVERYTHING, Exact, Kernel, Seen, TorchCpu, merge
 from hf_helix.operators.attention_kernels import cuda_kernels
@@ -29,6 +30,8 @@ def run(report: Report, options: Options) -> None:
         for dtype, bar in BARS.items():
             with report.attempt(f"{type(kernel).__name__} {dtype}"):
                 check(report, kernel, dtype, bar, options.device)
+        with report.attempt(f"costs of {type(kernel).__name__}"):
+            tell_costs(report, kernel, DRY if options.dry else Sizes(), options.device)
 
 
 def kernels(device: torch.device) -> tuple[Kernel, ...]:
@@ -42,7 +45,7 @@ def check(report: Report, kernel: Kernel, dtype: torch.dtype, bar: float, device
     for shape in SHAPES:
         for own in (CAUSAL, Seen(causal=True, window=24)):
             q = torch.randn(2, shape[1], shape[0], shape[3], device=device, dtype=dtype)
-            if not (kernel.takes(q, own) and kernel.takes(q, EVERYTHING)):
+            if not (kernel.takes(q, q, own) and kernel.takes(q, q, EVERYTHING)):  # there are as many keys
                 continue
             count += 1
             for name, error in errors(kernel, q, shape, own):

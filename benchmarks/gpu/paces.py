@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -99,9 +98,8 @@ class Forgetful(PacedStreams):
 class Hasty(PacedStreams):
     """Mistake: communication does not wait for what was computed."""
 
-    def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str, lane: str = "") -> Event:
-        with mock.patch.object(torch.cuda.Stream, "wait_stream", return_value=None):
-            return super().issue(kind, work, after, label, lane)
+    def _wait_for_computed(self, stream: Any, computed: Any) -> None:
+        pass
 
 
 class Impatient(PacedStreams):
@@ -131,18 +129,18 @@ def paced_streams(device: torch.device, pace: Pace) -> Streams:
     return with_pace(PacedStreams(device), pace)
 
 
-def mutants(device: torch.device, slow: Pace) -> dict[str, tuple[Streams, Pace]]:
-    """By what it is, streams with a mistake, and the pace of the links at which it must show.
+def mutants(device: torch.device, slow: Pace) -> dict[str, Callable[[], tuple[Streams, Pace]]]:
+    """By what it is, what makes streams with a mistake, and the pace of the links at which it must show.
 
     What is slow is the side that a correct stream would have waited for: the links, or the computation. Both at once
     might end together. A CPU frees what its threads hold only when they have let go of it.
     """
     if device.type != "cuda":
-        return {"computation does not wait for communication": (ImpatientCpu(), slow)}
+        return {"computation does not wait for communication": lambda: (ImpatientCpu(), slow)}
     return {
-        "buffers of communication are not kept": (Forgetful(device), slow),
-        "communication does not wait for computation": (with_pace(Hasty(device), slow), at_once),
-        "computation does not wait for communication": (Impatient(device), slow),
+        "buffers of communication are not kept": lambda: (Forgetful(device), slow),
+        "communication does not wait for computation": lambda: (with_pace(Hasty(device), slow), at_once),
+        "computation does not wait for communication": lambda: (Impatient(device), slow),
     }
 
 

@@ -50,12 +50,15 @@ class RouterMeter:
 
     Args:
         tp: whose ranks have the parts of a sequence.
+
+    Attributes:
+        sums: what `read` returns; None before the first micro-batch.
     """
 
     def __init__(self, num_experts: int, tp: Axis) -> None:
         self.tp = tp
         self.num_experts = num_experts
-        self._sums: Tensor | None = None
+        self.sums: Tensor | None = None
 
     def mine(self, side: Mapping[str, Any]) -> Tensor:
         """Which of this rank's tokens count [tokens], as 0 and 1."""
@@ -77,11 +80,11 @@ class RouterMeter:
 
     def read(self, device: torch.device) -> Tensor:
         """Since the last time: load of every expert, sum of squared log-sum-exps, tokens, rows dropped."""
-        sums, self._sums = self._sums, None
+        sums, self.sums = self.sums, None
         return torch.zeros(self.num_experts + 3, device=device) if sums is None else sums
 
     def _add(self, sums: Tensor) -> None:
-        self._sums = sums if self._sums is None else self._sums + sums
+        self.sums = sums if self.sums is None else self.sums + sums
 
 
 class Announce(Communication):

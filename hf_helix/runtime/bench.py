@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.transport import Recorder
 from hf_helix.planning.graph import Kind, Operator, Part
 from hf_helix.planning.profile import Name, named_operators
@@ -96,7 +96,7 @@ class Bench:
         if first.op.kind is second.op.kind:
             # Two that draw random numbers at once would leave each other's state behind.
             device = self.runner.mesh.device
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), explicit_gradients():
                 return self._aside(first, second)
         # Each is of micro-batches of its own, or one that reads what the other makes would wait for it.
         trains = [

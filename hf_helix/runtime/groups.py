@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 GLOO = "gloo"
 NCCL = "nccl"
-LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 # The most thread blocks that a group's NCCL kernels may take from computation beside them (an H100 has 132 SMs). What
 # is not listed has NCCL's default (up to 32): collectives of tensor parallelism and experts are waited for soonest, so
@@ -33,6 +32,8 @@ MAX_CTAS = {
     "lane": 4,  # a receive holds its blocks from when it is posted until its peer sends, which may be long
     "gradients": 8,  # nothing waits for them before the end of a window, and they run beside backward all the time
 }
+
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def backends() -> dict[str, str]:
@@ -155,19 +156,20 @@ def order_launches(pp_size: int) -> None:
 
     Without a pipeline, that order is the same on every rank. Otherwise two ranks could each fill their SMs with a
     kernel that waits for the other's. The ranks of a pipeline run different programs: there, a receive that starts late
-    could hold back what its sender waits for. NCCL reads the variable once in a process.
+    could hold back what its sender waits for. NCCL reads the variable once, so the first layout of a process decides
+    for those that follow, unless the user has set it.
 
     Raises:
-        ValueError: it is set, and there is a pipeline.
+        ValueError: there is a pipeline, and kernels start in the order of issue.
     """
-    if pp_size == 1 and torch.version.hip is None:  # RCCL 2.27 crashes with it
-        os.environ.setdefault(LAUNCH_ORDER, "1")
-    given = os.environ.get(LAUNCH_ORDER, "")
-    if pp_size > 1 and given not in ("", "0"):
+    if torch.version.hip is not None:  # RCCL 2.27 crashes with it
+        return
+    found = os.environ.setdefault(LAUNCH_ORDER, "0" if pp_size > 1 else "1")
+    if pp_size > 1 and found != "0":
         raise ValueError(
-            f"{LAUNCH_ORDER}={given} in the environment with pp_size={pp_size}: ranks of a pipeline could wait for "
-            "each other for ever. Unset it; where an earlier trainer of this process has set it, as one with pp_size=1 "
-            "does, start a new process"
+            f"pp_size={pp_size} could hang in this process: {LAUNCH_ORDER} is {found!r}, with which NCCL starts "
+            "kernels in the order of issue. hf_helix sets it for a layout without a pipeline, and NCCL reads it once in "
+            "a process: train the pipeline in a process of its own, without that variable or with the value 0"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_cuda import FakeCuda, FakeStream
+from support.fake_cuda import FakeCuda
 from support.windows_on_fakes import CPU, MICROBATCHES, train_windows
 
 from hf_helix.planning.graph import Kind
@@ -122,6 +122,11 @@ class ComputeDoesNotWait(CudaStreams):
         event.keep = None
 
 
+class CommunicationDoesNotWait(CudaStreams):
+    def _wait_for_computed(self, stream: Any, computed: Any) -> None:
+        pass
+
+
 class AfterIgnored(CudaStreams):
     def issue(self, kind: Kind, work: Any, after: Sequence[Any], label: str, lane: str = "") -> Any:
         return super().issue(kind, work, (), label, lane)
@@ -148,8 +153,7 @@ def test_a_computation_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatc
 
 
 def test_communication_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeStream, "wait_stream", lambda self, other: None)
-    assert kinds(monkeypatch, {"tp_size": 2})["READ"] > 20
+    assert kinds(monkeypatch, {"tp_size": 2}, CommunicationDoesNotWait)["READ"] > 20
 
 
 def test_communication_before_its_input_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
