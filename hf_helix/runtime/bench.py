@@ -156,7 +156,7 @@ class Bench:
 
     def _call(self, timed: Timed) -> Call:
         unit = self.runner.executor.units[timed.unit]
-        return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, unit, timed.op.of)
+        return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, timed.op.of, unit)
 
     def _before(self, repeat: int, timed: Timed) -> list[Instruction]:
         """The forward that a backward operator needs, or the one that runs again."""
