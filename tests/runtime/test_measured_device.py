@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -44,6 +45,9 @@ class SlowHost(CudaStreams):
         self.host = 0.0
         self.free: dict[str, float] = {}
         self.collectives: list[tuple[float, float]] = []
+
+    def window(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def launch(self, stream: str, label: str, work: Callable[[], Any], ready: float, takes: float) -> Any:
         """The first kernel is launched when the host begins with an operator, the last when it has finished."""
