@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hf_helix.operators.experts import RouterMeter
-from hf_helix.report.notices import say
 from hf_helix.runtime.agreement import add_up
 from hf_helix.runtime.mesh import Mesh, rank
 from hf_helix.runtime.runner import Runner
@@ -104,10 +103,12 @@ class WindowGraphs:
     """Trains windows, from graphs where their shapes repeat.
 
     Args:
+        say: tells a person, once, what is not captured and why.
         recorder: captures work; tests give a stand-in that runs on a CPU.
     """
 
-    def __init__(self, recorder: Any = None) -> None:
+    def __init__(self, say: Callable[[str], object], recorder: Any = None) -> None:
+        self._tell = say
         self._recorder = recorder or CudaRecorder()
         self._captured: dict[int, _Captured] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
@@ -225,7 +226,7 @@ class WindowGraphs:
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            say(f"cuda_graphs=True: {text}")
+            self._tell(f"cuda_graphs=True: {text}")
 
 
 def why_never(mesh: Mesh, runner: Runner, capacity: float | None, is_peft: bool) -> str | None:

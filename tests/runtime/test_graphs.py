@@ -15,6 +15,7 @@ from support.fake_graphs import FakeRecorder
 from benchmarks.gpu.models import batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on, silent_mesh
 from hf_helix.engine import Engine, Scale
+from hf_helix.report.notices import say
 from hf_helix.runtime import graphs
 from hf_helix.runtime.graphs import WindowGraphs
 from hf_helix.runtime.streams import CudaStreams
@@ -34,7 +35,7 @@ def engine_with(
     with engine_on(made, silent_mesh(CPU, **sizes), 2, products, **options) as engine:
         engine.runner.executor.streams.close()
         engine.runner.executor.streams = CudaStreams(CPU, FakeCuda())  # in this thread, where operators are seen
-        engine.graphs = WindowGraphs(recorder) if recorder is not None else None
+        engine.graphs = WindowGraphs(say, recorder) if recorder is not None else None
         yield engine
 
 
