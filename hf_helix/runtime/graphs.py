@@ -14,7 +14,6 @@ first graph left them.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import weakref
@@ -295,8 +294,8 @@ def _release_all() -> None:
 
 @functools.cache
 def _release_before_groups() -> None:
-    """From now on, graphs end before `torch.distributed.destroy_process_group`, and before the process."""
-    atexit.register(_release_all)
+    """From now on, `torch.distributed.destroy_process_group` releases graphs first; where a script does not call it,
+    `hf_helix.runtime.liveness` does at the end of the process."""
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)
