@@ -51,10 +51,12 @@ def trained(engine: Engine, lengths: tuple[tuple[int, ...], ...] = ((12, 8),) * 
         window = batches(2, lengths=each, seed=step + 1)
         scale = Scale(torch.tensor(1 / targets(window)), 1 / 2)
         losses = engine.train_window(on(window, CPU), scale, step)
-        found += [[loss.item() for loss in losses], float(engine.clip_gradients(1.0))]
+        found += [*losses, engine.clip_gradients(1.0)]
         optimizer.step()
         optimizer.zero_grad()
-    return [*found, {name: value.detach().clone() for name, value in engine.model.named_parameters()}]
+    # Read at the end, so that no later window may have overwritten them.
+    figures = [float(figure) for figure in found]
+    return [*figures, {name: value.detach().clone() for name, value in engine.model.named_parameters()}]
 
 
 def same(found: list[Any], wanted: list[Any]) -> bool:
