@@ -33,6 +33,8 @@ MAX_CTAS = {
     "gradients": 8,  # nothing waits for them before the end of a window, and they run beside backward all the time
 }
 
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
 
 def backends() -> dict[str, str]:
     """By the type of device, the backend that carries its tensors in the launcher's group."""
@@ -154,10 +156,21 @@ def order_launches(pp_size: int) -> None:
 
     Without a pipeline, that order is the same on every rank. Otherwise two ranks could each fill their SMs with a
     kernel that waits for the other's. The ranks of a pipeline run different programs: there, a receive that starts late
-    could hold back what its sender waits for.
+    could hold back what its sender waits for. NCCL reads the variable once, so the first layout of a process decides
+    for those that follow, unless the user has set it.
+
+    Raises:
+        ValueError: there is a pipeline, and kernels start in the order of issue.
     """
-    if pp_size == 1 and torch.version.hip is None:  # RCCL 2.27 crashes with it
-        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if torch.version.hip is not None:  # RCCL 2.27 crashes with it
+        return
+    found = os.environ.setdefault(LAUNCH_ORDER, "0" if pp_size > 1 else "1")
+    if pp_size > 1 and found != "0":
+        raise ValueError(
+            f"pp_size={pp_size} could hang in this process: {LAUNCH_ORDER} is {found!r}, with which NCCL starts "
+            "kernels in the order of issue. hf_helix sets it for a layout without a pipeline, and NCCL reads it once "
+            "in a process: train the pipeline in a process of its own, without that variable or with the value 0"
+        )
 
 
 def host_name() -> str:

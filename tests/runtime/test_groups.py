@@ -145,10 +145,18 @@ def test_hosts_with_the_same_name_are_told_apart(monkeypatch: Any) -> None:
     assert groups.host_name() == "first"
 
 
-def test_launches_are_ordered_without_a_pipeline(monkeypatch: Any) -> None:
-    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "")
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
-    groups.order_launches(2)
-    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
+@pytest.mark.parametrize(("first", "value"), [(1, "1"), (2, "0")])
+def test_launches_are_ordered_unless_the_first_layout_has_a_pipeline(first: int, value: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(groups.LAUNCH_ORDER, "")
+    monkeypatch.delenv(groups.LAUNCH_ORDER)
+    groups.order_launches(first)
     groups.order_launches(1)
-    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+    assert os.environ[groups.LAUNCH_ORDER] == value
+
+
+def test_a_pipeline_after_a_layout_without_one_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setenv(groups.LAUNCH_ORDER, "")
+    monkeypatch.delenv(groups.LAUNCH_ORDER)
+    groups.order_launches(1)
+    with pytest.raises(ValueError, match="pp_size=2 could hang in this process"):
+        groups.order_launches(2)
