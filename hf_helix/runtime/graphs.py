@@ -55,13 +55,28 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, work: Callable[[], Any]) -> Recorded:
-        """Issue work without running it. Waits for the device, and gives cached memory back first."""
+        """Issue work without running it. Waits for the device, and gives cached memory back first.
+
+        Raises:
+            RuntimeError: it does something that no graph can hold.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's watchdog, data loaders) may go on calling CUDA.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+        graph, first = torch.cuda.CUDAGraph(), None
+        try:
+            # Other threads (NCCL's watchdog, data loaders) may go on calling CUDA.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                try:
+                    result = work()
+                except Exception as error:
+                    first = error  # the end of the capture fails, too, and does not say why
+                    raise
+        except Exception as error:
+            cause = first or error
+            raise RuntimeError(
+                f"a window cannot be captured as a CUDA graph ({type(cause).__name__}: {cause}); "
+                "use HelixConfig(cuda_graphs=False)"
+            ) from cause
         return result, graph
 
     def forget(self) -> None:
@@ -201,11 +216,6 @@ class WindowGraphs:
         try:
             (losses, gradients), graph = self._recorder.record(work)
             after: dict[RouterMeter, Any] = {meter: meter.sums for meter in meters}
-        except Exception as error:
-            raise RuntimeError(
-                f"a window cannot be captured as a CUDA graph ({type(error).__name__}: {error}); "
-                "use HelixConfig(cuda_graphs=False)"
-            ) from error
         finally:
             for parameter in parameters:
                 parameter.grad = None

@@ -21,7 +21,7 @@ from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.engine import Engine, Scale
 from hf_helix.report.notices import say
 from hf_helix.runtime import graphs
-from hf_helix.runtime.graphs import WindowGraphs
+from hf_helix.runtime.graphs import CudaRecorder, WindowGraphs
 from hf_helix.runtime.streams import CudaStreams
 
 CPU = torch.device("cpu")
@@ -227,10 +227,25 @@ def test_what_cannot_be_captured_is_said(capsys: Any) -> None:
     assert "windows run without CUDA graphs: the model is on a cpu device" in capsys.readouterr().out
 
 
-def test_a_window_that_fails_to_be_captured_says_what_to_do(monkeypatch: Any) -> None:
-    class Failing(FakeRecorder):
-        def record(self, work: Any) -> Any:
-            raise RuntimeError("operation not permitted when stream is capturing")
+class Capture(contextlib.AbstractContextManager[None]):
+    """`torch.cuda.graph`, of which the end fails where what was captured did."""
 
-    with engine_with(Failing()) as engine, pytest.raises(RuntimeError, match=r"HelixConfig\(cuda_graphs=False\)"):
-        trained(engine)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        if kind is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_window_that_cannot_be_captured_says_why(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+
+    def waiting() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    wanted = r"\(RuntimeError: operation not permitted when stream is capturing\); use HelixConfig\(cuda_graphs=False\)"
+    with pytest.raises(RuntimeError, match=wanted):
+        CudaRecorder().record(waiting)
