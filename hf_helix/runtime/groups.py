@@ -168,8 +168,8 @@ def order_launches(pp_size: int) -> None:
     if pp_size > 1 and found != "0":
         raise ValueError(
             f"pp_size={pp_size} could hang in this process: {LAUNCH_ORDER} is {found!r}, with which NCCL starts "
-            "kernels in the order of issue. hf_helix sets it for a layout without a pipeline, and NCCL reads it once in "
-            "a process: train the pipeline in a process of its own, without that variable or with the value 0"
+            "kernels in the order of issue. hf_helix sets it for a layout without a pipeline, and NCCL reads it once "
+            "in a process: train the pipeline in a process of its own, without that variable or with the value 0"
         )
 
 
