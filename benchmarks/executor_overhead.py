@@ -45,7 +45,8 @@ from hf_helix.planning.graph import Operator, Part
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.rules import RULES, TILED, make_plan
 from hf_helix.planning.scheduler import Scheduler
-from hf_helix.runtime.mesh import Mesh, Pipe
+from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.pipe import Pipe
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.strand import MicroBatch

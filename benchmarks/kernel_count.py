@@ -29,13 +29,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_helix.adapters import family_of, norms
 from hf_helix.adapters.builder import Sharing
 from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.operators import accumulate, lowered
+from hf_helix.operators import accumulate, explicit, lowered
 from hf_helix.operators.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.rules import make_plan
 from hf_helix.planning.scheduler import Scheduler
-from hf_helix.runtime.mesh import Mesh, Pipe
+from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.pipe import Pipe
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import place_units
 from hf_helix.runtime.strand import MicroBatch
@@ -132,6 +133,30 @@ class _Fused(torch.autograd.Function):
         return None, None, None, *(next(found) if isinstance(value, Tensor) else None for value in ctx.leaves)
 
 
+@contextmanager
+def _fused_norms(kernels: Kernels) -> Iterator[None]:
+    """The kernels of norms with a backward of their own, counted, and computed as the CPU can."""
+    name, forward, backward = FUSED[functional.rms_norm]
+
+    def norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        kernels.note(name, forward)
+        with kernels.run(None):
+            scale = (value.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+            return value * scale * weight, scale
+
+    def differentiate(
+        gradient: Tensor, value: Tensor, scale: Tensor, weight: Tensor, trained: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        kernels.note(name, backward)
+        with kernels.run(None):
+            normed, given = value * scale, gradient * weight
+            found = scale * (given - normed * (given * normed).mean(-1, keepdim=True))
+            return found, (gradient * normed).flatten(0, -2).sum(0) if trained else None
+
+    with _replaced(explicit, "fused_rms_norm", norm), _replaced(explicit, "fused_rms_norm_backward", differentiate):
+        yield
+
+
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
@@ -190,6 +215,7 @@ def count_layer(model: Any, tp_size: int = 2, products: torch.dtype | None = tor
     with (
         kernels,
         _AsOnCuda(kernels),
+        _fused_norms(kernels),
         _replaced(norms, "DEVICES", {"cpu"}),
         _replaced(accumulate, "in_one_gemm", _adds_in_gemm),
         _weights_apart(kernels),
@@ -208,7 +234,7 @@ def _runner(
     units = [_watched(unit, kernels) for unit in family.units(model, Sharing(axis))]
     stage = place_units(units)
     sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
-    mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0], ()), None, None, None, None)
+    mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), None, None, None, None)
     plan = make_plan("sequential", rough_profile(stage.layout), model=family.model_class, mesh={"tp_size": tp_size})
     runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), 0, products)
     return runner, [MicroBatch(lambda: side, (0, 0))]

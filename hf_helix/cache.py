@@ -22,7 +22,8 @@ from typing import Any
 
 from huggingface_hub.constants import HF_HOME
 
-from hf_helix.planning.profile import format_json, load_profile
+from hf_helix.planning.json_text import format_json
+from hf_helix.planning.profile import load_profile
 from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.tuning import Tuning
 

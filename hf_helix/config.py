@@ -96,6 +96,9 @@ class HelixConfig:
         compile: compile what lies between matrix products, attention and communication (norms, ropes, activations, the
             loss) with `torch.compile`: fewer kernels on a GPU, at the price of a minute at the start. Results differ
             within the rounding of their type.
+        cuda_graphs: run windows (optimizer steps without the optimizer) from CUDA graphs where their shapes repeat: the
+            host then issues a window at once instead of operator by operator. A window's activations keep their memory
+            meanwhile. Windows that cannot be captured run as without it, and the reason is said; see docs/gpu.md.
         cache: keep measurements and chosen plans on disk, so that the next run of the same case starts at once; in
             `$HELIX_CACHE`, by default the folder `hf_helix` in Hugging Face's cache.
         link: emulate a link of this speed between the ranks (CPU only): "300mbit", "10gbit", "300mbit,1ms" with a
@@ -116,6 +119,7 @@ class HelixConfig:
     profile: str | None = None
     without: tuple[str, ...] = ()
     compile: bool = False
+    cuda_graphs: bool = False
     cache: bool = True
     layers_per_stage: tuple[int, ...] | None = None
     shard_optimizer: bool = False
@@ -146,7 +150,7 @@ class HelixConfig:
             if not isinstance(value, str) or not value:
                 example = "auto" if name == "plan" else "w"
                 raise TypeError(f"{name} must be a string, such as {example!r}; got {value!r}")
-        for name in ("cache", "compile", "shard_optimizer"):
+        for name in ("cache", "compile", "cuda_graphs", "shard_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, such as {name}=True; got {getattr(self, name)!r}")
         self._check_share()

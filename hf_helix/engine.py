@@ -55,6 +55,7 @@ from hf_helix.runtime.comparison import PAPER, Comparison, compare
 from hf_helix.runtime.effort import BASELINE
 from hf_helix.runtime.extents import extents
 from hf_helix.runtime.gradients import gradient_norm, set_aside
+from hf_helix.runtime.graphs import WindowGraphs, why_never
 from hf_helix.runtime.link import even_out
 from hf_helix.runtime.liveness import watched
 from hf_helix.runtime.measure import Overlap, measure_overlap, over_ranks, trace_window
@@ -107,6 +108,7 @@ class Engine:
         overlap: what `measure_overlap` found last.
         last_window: the micro-batches of the last window that was trained.
         figures: all that the last `log_entries` found.
+        graphs: of windows; None where windows run operator by operator.
 
     Raises:
         ValueError: the model, or what other ranks bring, does not fit.
@@ -153,6 +155,7 @@ class Engine:
             plan = self._agreed_plan(stage, microbatches)
             self._fill(stage, weights, seed)
         self.runner = Runner(stage, plan, mesh, make_streams(mesh.device), self.tuner.scheduler, seed, products)
+        self.graphs = self._graphs()
         has_parts = is_cut(stage, mesh)
         for whole in {model, base} if has_parts or mesh.batch_group is not None else ():
             whole._is_cut_by_helix = True
@@ -179,6 +182,14 @@ class Engine:
             self.family.head_cost(self.base),
             config.layers_per_stage,
         )
+
+    def _graphs(self) -> WindowGraphs | None:
+        if not self.config.cuda_graphs:
+            return None
+        reason = why_never(self.mesh, self.runner, self.config.expert_capacity_factor, is_peft(self.model))
+        if reason is not None:
+            say(f"cuda_graphs=True: windows run without CUDA graphs: {reason}")
+        return WindowGraphs() if reason is None else None
 
     def _look_again(self) -> None:
         """Hooks may have come between construction and the first batch."""
@@ -207,6 +218,8 @@ class Engine:
 
     def close(self) -> None:
         """End the threads of this engine; another takes its place."""
+        if self.graphs is not None:
+            self.graphs.release()
         self.runner.executor.streams.close()
 
     @property
@@ -240,6 +253,8 @@ class Engine:
             The loss of every micro-batch, on every rank.
         """
         window = self.last_window = self._checked_window(batches, scale, step)
+        if self.graphs is not None:
+            self.graphs.keep_gradients()
         with set_aside(self.runner.stage.placements):
             self._settle_link(lambda: window)
             return self._train_counted(window, length=max(batch["input_ids"].shape[-1] for batch in batches))
@@ -289,8 +304,11 @@ class Engine:
         self._said_link = True
 
     def _train_counted(self, window: list[MicroBatch], length: int) -> list[Tensor]:
-        """Train, counted for the logs; the first window after each log is traced."""
+        """Train, counted for the logs; the first window after each log is traced, where windows are no graphs."""
         tokens = sum(batch.num_tokens for batch in window)
+        if self.graphs is not None:
+            graphs = self.graphs
+            return self._live.add(tokens, length, lambda: graphs.train_window(self.runner, window))
         if not self._live.wants_trace:
             return self._live.add(tokens, length, lambda: self.runner.train_window(window))
         streams = self.runner.executor.streams

@@ -46,9 +46,9 @@ from hf_helix.runtime.effort import (
     tuning_budget,
     tuning_cost,
 )
+from hf_helix.runtime.machine import machine
 from hf_helix.runtime.measure import time_steps
 from hf_helix.runtime.mesh import Mesh, rank
-from hf_helix.runtime.profiler import machine
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.tuning import Tuning, make_plans, tune

@@ -47,6 +47,7 @@ def test_the_defaults_are_one_rank_and_auto():
         "profile": None,
         "without": (),
         "compile": False,
+        "cuda_graphs": False,
         "cache": True,
         "layers_per_stage": None,
         "shard_optimizer": False,

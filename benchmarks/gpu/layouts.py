@@ -81,6 +81,9 @@ CASES = (
     Case("tp2 recompute", {"tp_size": 2, "plan": "greedy", "recompute": "full"}),
     Case("tp2 experts", {"tp_size": 2, "plan": "greedy"}, "mixtral"),
     Case("cp2 all_gather bf16", {"cp_size": 2, "plan": "greedy", "cp_method": "all_gather"}, bf16=True),
+    Case("tp2 graphs", {"tp_size": 2, "plan": "greedy", "cuda_graphs": True}),
+    Case("cp2 graphs bf16", {"cp_size": 2, "plan": "greedy", "cuda_graphs": True}, bf16=True),
+    Case("dp2 graphs", {"cuda_graphs": True}),
     Case("pp2 auto", {"pp_size": 2, "schedule": "auto", **MEASURED}),
 )
 

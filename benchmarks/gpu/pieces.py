@@ -25,6 +25,7 @@ class Piece:
 PIECES = (
     Piece("parity", "losses and gradients against fp64, bf16's error, GPU = CPU, plans bit for bit", 180),
     Piece("ranks", "two NCCL ranks: every layout against one process, a save, a kill, the Trainer", 300),
+    Piece("graphs", "windows from CUDA graphs against the same operator by operator, bit for bit", 90),
     Piece("attention", "the kernels of context parallelism against attention written out; costs", 60, timed=True),
     Piece("stress", "links at random paces and poisoned memory change no bit", 180),
     Piece("overlap", "how much communication is hidden at the shapes of an 8B model", 150, timed=True),

@@ -87,11 +87,15 @@ class Case:
 
 SHORT, LONG = Sizes(1, 2048, steps=6), Sizes(2, 4096, steps=3)
 COMPILED, CHECKPOINTS = {"compile": True}, {"gradient_checkpointing": True}
+GRAPHS = {"cuda_graphs": True}
 CASES = (
     Case(SHORT),
     Case(LONG),
     Case(SHORT, COMPILED),
+    Case(SHORT, GRAPHS),
+    Case(SHORT, {**COMPILED, **GRAPHS}),
     Case(LONG, COMPILED),
+    Case(LONG, GRAPHS),
     Case(replace(LONG, steps=2), arguments=CHECKPOINTS),
 )
 TINY = Sizes(1, 16, 1, 2, 32, 64, 2, 4, 2, 64)

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.adapters.lora import Opened, opened
-from hf_helix.adapters.norms import normed
+from hf_helix.adapters.norms import is_fused, normed
 from hf_helix.operators.attention import Kernel
 from hf_helix.operators.base import SplitComputation, Tensors
 from hf_helix.operators.collectives import Gather, GatherReplicated, Scatter
 from hf_helix.operators.experts import RouterMeter
+from hf_helix.operators.explicit import Explicit, RmsNorm
 from hf_helix.operators.linear import Linear, Projection
 from hf_helix.operators.local import Add, Dropout, Segment, SumOfGradients, compiled, lowered
 from hf_helix.operators.low_rank import Adapters
@@ -122,6 +123,7 @@ class Builder:
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
         compiles: bool = True,
+        explicit: Explicit | None = None,
         effort: float = LIGHT,
     ) -> str:
         """A function of one output under autograd: a submodule, or any function. Selective recompute runs it again.
@@ -132,9 +134,11 @@ class Builder:
                 summed.
             draws: see `Segment`.
             compiles: whether `HelixConfig(compile=True)` compiles it; no function is compiled that draws.
+            explicit: takes the place of the function, unless that is compiled.
         """
         parameters = self._parameters(function, uses, on_shard)
-        segment = Segment(self.compiled(function) if compiles and not draws else function, parameters, side, draws)
+        made = self.compiled(function) if compiles and not draws else function
+        segment = Segment(made, parameters, side, draws, explicit=explicit if made is function else None)
         return self.declare(name, segment, inputs, (name,), cheap=True, effort=effort)[0]
 
     def local_outputs(
@@ -168,7 +172,8 @@ class Builder:
         def norm(value: Tensor) -> Tensor:
             return lowered(normed(module, value)) if lowers else normed(module, value)
 
-        return self.local(name, norm, value, uses=(module,), on_shard=True)
+        explicit = RmsNorm(module, is_fused, lowers)
+        return self.local(name, norm, value, uses=(module,), on_shard=True, explicit=explicit)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function under autograd as it runs: compiled where `HelixConfig(compile=True)` asks for it."""

@@ -27,6 +27,8 @@ from hf_helix.adapters.base import Family
 from hf_helix.adapters.builder import Builder
 from hf_helix.adapters.norms import normed
 from hf_helix.adapters.sequence import SequenceCut
+from hf_helix.adapters.untouched import is_silu
+from hf_helix.operators.explicit import GatedSilu
 from hf_helix.operators.unit import Unit
 
 
@@ -65,7 +67,8 @@ class Dense(Family):
         h = b.norm("mlp.norm", layer.post_attention_layernorm, x)
         h = b.gather("mlp.gather", h)
         gate, up = b.column_parallel("mlp.up", {"gate": mlp.gate_proj, "up": mlp.up_proj}, h)
-        h = b.local("mlp.act", lambda gate, up: mlp.act_fn(gate) * up, gate, up, uses=(mlp.act_fn,))
+        silu = GatedSilu(lambda: is_silu(mlp.act_fn))
+        h = b.local("mlp.act", lambda gate, up: mlp.act_fn(gate) * up, gate, up, uses=(mlp.act_fn,), explicit=silu)
         h = b.row_parallel("mlp.down", mlp.down_proj, h)
         h = b.scatter("mlp.scatter", h)
         return b.add("mlp.add", x, h)

@@ -12,17 +12,9 @@ from typing import Any
 from torch import nn
 
 from hf_helix.adapters.builder import GEMM, LIGHT, TRANSFER, Builder
-from hf_helix.operators.experts import (
-    Announce,
-    Collect,
-    Exchange,
-    Fill,
-    Group,
-    GroupedLinear,
-    Permute,
-    RouterMeter,
-    Unpermute,
-)
+from hf_helix.operators.experts import Announce, Exchange, Group, RouterMeter
+from hf_helix.operators.grouped_linear import GroupedLinear
+from hf_helix.operators.permutation import Collect, Fill, Permute, Unpermute
 from hf_helix.operators.tally import Tally
 from hf_helix.operators.unit import CUT_EXPERTS
 

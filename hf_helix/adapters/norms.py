@@ -8,12 +8,13 @@ hooked, is left uncalled. The result has the type that the module would give it.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from hf_helix.adapters.untouched import is_untouched
 
 NAMES = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
 """Classes that are alike. Others of the name differ: that of Gemma multiplies with 1 + weight."""
@@ -25,9 +26,14 @@ same steps as the modules, in another order."""
 
 def normed(module: Any, value: Tensor) -> Tensor:
     """`module(value)`, fused where that is the same. `torch.compile` fuses what the module itself does."""
-    if value.device.type in DEVICES and not torch.compiler.is_compiling() and is_rms_norm(module):
+    if not torch.compiler.is_compiling() and is_fused(module, value):
         return rms_norm(value, module.weight, module.variance_epsilon)
     return module(value)
+
+
+def is_fused(module: nn.Module, value: Tensor) -> bool:
+    """Whether torch has a kernel for what a module computes on the device of a value."""
+    return value.device.type in DEVICES and is_rms_norm(module)
 
 
 def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -39,18 +45,4 @@ def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def is_rms_norm(module: nn.Module) -> bool:
     """Whether a module computes what `rms_norm` does, and nothing else."""
-    kind: Any = type(module)
-    if not _is_known(kind, kind.forward) or "forward" in vars(module):
-        return False
-    return not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
-@lru_cache
-def _is_known(kind: Any, forward: Any) -> bool:
-    """Of a class and its present `forward`."""
-    written_in = getattr(forward, "__globals__", {}).get("__name__")
-    return (
-        kind.__name__ in NAMES and kind.__module__.startswith("transformers.models.") and written_in == kind.__module__
-    )
+    return is_untouched(module, NAMES)

@@ -11,8 +11,8 @@ Activations are laid out [sequence, batch, hidden]; a rank holds its slice of th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,8 +71,17 @@ class Call:
     shared: dict[object, Any] = field(default_factory=dict)
 
 
+@contextmanager
+def explicit_gradients() -> Iterator[None]:
+    """Around operators: nothing is recorded for autograd, but where an operator asks for it; and what autograd then
+    runs backward runs in the calling thread. For a GPU it otherwise has a thread of its own, which the caller waits
+    for."""
+    with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
 class Computation(ABC):
-    """An operator on the compute stream.
+    """An operator on the compute stream. It is called within `explicit_gradients`.
 
     Attributes:
         saves: whether forward leaves anything of weight for backward, which must run it again where it did not.

@@ -1,20 +1,20 @@
-"""Mixture of experts as operators: tokens to the ranks of their experts, through the experts, and back.
+"""Mixture of experts as operators: rows to the ranks of their experts, and back; what the router does is counted.
 
-In:   tokens of this rank [tokens, hidden], the experts chosen for each [tokens, k] and their weights.
-Out:  the weighted sum of what the experts make of each token [tokens, hidden].
+In:   rows of this rank sorted by expert, and without a capacity how many each expert gets [experts].
+Out:  the rows of this rank's experts, sorted by expert; back, the rows as they were.
 Must hold: without a capacity, no token is dropped and shapes follow from what the router chose, so the host reads once
 a layer how many rows go where; with one, shapes follow from the number of tokens, and the host waits for nothing. Sums
 run in a fixed order: of a token over its choices, of an expert's weights over ranks and tokens.
 
 A row is a token once for each of its choices. The way of the rows, with the names that operators give them:
 
-    Permute    [tokens, hidden] -> rows sorted by expert, and how many each expert gets
+    Permute    [tokens, hidden] -> rows sorted by expert, and how many each expert gets (`permutation`)
     Exchange   to the ranks that hold the experts (all-to-all), which first exchange how many rows there will be
     Group      sorted by rank, then expert -> by expert alone
-    Experts    grouped GEMMs, with input and weight gradients apart
+    Experts    grouped GEMMs, with input and weight gradients apart (`grouped_linear`)
     Group      back
     Exchange   back
-    Unpermute  weighted sum over a token's choices
+    Unpermute  weighted sum over a token's choices (`permutation`)
 
 With a capacity, every expert gets as many rows from every rank: [experts, capacity, hidden], empty ones zero.
 """
@@ -22,15 +22,13 @@ With a capacity, every expert gets as many rows from every rank: [experts, capac
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from hf_helix.operators.accumulate import add_product
-from hf_helix.operators.base import Call, Communication, Computation, SplitComputation, Tensors, Work
+from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
 from hf_helix.operators.tally import Tally
 from hf_helix.operators.transport import Axis
 from hf_helix.planning.graph import Part
@@ -40,10 +38,6 @@ COUNTED = "counted"
 
 SHARD_TOKENS = "shard_tokens"
 """Side input: the tokens of a rank, of the one that has most of those that share experts."""
-
-
-Sizes = Tensor | list[int] | None
-"""The rows of every expert: where they end, for the device; how many, for the host; None where all have as many."""
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
@@ -56,12 +50,15 @@ class RouterMeter:
 
     Args:
         tp: whose ranks have the parts of a sequence.
+
+    Attributes:
+        sums: what `read` returns; None before the first micro-batch.
     """
 
     def __init__(self, num_experts: int, tp: Axis) -> None:
         self.tp = tp
         self.num_experts = num_experts
-        self._sums: Tensor | None = None
+        self.sums: Tensor | None = None
 
     def mine(self, side: Mapping[str, Any]) -> Tensor:
         """Which of this rank's tokens count [tokens], as 0 and 1."""
@@ -83,135 +80,11 @@ class RouterMeter:
 
     def read(self, device: torch.device) -> Tensor:
         """Since the last time: load of every expert, sum of squared log-sum-exps, tokens, rows dropped."""
-        sums, self._sums = self._sums, None
+        sums, self.sums = self.sums, None
         return torch.zeros(self.num_experts + 3, device=device) if sums is None else sums
 
     def _add(self, sums: Tensor) -> None:
-        self._sums = sums if self._sums is None else self._sums + sums
-
-
-class Permute(Computation):
-    """Values: tokens [n, batch, hidden], chosen experts [n * batch, k].
-
-    Outputs: rows sorted by expert [n * batch * k, hidden]; without gradients, the place of each row among the tokens'
-    choices, and how many rows each expert gets.
-    """
-
-    def __init__(self, num_experts: int) -> None:
-        self.num_experts = num_experts
-
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        tokens, chosen = inputs
-        choices = chosen.shape[1]
-        places = chosen.flatten().argsort(stable=True)
-        counts = _is_of(chosen.flatten(), self.num_experts).sum(0)
-        if call.training:
-            call.saved = places, choices, tokens.shape, tokens.dtype
-        return call.precision.lowered(tokens).flatten(0, 1)[places // choices], places, counts
-
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        (rows,) = gradients
-        places, choices, shape, dtype = call.saved
-        call.saved = None
-        by_token = torch.empty_like(rows)
-        by_token[places] = rows
-        return (by_token.unflatten(0, (-1, choices)).sum(1, dtype=dtype).view(shape),)
-
-
-class Unpermute(Computation):
-    """Values: rows as `Permute` left them, weights [tokens, k], the places. Output: [n, batch, hidden].
-
-    Args:
-        dtype: of the output, in which sums are taken at the least.
-    """
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype = dtype
-
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        rows, weights, places = inputs
-        by_token = torch.empty_like(rows)
-        by_token[places] = rows
-        by_token = by_token.unflatten(0, weights.shape)
-        if call.training:
-            call.saved = by_token, weights, places
-        return (_weighted_sum(by_token, weights, self.dtype).unflatten(0, (-1, call.side[COUNTED].shape[1])),)
-
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        gradient = gradients[0].flatten(0, 1).unsqueeze(1)
-        by_token, weights, places = call.saved
-        call.saved = None
-        rows = (gradient * weights.unsqueeze(-1)).to(by_token.dtype).flatten(0, 1)[places]
-        return rows, (by_token * gradient).sum(-1).to(weights.dtype)
-
-
-class Fill(Computation):
-    """`Permute` with a capacity. Values: tokens [n, batch, hidden], chosen experts [n * batch, k].
-
-    An expert takes first choices before second ones, and of these the tokens in order; padding comes last.
-    Outputs: rows [experts * capacity, hidden]; without gradients, the row of each choice [tokens, k], -1 where it was
-    dropped.
-
-    Args:
-        factor: see `capacity_of`.
-    """
-
-    def __init__(self, num_experts: int, factor: float, meter: RouterMeter) -> None:
-        self.num_experts = num_experts
-        self.factor = factor
-        self.meter = meter
-
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        tokens, chosen = inputs
-        choices = chosen.shape[1]
-        capacity = capacity_of(call.side[SHARD_TOKENS], choices, self.num_experts, self.factor)
-        counted = self.meter.mine(call.side).long().repeat(choices)
-        expert = chosen.t().flatten()
-        wanted = _is_of(expert, self.num_experts).long()
-        first, last = wanted * counted.unsqueeze(1), wanted * (1 - counted).unsqueeze(1)
-        before = torch.where(counted.unsqueeze(1) > 0, first.cumsum(0) - first, first.sum(0) + last.cumsum(0) - last)
-        place = before.gather(1, expert.unsqueeze(1)).squeeze(1)
-        taken = place < capacity
-        row = torch.where(taken, expert * capacity + place, -1).view(choices, -1).t().contiguous()
-        flat = call.precision.lowered(tokens).flatten(0, 1)
-        # One row more, which everything dropped is written to.
-        rows = flat.new_zeros(self.num_experts * capacity + 1, flat.shape[-1])
-        for choice in row.unbind(1):
-            rows[choice] = flat
-        rows[-1] = 0
-        if call.training:
-            call.saved = row, tokens.shape, tokens.dtype
-            self.meter.note_dropped((counted * ~taken).sum())
-        return rows[:-1], row
-
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        row, shape, dtype = call.saved
-        call.saved = None
-        padded = functional.pad(gradients[0], (0, 0, 0, 1))
-        return (padded[row].sum(1, dtype=dtype).view(shape),)
-
-
-class Collect(Computation):
-    """`Unpermute` with a capacity. Values: rows, weights, the row of each choice. Output: [n, batch, hidden]."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype = dtype
-
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        rows, weights, row = inputs
-        by_token = functional.pad(rows, (0, 0, 0, 1))[row]
-        if call.training:
-            call.saved = by_token, weights, row, len(rows)
-        return (_weighted_sum(by_token, weights, self.dtype).unflatten(0, (-1, call.side[COUNTED].shape[1])),)
-
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        gradient = gradients[0].flatten(0, 1)
-        by_token, weights, row, length = call.saved
-        call.saved = None
-        rows = by_token.new_zeros(length + 1, gradient.shape[-1])
-        for choice, weight in zip(row.unbind(1), weights.unbind(1), strict=True):
-            rows[choice] = (gradient * weight.unsqueeze(-1)).to(rows.dtype)
-        return rows[:-1], (by_token * gradient.unsqueeze(1)).sum(-1).to(weights.dtype)
+        self.sums = sums if self.sums is None else self.sums + sums
 
 
 class Announce(Communication):
@@ -300,99 +173,6 @@ class Group(Computation):
         """Of every row by expert, its place by rank."""
         experts = torch.arange(self.experts, device=counts.device).repeat(self.ranks)
         return experts.repeat_interleave(counts.flatten(), output_size=length).argsort(stable=True)
-
-
-class GroupedLinear(SplitComputation):
-    """A linear for each expert over its rows: grouped GEMMs.
-
-    Values: rows sorted by expert, and without a capacity how many each has. Output: as many rows.
-
-    Args:
-        weight: [experts, features out, features in], of this rank's experts.
-    """
-
-    def __init__(self, weight: nn.Parameter, tally: Tally | None = None) -> None:
-        self.weight = weight
-        self.tally = tally or Tally()
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Whose gradients W adds to."""
-        return (self.weight,)
-
-    @property
-    def trained(self) -> float:
-        return float(self.weight.requires_grad)
-
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        rows, *sizes = inputs
-        rows = call.precision.lowered(rows)
-        with torch.no_grad():
-            weight = call.precision.weights.of((self.weight,), rows.dtype)
-            return (_grouped(rows, weight.transpose(1, 2), self._sizes(call, rows, sizes)),)
-
-    def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
-        gradient, *sizes = gradients
-        with torch.no_grad():
-            weight = call.precision.weights.of((self.weight,), gradient.dtype)
-            return (_grouped(gradient, weight, self._sizes(call, gradient, sizes)),)
-
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
-        gradient, rows, *sizes = gradients
-        if not self.weight.requires_grad:
-            return
-        with torch.no_grad():
-            if self.weight.grad is None:
-                self.weight.grad = torch.zeros_like(self.weight)
-            rows = call.precision.lowered(rows)
-            _add_products(self.weight.grad, gradient, rows, self._sizes(call, rows, sizes))
-
-    def _sizes(self, call: Call, rows: Tensor, sizes: Sequence[Tensor]) -> Sizes:
-        """In the form that serves these rows."""
-        if not sizes:
-            return None
-        return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.tally.by_expert(call, sizes[0])
-
-
-def _is_of(expert: Tensor, num_experts: int) -> Tensor:
-    """Whether a row is of an expert [rows, experts]. Nothing of it waits for the device, as `bincount` would."""
-    return expert.unsqueeze(1) == torch.arange(num_experts, device=expert.device)
-
-
-def _weighted_sum(by_token: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of rows [tokens, k, hidden], in the higher precision of the weights and of `dtype`."""
-    weights = weights.to(torch.promote_types(weights.dtype, dtype))
-    return (by_token * weights.unsqueeze(-1)).sum(1).to(dtype)
-
-
-def _grouped(rows: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
-    """The rows of every expert times its matrix [experts, in, out]."""
-    if sizes is None:
-        return torch.bmm(rows.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
-    if isinstance(sizes, Tensor):
-        return functional.grouped_mm(rows, weight, offs=sizes)
-    out = rows.new_empty(len(rows), weight.shape[2])
-    for piece, made, matrix in zip(rows.split(sizes), out.split(sizes), weight, strict=True):
-        torch.mm(piece, matrix, out=made)
-    return out
-
-
-def _add_products(total: Tensor, gradients: Tensor, rows: Tensor, sizes: Sizes) -> None:
-    """Add to [experts, out, in] what each expert's rows give."""
-    if sizes is None:
-        blocks = (value.unflatten(0, (len(total), -1)) for value in (gradients, rows))
-        gradients, rows = blocks
-        add_product(total, gradients.transpose(1, 2), rows)
-    elif isinstance(sizes, Tensor):
-        total += functional.grouped_mm(gradients.t(), rows, offs=sizes)
-    else:
-        for sum_, left, right in zip(total, gradients.split(sizes), rows.split(sizes), strict=True):
-            add_product(sum_, left.t(), right)
-
-
-def _in_one_kernel(rows: Tensor) -> bool:
-    """Whether torch has a grouped GEMM for these; otherwise each expert's runs by itself, and the host needs sizes."""
-    return rows.device.type == "cuda" and rows.dtype is torch.bfloat16
 
 
 def _scatter(rows: Tensor, order: Tensor) -> Tensor:

@@ -8,13 +8,16 @@ Must hold: the gradients equal those of the whole model's backward, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_helix.operators.base import Call, Computation, Tensors
+from hf_helix.operators.explicit import Explicit
 
 COMPILER = "inductor"
 """The backend of `torch.compile`."""
@@ -28,6 +31,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled with sizes left open, and serves all others.
     """
     return torch.compile(function, backend=COMPILER)
+
+
+def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Add to the gradients of inputs, as `torch.autograd.backward` does, whose checks of its arguments take the host
+    longer than a small graph."""
+    engine: Any = Variable._execution_engine
+    engine.run_backward(edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 def lowered(value: Tensor) -> Tensor:
@@ -45,6 +55,7 @@ class Segment(Computation):
         side: names of the micro-batch's side inputs that it takes as keywords.
         draws: returns True while the function draws random numbers (dropout); it then runs under the call's seed.
         num_plain: how many of its outputs, the last ones, have no gradient (indices).
+        explicit: takes the place of the function where it applies.
     """
 
     def __init__(
@@ -54,38 +65,46 @@ class Segment(Computation):
         side: Sequence[str] = (),
         draws: Callable[[], bool] | None = None,
         num_plain: int = 0,
+        explicit: Explicit | None = None,
     ) -> None:
         self.num_plain = num_plain
         self.function = function
         self.parameters = tuple(parameters)
         self.side = tuple(side)
         self.draws = draws
+        self.explicit = explicit
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        side = {name: call.side[name] for name in self.side}
+        explicit = self.explicit
+        if explicit is not None and explicit.applies(*inputs):
+            output, kept = explicit.forward(call.precision, *inputs)
+            if call.training:
+                call.saved = partial(explicit.backward, kept)
+            return (output,)
+        side = {name: call.side[name] for name in self.side} if self.side else {}
         if not call.training:
             with torch.no_grad():
                 return self._run(call, inputs, side)
-        leaves = tuple(value.detach().requires_grad_() for value in inputs)
+        leaves = tuple([value.detach().requires_grad_() for value in inputs])
         with torch.enable_grad():
             outputs = self._run(call, leaves, side)
         if leaves or self._trained():
             # Only the edges are kept: an output that backward does not need is freed with its last reader.
             differentiable = outputs[: len(outputs) - self.num_plain]
-            call.saved = leaves, tuple(get_gradient_edge(output) for output in differentiable)
-        return tuple(output.detach() for output in outputs)
+            edges = tuple([get_gradient_edge(output) for output in differentiable])
+            call.saved = partial(self._run_backward, leaves, edges)
+        return tuple([output.detach() for output in outputs])
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         if call.saved is None:  # nothing to differentiate, such as a frozen table
             return ()
-        leaves: Tensors
-        edges: tuple[GradientEdge, ...]
-        leaves, edges = call.saved
+        run: Callable[..., Tensors] = call.saved
         call.saved = None
-        # Autograd otherwise hands every backward on a GPU to a thread of its own and waits for it.
-        with torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.backward(edges, gradients, inputs=[*leaves, *self._trained()])
-        return tuple(_gradient_of(leaf) for leaf in leaves)
+        return run(*gradients)
+
+    def _run_backward(self, leaves: Tensors, edges: tuple[GradientEdge, ...], *gradients: Tensor) -> Tensors:
+        run_backward(edges, gradients, (*leaves, *self._trained()))
+        return tuple([_gradient_of(leaf) for leaf in leaves])
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
@@ -129,6 +148,10 @@ class Dropout(Computation):
 
     def __init__(self, module: torch.nn.Dropout) -> None:
         self.module = module
+
+    def draws(self) -> bool:
+        """Whether it does in the present mode of the module."""
+        return self.module.training
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (value,) = inputs

@@ -21,7 +21,8 @@ from typing import Any
 
 from hf_helix.planning.flow import Flow
 from hf_helix.planning.graph import RECEIVE, SEND, Graph, GraphPair, Operator, digest
-from hf_helix.planning.profile import Profile, format_json, round_ms
+from hf_helix.planning.json_text import format_json, round_ms
+from hf_helix.planning.profile import Profile
 from hf_helix.planning.tiling import tile_graph
 
 FORMAT = "hf_helix.plan/2"

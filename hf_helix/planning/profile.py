@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator, Part, first_difference
+from hf_helix.planning.graph import GraphPair, Kind, Operator, first_difference
+from hf_helix.planning.graph_data import graph_data, graph_from
+from hf_helix.planning.json_text import format_json, round_ms
 from hf_helix.planning.window import Layout
 
 FORMAT = "hf_helix.profile/1"
@@ -144,7 +146,7 @@ class Profile:
                 "shared": [[list(each) for each in row] for row in self.layout.shared],
                 "ranks": list(self.layout.ranks),
             },
-            "graphs": {name: _graph_data(pair.forward) for name, pair in self.layout.graphs.items()},
+            "graphs": {name: graph_data(pair.forward) for name, pair in self.layout.graphs.items()},
         }
         return format_json(data) + "\n"
 
@@ -239,23 +241,8 @@ def _described(layout: Layout) -> list[str]:
     return [graph.describe() for _, pair in sorted(layout.graphs.items()) for graph in (pair.forward, pair.backward)]
 
 
-def format_json(data: Any, indent: str = "") -> str:
-    """JSON for people: whatever holds no further lists or mappings takes one line."""
-    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
-    flat = isinstance(data, dict) and not any(isinstance(item, (dict, list)) for item in items)
-    if not items or (flat and indent):
-        return json.dumps(data)
-    if isinstance(data, list) and len(json.dumps(data)) + len(indent) < 100 and not isinstance(data[0], dict):
-        return json.dumps(data)
-    inner = indent + " "
-    if isinstance(data, dict):
-        lines = [f"{inner}{json.dumps(key)}: {format_json(value, inner)}" for key, value in data.items()]
-        return "{\n" + ",\n".join(lines) + "\n" + indent + "}"
-    return "[\n" + ",\n".join(inner + format_json(value, inner) for value in data) + "\n" + indent + "]"
-
-
 def _profile_from(data: Mapping[str, Any]) -> Profile:
-    graphs = {name: GraphPair.of(_graph_from(name, graph)) for name, graph in data["graphs"].items()}
+    graphs = {name: GraphPair.of(graph_from(name, graph)) for name, graph in data["graphs"].items()}
     units = data["layout"]["units"]
     chunks = {int(stage): list(found) for stage, found in data["layout"]["chunks"].items()}
     if set(units) != graphs.keys() or any(unit not in range(len(units)) for chunk in chunks.values() for unit in chunk):
@@ -285,62 +272,6 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     return Profile(about, Layout(units, chunks, graphs, shared, ranks), times, spread, pairs, like, moved, bare)
 
 
-def _graph_data(graph: Graph) -> dict[str, Any]:
-    operators = [
-        {
-            "name": op.name,
-            "kind": op.kind.value,
-            "reads": " ".join(op.reads),
-            "writes": " ".join(op.writes),
-            "split": op.split,
-            "trained": op.trained,
-            "backward_kind": op.backward_kind.value if op.backward_kind else None,
-            "after": " ".join(op.after),
-            "keeps": " ".join(op.keeps),
-            "saves": op.saves,
-            "again": op.again,
-            "cheap": op.cheap,
-            "plain": " ".join(op.plain),
-            "sizes": " ".join(op.sizes),
-            "effort": op.effort,
-        }
-        for op in graph.operators
-    ]
-    return {
-        "inputs": " ".join(graph.inputs),
-        "outputs": " ".join(graph.outputs),
-        "repeats": graph.repeats,
-        "operators": operators,
-    }
-
-
-def _graph_from(name: str, data: Mapping[str, Any]) -> Graph:
-    operators = tuple(
-        Operator(
-            name=op["name"],
-            kind=Kind(op["kind"]),
-            reads=tuple(op["reads"].split()),
-            writes=tuple(op["writes"].split()),
-            part=Part.F,
-            split=op["split"],
-            trained=float(op.get("trained", 1.0)),
-            backward_kind=Kind(op["backward_kind"]) if op["backward_kind"] else None,
-            after=tuple(op["after"].split()),
-            keeps=tuple(op.get("keeps", "").split()),
-            saves=bool(op.get("saves", False)),
-            again=bool(op.get("again", False)),
-            cheap=bool(op.get("cheap", False)),
-            plain=tuple(op.get("plain", "").split()),
-            sizes=tuple(op.get("sizes", "").split()),
-            effort=float(op["effort"]),
-        )
-        for op in data["operators"]
-    )
-    if not isinstance(data["repeats"], bool):
-        raise ValueError(f"graph {name!r}: repeats must be true or false, got {data['repeats']!r}")
-    return Graph(name, operators, tuple(data["inputs"].split()), tuple(data["outputs"].split()), data["repeats"])
-
-
 def slowdown_of(alone: float, beside: float, other: float) -> float:
     """From the seconds that an operator takes alone, and beside another that runs for `other` seconds."""
     shared = min(beside, other)
@@ -355,11 +286,6 @@ def _weighted_mean(found: list[tuple[float, float]]) -> float:
 def _check_time(what: str, seconds: float) -> None:
     if not (isinstance(seconds, float) and math.isfinite(seconds) and seconds > 0):
         raise ValueError(f"impossible time of {what}: {seconds * 1e3!r} ms; times must be positive numbers")
-
-
-def round_ms(seconds: float, digits: int = 6) -> float:
-    """Milliseconds for files."""
-    return float(f"{seconds * 1e3:.{digits}g}")
 
 
 def _join(name: Name) -> str:

@@ -139,6 +139,15 @@ def agree_on_number(count: int, device: torch.device, states: Tensor | None = No
     return [row[1:] for row in rows]
 
 
+def add_up(numbers: Sequence[int]) -> list[int]:
+    """The sums of whole numbers over all ranks, over the host's memory. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(numbers)
+    total = torch.tensor(numbers, dtype=torch.long)
+    dist.all_reduce(total, group=control_group())
+    return total.tolist()
+
+
 def _fingerprint(inputs: Sequence[Tensor]) -> Tensor:
     """A checksum over shapes and contents, exact in float64."""
     total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)

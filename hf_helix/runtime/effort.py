@@ -17,7 +17,8 @@ from hf_helix.planning import search
 from hf_helix.planning.graph import Kind
 from hf_helix.planning.profile import named_operators
 from hf_helix.planning.window import Layout
-from hf_helix.runtime.profiler import ISSUING, ISSUING_SLOWEST, TRAIN
+from hf_helix.runtime.profiler import TRAIN
+from hf_helix.runtime.timing import ISSUING, ISSUING_SLOWEST
 
 BASELINE = "sequential"
 CANDIDATES = (BASELINE, "intra_batch", "round_robin", "dhelix", "greedy", "search")

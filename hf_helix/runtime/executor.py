@@ -11,18 +11,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
-from hf_helix.operators.base import Precision
+from hf_helix.operators.base import Precision, explicit_gradients
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph import Kind, Operator, Part
 from hf_helix.planning.window import Instruction, Key
+from hf_helix.runtime.step import Step
 from hf_helix.runtime.strand import MicroBatch, Strand
 from hf_helix.runtime.streams import Event, Streams
 
 Kept = Mapping[int, Mapping[Key, Tensor]]
+
+MOST_PROGRAMS = 16
+"""Programs that stay bound to their operators; one for each number of micro-batches that windows have."""
 
 
 class Executor:
@@ -40,6 +43,7 @@ class Executor:
         self._seed = seed
         self._precision = precision
         self._sent: deque[tuple[Event, Tensor]] = deque()
+        self._bound: dict[int, tuple[Sequence[Instruction], list[Step]]] = {}
 
     def run(
         self,
@@ -53,16 +57,28 @@ class Executor:
         """Issue every instruction; returns by micro-batch the values that were never freed.
 
         Args:
+            program: not changed from its first run on.
             sources: values that every micro-batch starts with, such as the gradient of its loss.
             completed: told the index of a unit once all its gradients have been issued.
             at_barrier: called at every barrier, between what comes before and after it.
         """
-        with self._precision.weights.kept():
-            return self._run(program, microbatches, sources, training, completed, at_barrier)
+        steps = self._bind(program)
+        with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
+            return self._run(steps, microbatches, sources, training, completed, at_barrier)
+
+    def _bind(self, program: Sequence[Instruction]) -> list[Step]:
+        """The steps of a program, which stay the same from window to window."""
+        found = self._bound.get(id(program))
+        if found is None:
+            if len(self._bound) == MOST_PROGRAMS:
+                del self._bound[next(iter(self._bound))]
+            # The program is kept, so that no other one gets its id.
+            found = self._bound[id(program)] = program, [Step(each, self.units) for each in program]
+        return found[1]
 
     def _run(
         self,
-        program: Sequence[Instruction],
+        steps: Sequence[Step],
         microbatches: Sequence[MicroBatch],
         sources: Mapping[Key, Tensor],
         training: bool,
@@ -71,29 +87,28 @@ class Executor:
     ) -> Kept:
         strands: dict[int, Strand] = {}
         kept: dict[int, Mapping[Key, Tensor]] = {}
-        for instruction in program:
-            op = instruction.operator
-            if op is None:
+        for step in steps:
+            if step.op is None:
                 self._barrier(strands)
                 if at_barrier is not None:
                     at_barrier()
                 continue
-            strand = strands.get(instruction.microbatch)
+            strand = strands.get(step.microbatch)
             if strand is None:
-                strand = self.strand(microbatches[instruction.microbatch], sources, training)
-                strands[instruction.microbatch] = strand
-            if op.kind.communicates:
-                self._communicate(instruction, op, strand)
+                strand = strands[step.microbatch] = self.strand(microbatches[step.microbatch], sources, training)
+            if step.communicates:
+                self._communicate(step, step.op, strand)
             else:
-                self._compute(instruction, op, strand)
-            for key in instruction.frees:
+                self._compute(step, step.op, strand)
+            for key in step.frees:
                 del strand.values[key]
-                strand.events.pop(key, None)
-            if instruction.ends:
+                if strand.events:
+                    strand.events.pop(key, None)
+            if step.ends:
                 self._drain(strand)
-                kept[instruction.microbatch] = strands.pop(instruction.microbatch).values
+                kept[step.microbatch] = strands.pop(step.microbatch).values
             if completed is not None:
-                for unit in instruction.completes:
+                for unit in step.completes:
                     completed(unit)
         while self._sent:
             self._wait(self._sent.popleft()[0])
@@ -107,66 +122,50 @@ class Executor:
         """What an operator is called in a trace, such as `B2.layers.3.mlp.down.W`."""
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
-    def _compute(self, instruction: Instruction, op: Operator, strand: Strand) -> None:
-        values, adds = strand.values, instruction.adds
-        if strand.events:
-            for key in instruction.needs:
-                event = strand.events.pop(key, None)
-                if event is not None:
-                    self._wait(event)
-        inputs = [values[key] for key in instruction.reads]
-        trace = self.streams.trace
+    def _compute(self, step: Step, op: Operator, strand: Strand) -> None:
+        values, events, trace = strand.values, strand.events, self.streams.trace
+        if events:
+            for key in step.needs:
+                if key in events:
+                    self._wait(events.pop(key))
+        call = strand.calls.get(step.place) or strand.call(*step.place, step.unit)
+        # What backward runs again keeps nothing the first time.
+        call.training = strand.training and step.keeps
         if trace is None:
-            outputs = self._apply(instruction, op, strand, inputs)
+            outputs = step.method(call, *map(values.__getitem__, step.reads))
         else:
-            label = self.label(strand.key[1], instruction.unit, op)
+            label = self.label(strand.key[1], step.place[0], op)
             trace.note("run", label)
-            outputs = self.streams.compute(lambda: self._apply(instruction, op, strand, inputs), label)
-        for place, key in enumerate(instruction.writes):
-            partial = adds[place] if adds else None
-            values[key] = outputs[place] if partial is None else values[partial] + outputs[place]
+            inputs = [values[key] for key in step.reads]
+            outputs = self.streams.compute(lambda: step.method(call, *inputs), label)
+        if step.adds:
+            for key, partial, output in zip(step.writes, step.adds, outputs, strict=False):
+                values[key] = output if partial is None else values[partial] + output
+        elif step.writes:
+            values.update(zip(step.writes, outputs, strict=False))
 
-    def _communicate(self, instruction: Instruction, op: Operator, strand: Strand) -> None:
-        if op.sizes:
-            for name, key in zip(op.reads, instruction.reads, strict=True):
-                if name in op.sizes and key in strand.events:
-                    self._wait(strand.events.pop(key))
+    def _communicate(self, step: Step, op: Operator, strand: Strand) -> None:
+        values, events, trace = strand.values, strand.events, self.streams.trace
+        for key in step.sizes:
+            if key in events:
+                self._wait(events.pop(key))
         if self._sent and op.kind is Kind.PIPELINE:  # where a slot begins or ends
             self._release()
-        inputs = [strand.values[key] for key in instruction.reads]
+        inputs = list(map(values.__getitem__, step.reads))
         # What fills the input stays listed: a computation that reads it, too, waits for itself.
-        after = [strand.events[key] for key in instruction.reads if key in strand.events]
-        trace = self.streams.trace
-        label = op.name if trace is None else self.label(strand.key[1], instruction.unit, op)
+        after = [events[key] for key in step.reads if key in events] if events else ()
+        label = op.name
         if trace is not None:
+            label = self.label(strand.key[1], step.place[0], op)
             trace.note("issue", label)
-        unit = self.units[instruction.unit]
-        operator: Any = unit.operators[op.of]
-        outputs, work = operator.prepare(strand.call(instruction.unit, unit, op.of), op.part, *inputs)
-        lane = operator.lane(op.part) if op.kind is Kind.PIPELINE else ""
-        event = self.streams.issue(op.kind, work, after, label, lane)
-        for key, output in zip(instruction.writes, outputs, strict=True):
-            strand.values[key] = output
-            strand.events[key] = event
-        if op.sends:
+        call = strand.calls.get(step.place) or strand.call(*step.place, step.unit)
+        outputs, work = step.method(call, op.part, *inputs)
+        event = self.streams.issue(op.kind, work, after, label, step.lane)
+        for key, output in zip(step.writes, outputs, strict=True):
+            values[key] = output
+            events[key] = event
+        if step.sends:
             self._sent += [(event, value) for value in inputs]
-
-    def _apply(self, instruction: Instruction, op: Operator, strand: Strand, inputs: list[Tensor]) -> Sequence[Tensor]:
-        unit = self.units[instruction.unit]
-        operator: Any = unit.operators[op.of]
-        call = strand.call(instruction.unit, unit, op.of)
-        # What backward runs again keeps nothing the first time.
-        call.training = strand.training and not (op.again and op.part is Part.F)
-        if op.part is Part.F:
-            return operator.forward(call, *inputs)
-        if op.part is Part.B:
-            return operator.backward(call, *inputs)
-        if op.part is Part.I:
-            return operator.input_gradient(call, *inputs)
-        if op.part is Part.R:
-            return operator.again(call, *inputs)
-        operator.weight_gradient(call, *inputs)
-        return ()
 
     def _wait(self, event: Event) -> None:
         if self.streams.trace is not None:

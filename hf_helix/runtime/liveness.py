@@ -16,19 +16,16 @@ import os
 import sys
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
 from hf_helix.runtime import endings
-from hf_helix.runtime.groups import control_group
 from hf_helix.runtime.mesh import forget_meshes
+from hf_helix.runtime.store import connect_store
 
 SHORTEST, LONGEST = 0.5, 4.0  # seconds between two heartbeats of a rank
 RANKS_A_SECOND = 256  # that send one, at most: the store is one thread of one process
@@ -227,27 +224,6 @@ def _beat_of(rank: int) -> str:
     return f"beat/{rank}"
 
 
-def _connect() -> Store:
-    """A connection of our own to the store of the process group, since another thread may wait on the one there is.
-
-    Under torchrun that store is the launcher's, which outlives the ranks. Where it is one that cannot read several keys
-    at once, such as a file, rank 0 opens another. Collective.
-    """
-    store: Any = _get_default_store()
-    if store.has_extended_api():
-        return PrefixStore(f"hf_helix/{_from_rank_0(uuid.uuid4().hex)}", store.clone())
-    host = os.environ.get("MASTER_ADDR", "localhost")
-    server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
-    port = int(_from_rank_0(str(server.port if server else 0)))
-    return server or TCPStore(host, port, is_master=False)
-
-
-def _from_rank_0(text: str) -> str:
-    box = [text]
-    dist.broadcast_object_list(box, src=0, group=control_group())
-    return box[0]
-
-
 _watch: Watch | None = None
 _group: Callable[[], object] | None = None  # a weak reference to the one whose ranks are watched
 _failed = False
@@ -263,7 +239,7 @@ def start_watch() -> Watch | None:
     if _group is None or _group() is not world:  # also where the group was destroyed, with its store, and made again
         if _watch is not None:
             _watch.close()
-        _watch, _group = Watch(dist.get_rank(), dist.get_world_size(), _connect()), weakref.ref(world)
+        _watch, _group = Watch(dist.get_rank(), dist.get_world_size(), connect_store()), weakref.ref(world)
         _watch.start()
         install_hook()
     return _watch

@@ -51,7 +51,7 @@ class Strand:
     calls: dict[tuple[int, str], Call] = field(default_factory=dict)
     shared: dict[object, Any] = field(default_factory=dict)
 
-    def call(self, index: int, unit: Unit, operator: str) -> Call:
+    def call(self, index: int, operator: str, unit: Unit) -> Call:
         """What an operator of a unit keeps for this micro-batch."""
         found = self.calls.get((index, operator))
         if found is None:

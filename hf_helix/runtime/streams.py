@@ -18,7 +18,8 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,6 +55,10 @@ class Streams(ABC):
         Args:
             lane: work of one lane runs in order; lanes of one kind do not wait for each other.
         """
+
+    def window(self) -> AbstractContextManager[Any]:
+        """Around a window, whose computations all go to the stream that is the compute stream as it begins."""
+        return nullcontext()
 
     @abstractmethod
     def is_over(self, event: Any) -> bool:
@@ -208,28 +213,51 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
         self._cuda = cuda
-        self._streams: dict[tuple[Kind, str], torch.cuda.Stream] = {}
+        self._streams: dict[tuple[Kind, str], tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        self._compute: torch.cuda.Stream | None = None
         self._pending: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
 
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        before, self._compute = self._compute, self._cuda.current_stream(self._device)
+        try:
+            yield
+        finally:
+            self._compute = before
+
     def issue(self, kind: Kind, work: Work, after: Sequence[Any], label: str, lane: str = "") -> Event:
-        if (kind, lane) not in self._streams:
-            self._streams[kind, lane] = self._cuda.Stream(self._device, priority=-1)
-        stream = self._streams[kind, lane]
-        # Also makes it safe to write to memory that the compute stream had in use before.
-        stream.wait_stream(self._cuda.current_stream(self._device))
+        found = self._streams.get((kind, lane))
+        if found is None:
+            found = self._streams[kind, lane] = self._cuda.Stream(self._device, priority=-1), self._cuda.Event()
+        stream, computed = found
+        compute = self._compute or self._cuda.current_stream(self._device)
+        # One event serves all waits of a stream: each is for what was recorded last when it was issued.
+        computed.record(compute)
+        self._wait_for_computed(stream, computed)
         for earlier in after:
             stream.wait_event(earlier.done)
-        with self._cuda.stream(stream):
-            self._recorded(stream_name(kind, lane), label, work)
-            done = self._cuda.Event()
-            done.record(stream)
+        # As `torch.cuda.stream` does, which first looks up what is known here: the device and the current stream.
+        self._cuda.set_stream(stream)
+        try:
+            if self.trace is None:
+                work()
+            else:
+                self._recorded(stream_name(kind, lane), label, work)
+        finally:
+            self._cuda.set_stream(compute)
+        done = self._cuda.Event()
+        done.record(stream)
         return _CudaEvent(label, kind, done, (work, after))
+
+    def _wait_for_computed(self, stream: Any, computed: Any) -> None:
+        """Also makes it safe to write to memory that the compute stream had in use before."""
+        stream.wait_event(computed)
 
     def is_over(self, event: Any) -> bool:
         return bool(event.done.query())
 
     def wait(self, event: Any) -> None:
-        self._cuda.current_stream(self._device).wait_event(event.done)
+        (self._compute or self._cuda.current_stream(self._device)).wait_event(event.done)
         event.keep = None
 
     def compute(self, work: Callable[[], Any], label: str) -> Any:

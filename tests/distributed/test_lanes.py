@@ -11,7 +11,12 @@ import pytest
 
 @pytest.mark.parametrize(
     ("sizes", "schedules"),
-    [({"pp_size": 2}, ("w", "dualpipe_v")), ({"pp_size": 2}, ("1f1b",)), ({"cp_size": 2}, "w"), ({"tp_size": 2}, "w")],
+    [
+        ({"pp_size": 2}, ("w", "dualpipe_v")),
+        ({"pp_size": 2}, ("1f1b",)),
+        ({"cp_size": 2}, ("w",)),
+        ({"tp_size": 2}, ("w",)),
+    ],
     ids=["fold", "linear", "cp", "tp"],
 )
 def test_the_same_bits_as_over_gloo(

@@ -60,7 +60,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "gpt_neox", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gpt2", "mixtral"))],
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gpt2", "gpt_neox", "mixtral"))],
 )
 def test_results_are_those_without(family: str) -> None:
     model = tiny(family)

@@ -7,19 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.operators.base import Call
-from hf_helix.operators.experts import (
-    COUNTED,
-    SHARD_TOKENS,
-    Collect,
-    Exchange,
-    Fill,
-    Group,
-    GroupedLinear,
-    Permute,
-    RouterMeter,
-    Unpermute,
-    capacity_of,
-)
+from hf_helix.operators.experts import COUNTED, SHARD_TOKENS, Exchange, Group, RouterMeter, capacity_of
+from hf_helix.operators.grouped_linear import GroupedLinear
+from hf_helix.operators.permutation import Collect, Fill, Permute, Unpermute
 from hf_helix.operators.transport import Axis, SilentTransport
 from hf_helix.planning.graph import Part
 

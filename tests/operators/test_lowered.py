@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_helix.operators.base import Call, Precision
-from hf_helix.operators.experts import GroupedLinear
+from hf_helix.operators.grouped_linear import GroupedLinear
 from hf_helix.operators.linear import Linear
 from hf_helix.operators.lowered import LoweredWeights
 

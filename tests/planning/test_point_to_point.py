@@ -130,7 +130,7 @@ def slot_of(each: Instruction, slots: Sequence[Slot], layout: Layout) -> int:
     return next(found)
 
 
-# -- what it is for, and that it bites ---------------------------------------------------------------------------------
+# -- what could hang, and is seen --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

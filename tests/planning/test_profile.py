@@ -24,14 +24,8 @@ from support.graphs import (
 
 from hf_helix.planning.fold import FOLD, stage_ranks
 from hf_helix.planning.graph import Kind
-from hf_helix.planning.profile import (
-    Pair,
-    Profile,
-    format_json,
-    load_profile,
-    named_operators,
-    rough_profile,
-)
+from hf_helix.planning.json_text import format_json
+from hf_helix.planning.profile import Pair, Profile, load_profile, named_operators, rough_profile
 
 LAYOUT = layout_of(LLAMA, 3)
 UP, DOWN, ACT = ("layer", "F.mlp.up"), ("layer", "F.mlp.down"), ("layer", "F.mlp.act")

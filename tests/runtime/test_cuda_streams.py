@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_cuda import FakeCuda, FakeStream
+from support.fake_cuda import FakeCuda
 from support.windows_on_fakes import CPU, MICROBATCHES, train_windows
 
 from hf_helix.planning.graph import Kind
@@ -105,7 +105,7 @@ def test_every_family(family: str) -> None:
         check({**layout, "family": family, "products": BF16, "recompute": "selective"})
 
 
-# -- it bites ----------------------------------------------------------------------------------------------------------
+# -- mistakes are seen -------------------------------------------------------------------------------------------------
 
 
 class NothingKept(CudaStreams):
@@ -120,6 +120,11 @@ class NothingKept(CudaStreams):
 class ComputeDoesNotWait(CudaStreams):
     def wait(self, event: Any) -> None:
         event.keep = None
+
+
+class CommunicationDoesNotWait(CudaStreams):
+    def _wait_for_computed(self, stream: Any, computed: Any) -> None:
+        pass
 
 
 class AfterIgnored(CudaStreams):
@@ -148,8 +153,7 @@ def test_a_computation_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatc
 
 
 def test_communication_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeStream, "wait_stream", lambda self, other: None)
-    assert kinds(monkeypatch, {"tp_size": 2})["READ"] > 20
+    assert kinds(monkeypatch, {"tp_size": 2}, CommunicationDoesNotWait)["READ"] > 20
 
 
 def test_communication_before_its_input_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +216,8 @@ def test_streams_of_a_device_are_cudas() -> None:
 LAYERS = 2 * MICROBATCHES
 """In a window: two layers of a model, each for every micro-batch."""
 
+COUNTS = {"operators/tally.py:Reading.numbers tolist": LAYERS}
+
 WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "dense": ({"tp_size": 2}, {}),
     "recomputed": ({"tp_size": 2, "recompute": "selective", "products": BF16}, {}),
@@ -219,7 +225,9 @@ WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "shared sequences": ({"cp_size": 2}, {}),
     "a pipeline": (PIPELINES["w rank 0"], {}),
     "a capacity": (LAYOUTS["ep with a capacity"], {}),
-    "dropless experts": (LAYOUTS["ep"], {"operators/tally.py:Reading.numbers tolist": LAYERS}),
+    "dropless experts": (LAYOUTS["ep"], COUNTS),
+    "dropless experts, recomputed": ({**LAYOUTS["ep"], "recompute": "full"}, COUNTS),
+    "dropless experts on one rank": ({"family": "mixtral"}, COUNTS),
 }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import llama
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -16,7 +17,6 @@ from hf_helix.adapters import family_of
 from hf_helix.adapters.attention import attend, causal_masks, like_embeddings
 from hf_helix.adapters.form import FORM, Form, document_ends, forms_of, starts_of
 from hf_helix.adapters.sequence import SequenceCut, documents_of
-from tests.support.models import llama
 
 IDS = torch.arange(16).view(2, 8)
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]])

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from hf_helix.operators.transport import Axis
 from hf_helix.operators.unit import COPIED, CUT_ROWS
 from hf_helix.runtime import gradients
-from hf_helix.runtime.mesh import Mesh, Pipe
+from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.pipe import Pipe
 from hf_helix.runtime.streams import CpuStreams, Event
 
 RANKS = 2
@@ -56,7 +57,7 @@ def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) 
 
 def reduce(parameters: Sequence[nn.Parameter], device: str = "cpu") -> AtOnce:
     sizes, group, one, streams = {"dp": RANKS, "pp": 1, "cp": 1, "tp": 1, "ep": 1}, object(), Axis.single(), AtOnce()
-    given: Any = (sizes, torch.device(device), None, one, Axis.single(), one, Pipe([0], ()), group, group, group, None)
+    given: Any = (sizes, torch.device(device), None, one, Axis.single(), one, Pipe([0]), group, group, group, None)
     unit = unit_of({parameter: CUT_ROWS if parameter.dim() > 1 else COPIED for parameter in parameters})
     reduction = gradients.Reduction({0: unit}, Mesh(*given), streams)
     reduction.complete(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,10 +18,12 @@ from transformers import LlamaConfig
 from hf_helix.operators.transport import Axis, SilentTransport
 from hf_helix.planning.graph import Kind
 from hf_helix.planning.profile import Profile, named_operators
-from hf_helix.runtime import profiler
-from hf_helix.runtime.mesh import Mesh, Pipe
+from hf_helix.runtime import machine, profiler, timing
+from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.pipe import Pipe
 from hf_helix.runtime.streams import CudaStreams, stream_name
 from hf_helix.runtime.trace import Span
+from hf_helix.runtime.transfers import time_train
 from hf_helix.workload import Workload
 
 LAUNCHING, COMPUTATION, COLLECTIVE = 1e-4, 1e-5, 4e-5  # seconds: of the host, of the device
@@ -42,6 +45,9 @@ class SlowHost(CudaStreams):
         self.host = 0.0
         self.free: dict[str, float] = {}
         self.collectives: list[tuple[float, float]] = []
+
+    def window(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def launch(self, stream: str, label: str, work: Callable[[], Any], ready: float, takes: float) -> Any:
         """The first kernel is launched when the host begins with an operator, the last when it has finished."""
@@ -89,7 +95,7 @@ def measured(gpu: SlowHost, layers: int = 2) -> Profile:
     """Rank 0 of two tensor-parallel ranks."""
     sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": 2, "ep": 1}
     axis, single = Axis(SilentTransport(2, 0)), Axis.single()
-    mesh = Mesh(sizes, torch.device("cpu"), None, axis, single, axis, Pipe([0], ()), None, None, None, None)
+    mesh = Mesh(sizes, torch.device("cpu"), None, axis, single, axis, Pipe([0]), None, None, None, None)
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=16,
@@ -129,12 +135,12 @@ def test_two_computations_are_not_measured_beside_each_other(gpu: SlowHost) -> N
 
 def test_a_transfer_takes_what_the_device_takes_for_it(gpu: SlowHost) -> None:
     runner: Any = type("Runner", (), {"executor": type("Executor", (), {"streams": gpu})})
-    seconds = profiler._transfer_train(runner, lambda: None, "0F")
-    assert seconds == pytest.approx([COLLECTIVE] * profiler.TRAIN)
+    seconds = time_train(runner, lambda: None, "0F", 4)
+    assert seconds == pytest.approx([COLLECTIVE] * 4)
 
 
 def test_without_the_hold_the_host_would_be_measured(gpu: SlowHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "CLOCK", 0.0)
+    monkeypatch.setattr(timing, "CLOCK", 0.0)
     found = measured(gpu)
     assert list(found.times.values()) == pytest.approx([LAUNCHING] * len(found.times))
 
@@ -144,12 +150,12 @@ def test_a_gpu_is_known_by_what_times_depend_on(gpu: SlowHost, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    monkeypatch.setattr(profiler.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(machine.dist, "is_nccl_available", lambda: True)
     for name in [name for name in os.environ if name.startswith("NCCL_")]:
         monkeypatch.delenv(name)
-    plain = profiler._gpu(torch.device("cuda"))
+    plain = machine._gpu(torch.device("cuda"))
     assert plain | {"device": "a GPU", "devices_per_host": "8", "nccl": "2.28.9", "nccl_settings": ""} == plain
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert profiler._gpu(torch.device("cuda")) == plain
+    assert machine._gpu(torch.device("cuda")) == plain
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
-    assert profiler._gpu(torch.device("cuda"))["nccl_settings"] == "NCCL_MAX_CTAS=8"
+    assert machine._gpu(torch.device("cuda"))["nccl_settings"] == "NCCL_MAX_CTAS=8"

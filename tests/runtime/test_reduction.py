@@ -14,7 +14,8 @@ from hf_helix.operators.transport import Axis, GroupTransport
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_ROWS, Placement
 from hf_helix.planning.graph import Kind
 from hf_helix.runtime import gradients
-from hf_helix.runtime.mesh import Mesh, Pipe
+from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.pipe import Pipe
 from hf_helix.runtime.streams import CpuStreams, Event
 
 

@@ -16,7 +16,8 @@ from hf_helix.checkpoint import cut_parameters
 from hf_helix.operators.transport import Axis, SilentTransport
 from hf_helix.planning.fold import FOLD, LINEAR, stage_ranks
 from hf_helix.planning.graph import RECEIVE, SEND
-from hf_helix.runtime.mesh import Mesh, Pipe
+from hf_helix.runtime.mesh import Mesh
+from hf_helix.runtime.pipe import Pipe
 from hf_helix.runtime.stage import Stage, place_units
 
 SIZES = [(placement, size) for placement in (FOLD, LINEAR) for size in (2, 3)]

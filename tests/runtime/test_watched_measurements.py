@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support.fake_cuda import FakeCuda
-from support.windows_on_fakes import played
+from support.windows_on_fakes import one_rank
 
 from hf_helix.planning.graph import Kind, Part
 from hf_helix.planning.profile import named_operators
-from hf_helix.runtime import measure, profiler
+from hf_helix.runtime import machine, measure, profiler
+from hf_helix.runtime.bench import Bench
 from hf_helix.runtime.measure import measure_overlap
 from hf_helix.runtime.profiler import measure_profile
 
@@ -28,7 +29,7 @@ CASES["tp"] = TP
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks find the same; no GPU is there to be held."""
-    for module in (measure, profiler):
+    for module in (machine, measure, profiler):
         monkeypatch.setattr(module, "over_ranks", lambda mine: [mine])
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
 
@@ -41,7 +42,7 @@ def check(cuda: FakeCuda) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_profiler(name: str) -> None:
     cuda = FakeCuda()
-    with played(cuda, plan="sequential", **CASES[name]) as (runner, window):
+    with one_rank(cuda, plan="sequential", **CASES[name]) as (runner, window):
         with cuda.watch():
             profile = measure_profile(runner, window)
         kinds = {name: op.kind for name, op in named_operators(runner.layout)}
@@ -53,7 +54,7 @@ def test_the_profiler(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_timing_of_a_plan(name: str) -> None:
     cuda = FakeCuda()
-    with played(cuda, **CASES[name]) as (runner, window), cuda.watch():
+    with one_rank(cuda, **CASES[name]) as (runner, window), cuda.watch():
         found = measure_overlap({"greedy": runner}, window, repeats=1)
     check(cuda)
     assert found["greedy"].step > 0
@@ -62,8 +63,8 @@ def test_the_timing_of_a_plan(name: str) -> None:
 def test_two_computations_at_once_would_be_out_of_order() -> None:
     """Which is why the profiler measures none beside each other there."""
     cuda = FakeCuda()
-    with played(cuda, plan="sequential", **TP) as (runner, window), cuda.watch():
-        bench = profiler._Bench(runner, window[0])
+    with one_rank(cuda, plan="sequential", **TP) as (runner, window), cuda.watch():
+        bench = Bench(runner, window[0], profiler.TRAIN)
         timed = next(timed for timed in bench.computing if timed.op.part is Part.W and bench.repeats(timed))
         assert not cuda.mistakes
         bench._aside(timed, timed)

@@ -49,9 +49,6 @@ class FakeStream:
         self.name = name
         self.clock: Clock = {self: 0}
 
-    def wait_stream(self, other: FakeStream) -> None:
-        self.take_over(other.clock)
-
     def wait_event(self, event: FakeEvent) -> None:
         assert event.clock is not None, "an event that was never recorded orders nothing"
         self.take_over(event.clock)
@@ -167,13 +164,8 @@ class FakeCuda:
     def current_stream(self, device: torch.device) -> FakeStream:
         return self.current
 
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def set_stream(self, stream: FakeStream) -> None:
+        self.current = stream
 
     def synchronize(self, device: torch.device) -> None:
         for stream in self.streams:

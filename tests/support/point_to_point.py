@@ -1,4 +1,4 @@
-"""What ranks of a pipeline send each other under the rules of NCCL, on paper: do they wait for each other for ever?
+"""What ranks of a pipeline send each other under the rules of NCCL, simulated: do they wait for each other for ever?
 
 In:   the programs of all ranks, and which operations a rank runs one after the other.
 Out:  nothing, or `Deadlock`.

@@ -1,6 +1,6 @@
 """One rank of any layout in one process: real models, real operators, real c10d calls on torch's fake process group.
 
-In:   a model family, sizes, and the rank to play.
+In:   a model family, sizes, and a rank.
 Out:  windows that were run on `CudaStreams` over a `FakeCuda`.
 Must hold: everything but streams, events and what other ranks would send is what a GPU runs.
 """
@@ -42,7 +42,7 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def played(
+def one_rank(
     cuda: FakeCuda,
     family: str = "llama",
     plan: str = "greedy",
@@ -56,7 +56,7 @@ def played(
     """A rank's runner, and a window for it.
 
     Args:
-        rank: to play.
+        rank: which of them.
         dp: how many copies of the model there are.
         cross_node, sizes: see `Workload`.
     """
@@ -82,9 +82,9 @@ def train_windows(cuda: FakeCuda, sharded: bool = False, **options: Any) -> Runn
 
     Args:
         sharded: whether the optimizer is spread over the copies of the model (ZeRO-1).
-        options: see `played`.
+        options: see `one_rank`.
     """
-    with played(cuda, **options) as (runner, window):
+    with one_rank(cuda, **options) as (runner, window):
         parameters = [parameter for parameter in runner.stage.placements if parameter.requires_grad]
         rows = [{"params": parameters}]
         group = {"process_group": runner.mesh.dp_group}

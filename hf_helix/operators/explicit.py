@@ -1,0 +1,123 @@
+"""Functions whose backward is written out: a few kernels, without a graph of autograd around them.
+
+In:   the inputs of a segment.
+Out:  its output, and what its backward needs; backward the gradients of the inputs, those of parameters added up.
+Must hold: the kernels are those that autograd would run, so the bits are the same. Where `applies` says no, the segment
+leaves the function to autograd.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_helix.operators.base import Precision, Tensors
+
+aten = torch.ops.aten
+
+
+class Explicit(ABC):
+    """A function of one output and its backward."""
+
+    @abstractmethod
+    def applies(self, *inputs: Tensor) -> bool:
+        """Whether it computes what the segment's function does for these inputs, on their device."""
+
+    @abstractmethod
+    def forward(self, precision: Precision, *inputs: Tensor) -> tuple[Tensor, Tensors]:
+        """The output, and what `backward` needs."""
+
+    @abstractmethod
+    def backward(self, kept: Tensors, gradient: Tensor) -> Tensors:
+        """The gradients of the inputs; parameters' gradients on the way."""
+
+
+class GatedSilu(Explicit):
+    """`silu(gate) * up`.
+
+    Args:
+        is_silu: whether the activation of the model is SiLU and nothing else.
+    """
+
+    def __init__(self, is_silu: Callable[[], bool]) -> None:
+        self._is_silu = is_silu
+
+    def applies(self, *inputs: Tensor) -> bool:
+        gate, up = inputs
+        return gate.dtype is up.dtype and self._is_silu()
+
+    def forward(self, precision: Precision, *inputs: Tensor) -> tuple[Tensor, Tensors]:
+        gate, up = inputs
+        activated = functional.silu(gate)
+        return activated * up, (gate, up, activated)
+
+    def backward(self, kept: Tensors, gradient: Tensor) -> Tensors:
+        gate, up, activated = kept
+        gradient = gradient.to(gate.dtype)
+        return aten.silu_backward.default(gradient * up, gate), gradient * activated
+
+
+class RmsNorm(Explicit):
+    """RMS norm over the last dimension, computed in fp32 by torch's kernels. It rounds once, where the modules of
+    Transformers round twice in bf16.
+
+    Args:
+        module: has a `weight` and a `variance_epsilon`.
+        is_fused: whether torch has a kernel for what the module computes on the device of a value.
+        lowers: the result is handed on as matrix products take it.
+    """
+
+    def __init__(self, module: Any, is_fused: Callable[[nn.Module, Tensor], bool], lowers: bool) -> None:
+        self._module = module
+        self._is_fused = is_fused
+        self._lowers = lowers
+
+    def applies(self, *inputs: Tensor) -> bool:
+        return self._is_fused(self._module, inputs[0])
+
+    def forward(self, precision: Precision, *inputs: Tensor) -> tuple[Tensor, Tensors]:
+        (value,) = inputs
+        given, weight = self._alike(value)
+        out, scale = fused_rms_norm(given, weight, self._module.variance_epsilon)
+        return precision.lowered(out) if self._lowers else out, (value, scale)
+
+    def backward(self, kept: Tensors, gradient: Tensor) -> Tensors:
+        value, scale = kept
+        given, weight = self._alike(value)
+        parameter = self._module.weight
+        found, of_weight = fused_rms_norm_backward(
+            gradient.to(given.dtype), given, scale, weight, parameter.requires_grad
+        )
+        if of_weight is not None:
+            of_weight = of_weight.to(parameter.dtype)
+            parameter.grad = of_weight if parameter.grad is None else parameter.grad.add_(of_weight)
+        return (found.to(value.dtype),)
+
+    def _alike(self, value: Tensor) -> Tensors:
+        """The value and the weight in one type, which is what the kernels take."""
+        weight = self._module.weight.detach()
+        if value.dtype is weight.dtype:
+            return value, weight
+        dtype = torch.promote_types(value.dtype, weight.dtype)
+        return value.to(dtype), weight.to(dtype)
+
+
+def fused_rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The normed value, and the reciprocals of the roots that backward reads."""
+    out, scale = aten._fused_rms_norm.default(value, weight.shape, weight, epsilon)
+    return out, scale
+
+
+def fused_rms_norm_backward(
+    gradient: Tensor, value: Tensor, scale: Tensor, weight: Tensor, trained: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the value and, where it is trained, of the weight."""
+    found, of_weight = aten._fused_rms_norm_backward.default(
+        gradient, value, weight.shape, scale, weight, [True, trained]
+    )
+    return found, of_weight if trained else None

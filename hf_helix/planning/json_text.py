@@ -1,0 +1,31 @@
+"""JSON that people can read.
+
+In:   mappings, lists and plain values.
+Out:  text of short lines.
+Must hold: it is JSON of the same data.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def format_json(data: Any, indent: str = "") -> str:
+    """JSON for people: whatever holds no further lists or mappings takes one line."""
+    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    flat = isinstance(data, dict) and not any(isinstance(item, (dict, list)) for item in items)
+    if not items or (flat and indent):
+        return json.dumps(data)
+    if isinstance(data, list) and len(json.dumps(data)) + len(indent) < 100 and not isinstance(data[0], dict):
+        return json.dumps(data)
+    inner = indent + " "
+    if isinstance(data, dict):
+        lines = [f"{inner}{json.dumps(key)}: {format_json(value, inner)}" for key, value in data.items()]
+        return "{\n" + ",\n".join(lines) + "\n" + indent + "}"
+    return "[\n" + ",\n".join(inner + format_json(value, inner) for value in data) + "\n" + indent + "]"
+
+
+def round_ms(seconds: float, digits: int = 6) -> float:
+    """Milliseconds for files."""
+    return float(f"{seconds * 1e3:.{digits}g}")
