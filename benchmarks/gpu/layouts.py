@@ -144,14 +144,15 @@ def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
     count = MICROBATCHES // mesh.dp_size
     products = torch.bfloat16 if case.bf16 else None
     with engine_on(functools.partial(tiny, case.family, **case.model), mesh, count, products, **case.options) as engine:
-        before = memory_in_use(device)
+        before = memory_held(device)
         engine.save_pretrained(folder)
-        memory = [before, memory_in_use(device)]
+        memory, in_use = [before, memory_held(device)], memory_in_use(device)
         losses, norms = train_steps(engine, count)
         kept = engine.tuning.kept if engine.tuning else ""
     del engine
     gc.collect()
-    return {"losses": losses, "norms": norms, "memory": memory, "kept": kept, "seconds": time.monotonic() - start}
+    found = {"losses": losses, "norms": norms, "memory": memory, "in_use": in_use, "kept": kept}
+    return {**found, "seconds": time.monotonic() - start}
 
 
 def train_steps(engine: Engine, count: int) -> tuple[list[float], list[float]]:
@@ -214,8 +215,13 @@ def unsplit_steps(case: Case, device: torch.device, folder: Path) -> tuple[list[
     return losses, norms
 
 
+def memory_held(device: torch.device) -> int:
+    """Bytes of the device that torch holds in this process."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
 def memory_in_use(device: torch.device) -> int:
-    """Bytes of the device in use, by everybody, once all ranks are here. NCCL's own are among them."""
+    """Bytes of the device in use, once all ranks are here: by every process on it, contexts and NCCL's buffers too."""
     dist.barrier()
     if device.type != "cuda":
         return 0

@@ -38,15 +38,19 @@ TRAINER = "benchmarks.gpu.rank_trainer"
 
 
 def run(report: Report, options: Options) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as thread:
         folder = Path(scratch)
-        *first, last = in_groups(options.dry)
-        for numbers in first:
+
+        def check_processes() -> None:
+            for check in (check_trainer, check_kill):
+                thread.submit(check, report, folder, options)
+
+        if not options.dry:  # beside the layouts: processes start slowly, and then mostly wait
+            check_processes()
+        for numbers in in_groups(options.dry):
             check_cases(report, folder, options, numbers)
-        with ThreadPoolExecutor(1 if options.dry else 2) as threads:  # they start slowly, and then mostly wait
-            for check in (check_kill, check_trainer):
-                threads.submit(check, report, folder, options)
-        check_cases(report, folder, options, last)
+        if options.dry:
+            check_processes()
 
 
 def in_groups(dry: bool) -> list[list[int]]:
@@ -60,7 +64,7 @@ def in_groups(dry: bool) -> list[list[int]]:
     others = [number for number in numbers if number not in pipelines]
     slow = [number for number in others if CASES[number].is_measured]
     quick = [number for number in others if number not in slow]
-    return [[*quick, *pipelines, *slow], []] if dry else [quick, pipelines, slow]
+    return [[*quick, *pipelines, *slow]] if dry else [quick, pipelines, slow]
 
 
 def check_cases(report: Report, folder: Path, options: Options, numbers: Sequence[int]) -> None:
@@ -127,7 +131,10 @@ def compare(report: Report, case: Case, found: dict[str, Any], wanted: tuple[lis
     kept = f", kept {found['kept']}" if found["kept"] else ""
     report.check(case.name, max(losses, norms) <= CLOSE, f"{figure}{kept}, {found['seconds']:.1f} s")
     before, after = (value / 2**20 for value in found["memory"])
-    report.note(f"{case.name}: memory of the device around a save", f"{before:.0f} MiB, then {after:.0f} MiB")
+    figure = (
+        f"{before:.1f} MiB, then {after:.1f} MiB; {found['in_use'] / 2**20:.0f} MiB of the device are in use by all"
+    )
+    report.note(f"{case.name}: memory that torch holds around a save", f"{figure} processes on it")
 
 
 def _furthest(found: Sequence[float], wanted: Sequence[float]) -> float:
@@ -196,8 +203,13 @@ def _train(report: Report, folder: Path, options: Options) -> None:
     own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_HOSTID")
     environment = {key: value for key, value in environment_of(0, 0, options.dry).items() if key not in own}
     one = {} if options.dry else {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-    for command, more in ((alone, one), (launch, {})):
-        done = subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=150)
+
+    def ended(command: list[str], more: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, env=environment | more, capture_output=True, text=True, timeout=150)
+
+    with ThreadPoolExecutor(1 if options.dry else 2) as threads:
+        runs = list(threads.map(ended, (alone, launch), (one, {})))
+    for command, done in zip((alone, launch), runs, strict=True):
         if done.returncode:
             print(done.stdout[-4000:], done.stderr[-8000:], file=sys.stderr, flush=True)
             last = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("hf_helix")]

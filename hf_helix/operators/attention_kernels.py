@@ -152,6 +152,8 @@ class Efficient(Fused):
         bias = self._bias(q, k, seen)
         # Rows that see nothing, and those that only fill up, have the weights zero.
         lse = functional.pad(lse.masked_fill(lse == -torch.inf, torch.inf), (0, -q.shape[2] % ROWS), value=torch.inf)
+        # In half precision the kernel reads o as if it lay so, whatever its strides are.
+        o = o.transpose(1, 2).contiguous().transpose(1, 2)
         seed = q.new_empty((), dtype=torch.long)  # of the dropout that there is not
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             gradient, q, k, v, bias, o, lse, seed, seed, 0.0, (True, True, True, False),
