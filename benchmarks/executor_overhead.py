@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_helix.adapters import family_of
 from hf_helix.adapters.builder import Sharing
 from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.operators.base import Call, Tensors, Work
+from hf_helix.operators.base import Call, Tensors, Work, explicit_gradients
 from hf_helix.operators.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph import Operator, Part
@@ -213,8 +213,9 @@ def timed_calls(runner: Runner, window: list[MicroBatch]) -> Callable[[], float]
     def run() -> float:
         calls = record_calls(runner, window)
         start = time.perf_counter()
-        for call, arguments in calls:
-            call(*arguments)
+        with explicit_gradients():
+            for call, arguments in calls:
+                call(*arguments)
         return time.perf_counter() - start
 
     return run

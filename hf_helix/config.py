@@ -94,8 +94,8 @@ class HelixConfig:
             that kind is never overlapped), `comm_beside_comm` (both kinds share one stream), `wgrad` (weight gradients
             stay where they are). Given in YAML as a list.
         compile: compile what lies between matrix products, attention and communication (norms, ropes, activations, the
-            loss) with `torch.compile`: fewer kernels on a GPU, at the price of a minute at the start. Results differ
-            within the rounding of their type.
+            loss) with `torch.compile`: fewer kernels on a GPU, at the price of compiling at the start. Results
+            differ within the rounding of their type.
         cuda_graphs: run windows (optimizer steps without the optimizer) from CUDA graphs where their shapes repeat: the
             host then issues a window at once instead of operator by operator. A window's activations keep their memory
             meanwhile. Windows that cannot be captured run as without it, and the reason is said; see docs/gpu.md.

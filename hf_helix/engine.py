@@ -189,7 +189,7 @@ class Engine:
         reason = why_never(self.mesh, self.runner, self.config.expert_capacity_factor, is_peft(self.model))
         if reason is not None:
             say(f"cuda_graphs=True: windows run without CUDA graphs: {reason}")
-        return WindowGraphs() if reason is None else None
+        return WindowGraphs(say) if reason is None else None
 
     def _look_again(self) -> None:
         """Hooks may have come between construction and the first batch."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -29,6 +30,7 @@ from hf_helix.adapters.norms import normed
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.adapters.untouched import is_silu
 from hf_helix.operators.explicit import GatedSilu
+from hf_helix.operators.rope import rotated
 from hf_helix.operators.unit import Unit
 
 
@@ -75,7 +77,9 @@ class Dense(Family):
 
     def rotate(self, attn: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """What befalls queries and keys [batch, heads, tokens, head_dim] before they meet."""
-        return apply_rotary_pos_emb(q, k, cos, sin)
+        if torch.compiler.is_compiling():  # which fuses it
+            return apply_rotary_pos_emb(q, k, cos, sin)
+        return rotated(q, k, cos, sin)
 
     def rotated_by(self, attn: Any) -> Sequence[nn.Module]:
         """The submodules whose parameters `rotate` uses."""

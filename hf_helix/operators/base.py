@@ -47,7 +47,7 @@ class Precision:
 
     def lowered(self, value: Tensor) -> Tensor:
         """A value as matrix products take it."""
-        return value if self.products is None else value.to(self.products)
+        return value if self.products is None or value.dtype is self.products else value.to(self.products)
 
 
 @dataclass(slots=True)
@@ -104,7 +104,8 @@ class Computation(ABC):
 
 
 class SplitComputation(ABC):
-    """An operator whose input gradient (I) and weight gradient (W) run at different times."""
+    """An operator whose input gradient (I) and weight gradient (W) run at different times. It is called within
+    `explicit_gradients`."""
 
     saves = False
 

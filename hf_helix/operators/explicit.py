@@ -100,7 +100,7 @@ class RmsNorm(Explicit):
 
     def _alike(self, value: Tensor) -> Tensors:
         """The value and the weight in one type, which is what the kernels take."""
-        weight = self._module.weight.detach()
+        weight = self._module.weight
         if value.dtype is weight.dtype:
             return value, weight
         dtype = torch.promote_types(value.dtype, weight.dtype)

@@ -74,25 +74,26 @@ class Linear(SplitComputation):
         # Rows, since torch makes a product for every token of a micro-batch of one sequence that attention transposed.
         shape, value = inputs[0].shape[:-1], _rows(call.precision.lowered(inputs[0]))
         outputs: list[Tensor] = []
-        with torch.no_grad():
-            for gemm in self._gemms(call, value.dtype):
-                bias = call.precision.weights.of(gemm.biases, value.dtype) if self.adds_bias and gemm.biases else None
-                whole = functional.linear(value, self._matrix(call, gemm, value.dtype), bias)
-                outputs += [whole] if len(gemm.sizes) == 1 else whole.split(gemm.sizes, -1)
+        for gemm in self._gemms(call, value.dtype):
+            bias = call.precision.weights.of(gemm.biases, value.dtype) if self.adds_bias and gemm.biases else None
+            whole = functional.linear(value, self._matrix(call, gemm, value.dtype), bias)
+            whole = whole.view(*shape, whole.shape[-1])
+            outputs += [whole] if len(gemm.sizes) == 1 else whole.split(gemm.sizes, -1)
+        if self._adapters:
             for output, adapter, mask in self._each(call, outputs):
-                adapter.add(output, value, call, mask, self.adds_bias)
-        return tuple([output.view(*shape, output.shape[-1]) for output in outputs])
+                adapter.add(_rows(output), value, call, mask, self.adds_bias)
+        return tuple(outputs)
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         total: Tensor | None = None
-        with torch.no_grad():
-            for gemm, parts in self._with_rows(call, gradients):
-                whole, first = self._matrix(call, gemm, parts[0].dtype), 0
-                for rows in parts:
-                    matrix = whole if len(parts) == 1 else whole.narrow(0, first, rows.shape[-1])
-                    total = rows @ matrix if total is None else total.addmm_(rows, matrix)
-                    first += rows.shape[-1]
-            assert total is not None
+        for gemm, parts in self._with_rows(call, gradients):
+            whole, first = self._matrix(call, gemm, parts[0].dtype), 0
+            for rows in parts:
+                matrix = whole if len(parts) == 1 else whole.narrow(0, first, rows.shape[-1])
+                total = rows @ matrix if total is None else total.addmm_(rows, matrix)
+                first += rows.shape[-1]
+        assert total is not None
+        if self._adapters:
             for gradient, adapter, mask in self._each(call, gradients):
                 adapter.add_input_gradient(total, _rows(gradient), call, mask)
         return (total.view(*gradients[0].shape[:-1], total.shape[-1]),)
@@ -100,16 +101,16 @@ class Linear(SplitComputation):
     def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
         *of_outputs, given = gradients
         value = _rows(call.precision.lowered(given))
-        with torch.no_grad():
-            for gemm, parts in self._with_rows(call, of_outputs):
-                together = len(parts) == 1
-                for place, rows in enumerate(parts):
-                    if gemm.trains_weights:
-                        left, right = (value, rows) if self.transposed else (rows, value)
-                        weights = gemm.weights if together else gemm.weights[place : place + 1]
-                        add_to_gradients(weights, left.t(), right)
-                    if gemm.trains_biases:
-                        add_to_bias_gradients(gemm.biases if together else gemm.biases[place : place + 1], rows)
+        for gemm, parts in self._with_rows(call, of_outputs):
+            together = len(parts) == 1
+            for place, rows in enumerate(parts):
+                if gemm.trains_weights:
+                    left, right = (value, rows) if self.transposed else (rows, value)
+                    weights = gemm.weights if together else gemm.weights[place : place + 1]
+                    add_to_gradients(weights, left.t(), right)
+                if gemm.trains_biases:
+                    add_to_bias_gradients(gemm.biases if together else gemm.biases[place : place + 1], rows)
+        if self._adapters:
             for gradient, adapter, mask in self._each(call, of_outputs):
                 adapter.add_weight_gradients(value, _rows(gradient), call, mask)
 
@@ -147,8 +148,6 @@ class Linear(SplitComputation):
 
     def _each(self, call: Call, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
         """Every adapter with what belongs to its linear, and with what dropout multiplies its input with."""
-        if not self._adapters:
-            return
         pairs = [(value, adapter) for value, found in zip(values, self._beside(), strict=True) for adapter in found]
         tokens = values[0].numel() // values[0].shape[-1]
         drawn = masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
@@ -156,17 +155,20 @@ class Linear(SplitComputation):
 
     def _matrix(self, call: Call, gemm: _Gemm, dtype: torch.dtype) -> Tensor:
         """[features_out, features_in]."""
-        weight = call.precision.weights.of(gemm.weights, dtype)
-        return weight.t() if self.transposed else weight
+        if gemm.matrix is None:
+            weight = call.precision.weights.of(gemm.weights, dtype)
+            gemm.matrix = weight.t() if self.transposed else weight
+        return gemm.matrix
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Gemm:
     """One product of forward: of a linear, or of several that read the same value.
 
     Attributes:
         weights, biases: one of each linear; no biases where there are none.
         sizes: the features out of each.
+        matrix: the weights as they are multiplied, once they are.
     """
 
     weights: list[Tensor]
@@ -174,6 +176,7 @@ class _Gemm:
     sizes: list[int]
     trains_weights: bool
     trains_biases: bool
+    matrix: Tensor | None = None
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, transposed: bool) -> _Gemm:

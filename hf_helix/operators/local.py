@@ -133,8 +133,9 @@ class Add(Computation):
         return (left + right,)
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        types, call.saved = call.saved, None
-        return tuple(gradients[0].to(dtype) for dtype in types)
+        (left, right), call.saved = call.saved, None
+        (gradient,) = gradients
+        return gradient.to(left), gradient.to(right)
 
 
 class Dropout(Computation):

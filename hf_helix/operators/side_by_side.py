@@ -43,10 +43,28 @@ def columns_in_one(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(first), columns), (row, 1))
 
 
+def heads_in_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """The view [..., heads, head_dim] of parts whose heads follow one another in memory; None if they do not."""
+    first = parts[0]
+    *outer, _, inner = first.stride()
+    strides = (*outer, first.shape[-1] * inner, inner)
+    heads = [part.shape[-2] for part in parts]
+    aligned = all(_lies_by(part, strides) for part in parts)
+    if not aligned or not _follow(parts, [count * strides[-2] for count in heads]):
+        return None
+    return first.as_strided((*first.shape[:-2], sum(heads), first.shape[-1]), strides)
+
+
 def join_columns(parts: Sequence[Tensor]) -> Tensor:
     """Matrices [n, columns] beside one another, copied only where they do not lie so."""
     found = columns_in_one(parts)
     return torch.cat(list(parts), 1) if found is None else found
+
+
+def _lies_by(part: Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor has these strides; where a dimension has one element, its stride says nothing."""
+    rows = zip(part.shape, part.stride(), strides, strict=True)
+    return all(size == 1 or own == stride for size, own, stride in rows)
 
 
 def _follow(parts: Sequence[Tensor], distances: Sequence[int]) -> bool:

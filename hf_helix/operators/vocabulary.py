@@ -91,7 +91,7 @@ class TokenStatistics(Computation):
         found = torch.empty((3, *logits.shape[:-1]), dtype=torch.float32, device=logits.device)
         with torch.no_grad():
             for rows, targets, out in self._chunks(logits, call.side["targets"], found):
-                self._statistics(rows, targets, out, self.smoothing, self.share)
+                out.copy_(self._statistics(rows, targets, self.smoothing, self.share))
         if call.training:
             call.saved = logits, found[1]
         return (found.unsqueeze(0),)
@@ -106,7 +106,7 @@ class TokenStatistics(Computation):
         with torch.no_grad():
             chunks = self._chunks(logits, call.side["targets"], factors)
             for (rows, targets, factor), out in zip(chunks, written, strict=True):
-                self._gradient(rows, targets, factor, out, self.smoothing, self.share)
+                out.copy_(self._gradient(rows, targets, factor, self.smoothing, self.share))
         return (result,)
 
     def _chunks(self, logits: Tensor, targets: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -126,32 +126,33 @@ class TokenStatistics(Computation):
         return max(1, -(-tokens // max(1, parts)))
 
 
-def chunk_statistics(rows: Tensor, targets: Tensor, out: Tensor, smoothing: float, share: float) -> None:
-    """Write the statistics of some tokens, see `TokenStatistics`.
+# What torch 2.11 to 2.13 compile of a function that writes to its arguments loses what it writes once a second shape
+# comes, so these two return what they find.
+
+
+def chunk_statistics(rows: Tensor, targets: Tensor, smoothing: float, share: float) -> Tensor:
+    """The statistics of some tokens [3, tokens], see `TokenStatistics`.
 
     Args:
         rows: logits [tokens, slice].
         targets: [tokens], counted from the first row of the slice; they may lie outside of it.
-        out: [3, tokens].
         smoothing, share: the part of a target that is spread, and what of it each row gets.
     """
     # softmax reads the logits in their own type, in one kernel; the largest probability is exp(0) by the sum.
     largest, place = torch.softmax(rows, -1, dtype=torch.float32).max(-1, keepdim=True)
-    out[0] = rows.gather(-1, place).squeeze(-1)
-    out[1] = largest.reciprocal().squeeze(-1)
     column, inside = _columns(rows, targets)
     target = rows.gather(-1, column).float().masked_fill(~inside, 0).squeeze(-1)
     if smoothing:
         target = (1 - smoothing) * target + share * rows.sum(-1, dtype=torch.float32)
-    out[2] = target
+    return torch.stack((rows.gather(-1, place).squeeze(-1).float(), largest.reciprocal().squeeze(-1), target))
 
 
-def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, out: Tensor, smoothing: float, share: float) -> None:
-    """Write the gradient of the logits of some tokens, which may take their place.
+def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, smoothing: float, share: float) -> Tensor:
+    """The gradient of the logits of some tokens, in their type.
 
     Args:
         factors: of the probabilities, and the gradient of the target's logit, [2, tokens].
-        out: [tokens, slice]; for the others see `chunk_statistics`.
+        rows, targets, smoothing, share: see `chunk_statistics`.
     """
     of_all, of_target = factors.unsqueeze(-1)
     probabilities = torch.softmax(rows, -1, dtype=torch.float32)
@@ -159,7 +160,7 @@ def chunk_gradient(rows: Tensor, targets: Tensor, factors: Tensor, out: Tensor, 
     found = probabilities.mul_(of_all)
     if smoothing:
         found.add_(of_target, alpha=share)
-    out.copy_(found.scatter_add_(-1, column, (1 - smoothing) * of_target * inside))
+    return found.scatter_add_(-1, column, (1 - smoothing) * of_target * inside).to(rows.dtype)
 
 
 def _columns(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ first graph left them.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import weakref
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hf_helix.operators.experts import RouterMeter
-from hf_helix.report.notices import say
 from hf_helix.runtime.agreement import add_up
 from hf_helix.runtime.mesh import Mesh, rank
 from hf_helix.runtime.runner import Runner
@@ -57,13 +55,28 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, work: Callable[[], Any]) -> Recorded:
-        """Issue work without running it. Waits for the device, and gives cached memory back first."""
+        """Issue work without running it. Waits for the device, and gives cached memory back first.
+
+        Raises:
+            RuntimeError: it does something that no graph can hold.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads (NCCL's watchdog, data loaders) may go on calling CUDA.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
+        graph, first = torch.cuda.CUDAGraph(), None
+        try:
+            # Other threads (NCCL's watchdog, data loaders) may go on calling CUDA.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                try:
+                    result = work()
+                except Exception as error:
+                    first = error  # the end of the capture fails, too, and does not say why
+                    raise
+        except Exception as error:
+            cause = first or error
+            raise RuntimeError(
+                f"a window cannot be captured as a CUDA graph ({type(cause).__name__}: {cause}); "
+                "use HelixConfig(cuda_graphs=False)"
+            ) from cause
         return result, graph
 
     def forget(self) -> None:
@@ -104,10 +117,12 @@ class WindowGraphs:
     """Trains windows, from graphs where their shapes repeat.
 
     Args:
+        say: tells a person, once, what is not captured and why.
         recorder: captures work; tests give a stand-in that runs on a CPU.
     """
 
-    def __init__(self, recorder: Any = None) -> None:
+    def __init__(self, say: Callable[[str], object], recorder: Any = None) -> None:
+        self._tell = say
         self._recorder = recorder or CudaRecorder()
         self._captured: dict[int, _Captured] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
@@ -201,11 +216,6 @@ class WindowGraphs:
         try:
             (losses, gradients), graph = self._recorder.record(work)
             after: dict[RouterMeter, Any] = {meter: meter.sums for meter in meters}
-        except Exception as error:
-            raise RuntimeError(
-                f"a window cannot be captured as a CUDA graph ({type(error).__name__}: {error}); "
-                "use HelixConfig(cuda_graphs=False)"
-            ) from error
         finally:
             for parameter in parameters:
                 parameter.grad = None
@@ -225,7 +235,7 @@ class WindowGraphs:
     def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            say(f"cuda_graphs=True: {text}")
+            self._tell(f"cuda_graphs=True: {text}")
 
 
 def why_never(mesh: Mesh, runner: Runner, capacity: float | None, is_peft: bool) -> str | None:
@@ -294,8 +304,8 @@ def _release_all() -> None:
 
 @functools.cache
 def _release_before_groups() -> None:
-    """From now on, graphs end before `torch.distributed.destroy_process_group`, and before the process."""
-    atexit.register(_release_all)
+    """From now on, `torch.distributed.destroy_process_group` releases graphs first; where a script does not call it,
+    `hf_helix.runtime.liveness` does at the end of the process."""
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)

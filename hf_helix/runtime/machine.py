@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_helix.runtime.groups import host_name
+from hf_helix.runtime.groups import backends, host_name
 from hf_helix.runtime.measure import over_ranks
 from hf_helix.runtime.runner import Runner
 
@@ -24,7 +24,7 @@ def machine(runner: Runner) -> dict[str, str]:
     device = runner.mesh.device
     known = {
         **(_gpu(device) if device.type == "cuda" else {"device": _cpu_name(), "threads": str(torch.get_num_threads())}),
-        "backend": str(dist.get_backend()) if dist.is_initialized() else "none",
+        "backend": backends().get(device.type, "none") if dist.is_initialized() else "none",
         "hosts": str(len(set(over_ranks(host_name())))),
         "torch": torch.__version__,
         "emulated_link": runner.mesh.link.speed_now.text if runner.mesh.link is not None else "",

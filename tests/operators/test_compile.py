@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf_helix.adapters import family_of, norms
 from hf_helix.adapters.builder import Sharing
 from hf_helix.adapters.sequence import SequenceCut
 from hf_helix.operators import local
+from hf_helix.operators.vocabulary import CHUNK, TokenStatistics
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.rules import make_plan
 from hf_helix.planning.scheduler import Scheduler
@@ -95,3 +97,24 @@ def test_generated_code(family: str, products: torch.dtype | None, monkeypatch: 
     found = [distance(*pair) for pair in zip(train(model, compile=True, products=products), exact, strict=True)]
     assert found[0] <= max(1e-5, 2 * plain[0])
     assert found[1] <= max(1e-4, 2 * plain[1])
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_the_loss_of_several_chunks(overwrites: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk is written, of the first shape and of later ones."""
+    monkeypatch.setitem(CHUNK, "cpu", 16 * 64)
+
+    def statistics_and_gradient(tokens: int, wrap: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        draws = torch.Generator().manual_seed(tokens)
+        logits = torch.randn(tokens, 2, 64, generator=draws)
+        targets = torch.randint(64, (tokens, 2), generator=draws)
+        operator = TokenStatistics(0, 64, overwrites=overwrites, wrap=wrap)
+        call = SimpleNamespace(side={"targets": targets}, training=True, saved=None)
+        (statistics,) = operator.forward(call, logits)
+        return statistics, operator.backward(call, torch.randn(statistics.shape, generator=draws))[0]
+
+    for tokens in (8, 32, 33):  # one chunk, several, and a last one that is smaller
+        found = statistics_and_gradient(tokens, local.compiled)
+        expected = statistics_and_gradient(tokens, lambda function: function)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -10,14 +10,17 @@ from support.kernel_counts import Kernels, script
 from support.models import tiny
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_helix.adapters import norms
+from hf_helix.adapters.attention import by_heads
 from hf_helix.adapters.norms import is_fused, rms_norm
 from hf_helix.adapters.untouched import is_silu
-from hf_helix.operators.base import Call, Precision
+from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.explicit import Explicit, GatedSilu, RmsNorm
 from hf_helix.operators.local import Segment
+from hf_helix.operators.rope import rotated
+from hf_helix.operators.side_by_side import heads_in_one
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -26,11 +29,12 @@ def run(segment: Segment, inputs: list[Tensor], direction: Tensor, precision: Pr
     """The output, the gradients of the inputs, those of the parameters; twice, so that the latter add up."""
     for parameter in segment.parameters:
         parameter.grad = None
-    for _ in range(2):
-        call = Call({}, 0, True, precision)
-        (output,) = segment.forward(call, *inputs)
-        gradients = segment.backward(call, direction.to(output.dtype))
-        assert call.saved is None
+    with explicit_gradients():
+        for _ in range(2):
+            call = Call({}, 0, True, precision)
+            (output,) = segment.forward(call, *inputs)
+            gradients = segment.backward(call, direction.to(output.dtype))
+            assert call.saved is None
     return [output, *gradients, *(p.grad for p in segment.parameters if p.grad is not None)]
 
 
@@ -93,3 +97,28 @@ def test_rms_norm_gives_what_autograd_gives(
     for ours, expected in zip(found[1], found[0], strict=True):
         assert ours.dtype is expected.dtype
         torch.testing.assert_close(ours, expected, rtol=4 * lowest, atol=4 * lowest)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(2, 2), (1, 2), (1, 1), (2, 1)])
+@pytest.mark.parametrize("angles", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_rope_gives_the_same_bits(
+    dtype: torch.dtype, angles: torch.dtype, batch: int, kv_heads: int, together: bool
+) -> None:
+    """Of queries and keys that one product gave, and of others."""
+    tokens, sizes = 6, [4 * 8, kv_heads * 8]
+    given = torch.randn(tokens, batch, sum(sizes)).to(dtype)
+    cos, sin = (torch.randn(batch, tokens, 8).to(angles) for _ in range(2))
+    directions = [torch.randn(batch, size // 8, tokens, 8) for size in sizes]
+    rows = []
+    for rotate in (apply_rotary_pos_emb, rotated):
+        leaves = [part if together else part.clone() for part in given.split(sizes, -1)]
+        leaves = [part.detach().requires_grad_() for part in leaves]
+        assert (heads_in_one([by_heads(leaf, 8).permute(2, 0, 1, 3) for leaf in leaves]) is not None) == together
+        outputs = rotate(*(by_heads(leaf, 8) for leaf in leaves), cos, sin)
+        torch.autograd.backward(outputs, [d.to(out.dtype) for d, out in zip(directions, outputs, strict=True)])
+        rows.append([*outputs, *(leaf.grad for leaf in leaves)])
+    for ours, expected in zip(*rows, strict=True):
+        assert ours.dtype is expected.dtype
+        assert torch.equal(ours, expected)

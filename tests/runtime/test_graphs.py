@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.fake_cuda import FakeCuda
-from support.fake_graphs import FakeRecorder
+from support.fake_graphs import FakeGraph, FakeRecorder
+from transformers import TrainingArguments
 
 from benchmarks.gpu.models import batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on, silent_mesh
+from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.engine import Engine, Scale
+from hf_helix.report.notices import say
 from hf_helix.runtime import graphs
-from hf_helix.runtime.graphs import WindowGraphs
+from hf_helix.runtime.graphs import CudaRecorder, WindowGraphs
 from hf_helix.runtime.streams import CudaStreams
 
 CPU = torch.device("cpu")
@@ -34,7 +39,7 @@ def engine_with(
     with engine_on(made, silent_mesh(CPU, **sizes), 2, products, **options) as engine:
         engine.runner.executor.streams.close()
         engine.runner.executor.streams = CudaStreams(CPU, FakeCuda())  # in this thread, where operators are seen
-        engine.graphs = WindowGraphs(recorder) if recorder is not None else None
+        engine.graphs = WindowGraphs(say, recorder) if recorder is not None else None
         yield engine
 
 
@@ -46,10 +51,12 @@ def trained(engine: Engine, lengths: tuple[tuple[int, ...], ...] = ((12, 8),) * 
         window = batches(2, lengths=each, seed=step + 1)
         scale = Scale(torch.tensor(1 / targets(window)), 1 / 2)
         losses = engine.train_window(on(window, CPU), scale, step)
-        found += [[loss.item() for loss in losses], float(engine.clip_gradients(1.0))]
+        found += [*losses, engine.clip_gradients(1.0)]
         optimizer.step()
         optimizer.zero_grad()
-    return [*found, {name: value.detach().clone() for name, value in engine.model.named_parameters()}]
+    # Read at the end, so that no later window may have overwritten them.
+    figures = [float(figure) for figure in found]
+    return [*figures, {name: value.detach().clone() for name, value in engine.model.named_parameters()}]
 
 
 def same(found: list[Any], wanted: list[Any]) -> bool:
@@ -156,16 +163,89 @@ def test_hooks_run_in_every_window(capsys: Any) -> None:
     assert "has hooks" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        pytest.param(lambda step: [0, 0, 1], "another rank cannot capture it", id="another rank cannot"),
+        pytest.param(lambda step: [step, 0, 0], "", id="the windows of another rank do not repeat"),
+        pytest.param(lambda step: [0, 1, 0], "", id="the weights of another rank have moved"),
+    ],
+)
+def test_no_rank_captures_alone(others: Any, said: str, monkeypatch: Any, capsys: Any) -> None:
+    calls: list[int] = []
+
+    def with_another(mine: list[int]) -> list[int]:
+        calls.append(1)
+        return [here + there for here, there in zip(mine, others(len(calls)), strict=True)]
+
+    monkeypatch.setattr(graphs, "add_up", with_another)
+    recorder = FakeRecorder()
+    with engine_with(recorder) as engine:
+        trained(engine)
+    assert not recorder.graphs
+    assert said in capsys.readouterr().out
+
+
+def test_graphs_end_before_the_process_groups(monkeypatch: Any) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append("groups"))
+    monkeypatch.setattr(FakeGraph, "reset", lambda graph: order.append("graph"))
+    graphs._release_before_groups.cache_clear()
+    with engine_with(FakeRecorder()) as engine:
+        trained(engine)
+        dist.destroy_process_group()
+    graphs._release_before_groups.cache_clear()
+    assert order == ["graph", "groups"]
+
+
+def test_the_trainer_learns_the_same(tmp_path: Path) -> None:
+    rows = [{name: value[0] for name, value in batch.items()} for batch in batches(16, rows=1, lengths=(8,))]
+    logs, recorder = [], FakeRecorder()
+    for used in (None, recorder):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=5,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            logging_steps=2,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = HelixTrainer(tiny("llama", **SMALL), arguments, train_dataset=rows, helix_config=HelixConfig())
+        trainer.helix.graphs = WindowGraphs(say, used) if used is not None else None
+        trainer.train()
+        logs.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert logs[0] == logs[1]
+    assert [graph.replays for graph in recorder.graphs] == [4]
+
+
 def test_what_cannot_be_captured_is_said(capsys: Any) -> None:
     with engine_on(functools.partial(tiny, "llama", **SMALL), silent_mesh(CPU), 2, cuda_graphs=True) as engine:
         assert engine.graphs is None
     assert "windows run without CUDA graphs: the model is on a cpu device" in capsys.readouterr().out
 
 
-def test_a_window_that_fails_to_be_captured_says_what_to_do(monkeypatch: Any) -> None:
-    class Failing(FakeRecorder):
-        def record(self, work: Any) -> Any:
-            raise RuntimeError("operation not permitted when stream is capturing")
+class Capture(contextlib.AbstractContextManager[None]):
+    """`torch.cuda.graph`, of which the end fails where what was captured did."""
 
-    with engine_with(Failing()) as engine, pytest.raises(RuntimeError, match=r"HelixConfig\(cuda_graphs=False\)"):
-        trained(engine)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        if kind is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_window_that_cannot_be_captured_says_why(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+
+    def waiting() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    wanted = r"\(RuntimeError: operation not permitted when stream is capturing\); use HelixConfig\(cuda_graphs=False\)"
+    with pytest.raises(RuntimeError, match=wanted):
+        CudaRecorder().record(waiting)
