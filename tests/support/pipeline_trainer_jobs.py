@@ -175,14 +175,13 @@ def reductions(
         return issue(kind, work, after, label, lane)
 
     streams.issue = noted
-    found: dict[str, Any] = {"seen": run(complete=False), "complete": {}, "to come": {}, "spans": {}}
+    found: dict[str, Any] = {"seen": run(complete=False), "complete": {}, "to come": {}}
     for size in sizes:
         with buckets_of(size):
             streams.trace = trace = Trace()
             found["complete"][size] = run(complete=True)
             streams.trace = None
             found["to come"][size] = computations_to_come(trace)
-            found["spans"][size] = trace.spans
     found["sums"] = {names[p]: placement.sums_gradient for p, placement in placements.items()}
     found["norm"] = gradients.gradient_norm(placements, trainer.mesh).item()
     found["whole"] = pipeline_jobs.whole_gradients(trainer)
