@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.adapters.lora import Opened, opened
-from hf_helix.adapters.norms import is_fused, normed
+from hf_helix.adapters.norms import is_fused
 from hf_helix.operators.attention import Kernel
 from hf_helix.operators.base import SplitComputation, Tensors
 from hf_helix.operators.collectives import Gather, GatherReplicated, Scatter
@@ -170,7 +170,7 @@ class Builder:
         """
 
         def norm(value: Tensor) -> Tensor:
-            return lowered(normed(module, value)) if lowers else normed(module, value)
+            return lowered(module(value)) if lowers else module(value)
 
         explicit = RmsNorm(module, is_fused, lowers)
         return self.local(name, norm, value, uses=(module,), on_shard=True, explicit=explicit)

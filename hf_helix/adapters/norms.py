@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.adapters.untouched import is_untouched
+from hf_helix.operators.explicit import alike
 
 NAMES = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
 """Classes that are alike. Others of the name differ: that of Gemma multiplies with 1 + weight."""
@@ -38,9 +39,8 @@ def is_fused(module: nn.Module, value: Tensor) -> bool:
 
 def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """RMS norm over the last dimension, computed in fp32. It rounds once, where the modules round twice in bf16."""
-    dtype = value.dtype if value.dtype is weight.dtype else torch.promote_types(value.dtype, weight.dtype)
-    # The kernel takes one type. Autocast may give back a higher one.
-    return functional.rms_norm(value.to(dtype), weight.shape, weight.to(dtype), epsilon).to(dtype)
+    value, weight = alike(value, weight)
+    return functional.rms_norm(value, weight.shape, weight, epsilon).to(value.dtype)  # autocast may give a higher type
 
 
 def is_rms_norm(module: nn.Module) -> bool:

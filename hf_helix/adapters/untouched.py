@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_helix.operators.local import has_hooks
+
 SILU = frozenset({"SiLUActivation"})
 
 
@@ -26,9 +28,7 @@ def is_untouched(module: nn.Module, names: Collection[str]) -> bool:
     kind: Any = type(module)
     if kind.__name__ not in names or not _is_of_transformers(kind, kind.forward) or "forward" in vars(module):
         return False
-    return not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return not has_hooks(module)
 
 
 @lru_cache

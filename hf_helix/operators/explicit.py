@@ -82,14 +82,14 @@ class RmsNorm(Explicit):
 
     def forward(self, precision: Precision, *inputs: Tensor) -> tuple[Tensor, Tensors]:
         (value,) = inputs
-        given, weight = self._alike(value)
+        given, weight = alike(value, self._module.weight)
         out, scale = fused_rms_norm(given, weight, self._module.variance_epsilon)
         return precision.lowered(out) if self._lowers else out, (value, scale)
 
     def backward(self, kept: Tensors, gradient: Tensor) -> Tensors:
         value, scale = kept
-        given, weight = self._alike(value)
         parameter = self._module.weight
+        given, weight = alike(value, parameter)
         found, of_weight = fused_rms_norm_backward(
             gradient.to(given.dtype), given, scale, weight, parameter.requires_grad
         )
@@ -98,13 +98,13 @@ class RmsNorm(Explicit):
             parameter.grad = of_weight if parameter.grad is None else parameter.grad.add_(of_weight)
         return (found.to(value.dtype),)
 
-    def _alike(self, value: Tensor) -> Tensors:
-        """The value and the weight in one type, which is what the kernels take."""
-        weight = self._module.weight
-        if value.dtype is weight.dtype:
-            return value, weight
-        dtype = torch.promote_types(value.dtype, weight.dtype)
-        return value.to(dtype), weight.to(dtype)
+
+def alike(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The value and the weight of an RMS norm in one type, which is what the kernels take."""
+    if value.dtype is weight.dtype:
+        return value, weight
+    dtype = torch.promote_types(value.dtype, weight.dtype)
+    return value.to(dtype), weight.to(dtype)
 
 
 def fused_rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,13 @@ def lowered(value: Tensor) -> Tensor:
     return value.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else value
 
 
+def has_hooks(module: Any) -> bool:
+    """Whether a call of a module, or backward through it, calls hooks as well."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 class Segment(Computation):
     """`function(*inputs, **side)` as an operator.
 

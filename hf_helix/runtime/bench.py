@@ -22,6 +22,7 @@ from hf_helix.planning.profile import Name, named_operators
 from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
 from hf_helix.runtime.measure import forget_gradients, transports
 from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.step import Step
 from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.timing import ISSUING_SLOWEST, hold, meet, traced
 from hf_helix.runtime.trace import Span, Trace
@@ -142,17 +143,16 @@ class Bench:
         return rows[1:]
 
     def _work(self, timed: Timed) -> Callable[[], object]:
-        unit = self.runner.executor.units[timed.unit]
-        operator: Any = unit.operators[timed.op.of]
-        inputs = [self.values[key] for key in self._instruction(0, timed).reads]
+        step = Step(self._instruction(0, timed), self.runner.executor.units)
+        inputs = [self.values[key] for key in step.reads]
         call = self._call(timed)
-        if timed.op.kind.communicates:
-            return operator.prepare(call, timed.op.part, *inputs)[1]
+        if step.communicates:
+            return step.method(call, timed.op.part, *inputs)[1]
+        operator: Any = step.unit.operators[timed.op.of]
         for setup in self._before(0, timed):
             operator.forward(call, *(self.values[key] for key in setup.reads))
-        call.training = not (timed.op.again and timed.op.part is Part.F)
-        run = {Part.F: "forward", Part.B: "backward", Part.I: "input_gradient", Part.W: "weight_gradient"}
-        return lambda: getattr(operator, run.get(timed.op.part, "again"))(call, *inputs)
+        call.training = step.keeps
+        return lambda: step.method(call, *inputs)
 
     def _call(self, timed: Timed) -> Call:
         unit = self.runner.executor.units[timed.unit]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hf_helix.operators.experts import RouterMeter
+from hf_helix.operators.local import has_hooks
 from hf_helix.runtime.agreement import add_up
 from hf_helix.runtime.mesh import Mesh, rank
 from hf_helix.runtime.runner import Runner
@@ -41,8 +42,6 @@ WARM_UPS = 1
 
 REMEMBERED = 4096
 """Shapes that are remembered until they come a second time."""
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Recorded = tuple[Any, Any]
 """What the work returned, and the graph: `replay()` runs it, `reset()` frees it."""
@@ -276,7 +275,7 @@ def why_not_now(runner: Runner, leaves: Iterable[Any]) -> str | None:
             if draws is not None and draws():
                 return f"{unit.label}.{name} draws random numbers, which a graph would repeat; use dropout of 0"
         for module in unit.called:
-            if any(getattr(part, kind) for part in module.modules() for kind in HOOKS):
+            if any(map(has_hooks, module.modules())):
                 return f"a part of {unit.label} ({type(module).__name__}) has hooks, which a graph would not call"
     return None
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from hf_helix.runtime.groups import control_group
+from hf_helix.runtime.agreement import decide_on_rank_0
 
 
 def connect_store() -> Store:
@@ -27,14 +27,8 @@ def connect_store() -> Store:
     """
     store: Any = _get_default_store()
     if store.has_extended_api():
-        return PrefixStore(f"hf_helix/{_from_rank_0(uuid.uuid4().hex)}", store.clone())
+        return PrefixStore(f"hf_helix/{decide_on_rank_0(lambda: uuid.uuid4().hex)}", store.clone())
     host = os.environ.get("MASTER_ADDR", "localhost")
     server = TCPStore(host, 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
-    port = int(_from_rank_0(str(server.port if server else 0)))
+    port = decide_on_rank_0(lambda: server.port if server else 0)
     return server or TCPStore(host, port, is_master=False)
-
-
-def _from_rank_0(text: str) -> str:
-    box = [text]
-    dist.broadcast_object_list(box, src=0, group=control_group())
-    return box[0]
