@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.comparisons import stored
 from support.loading_jobs import outline
 from support.models import FAMILIES, tiny
+from support.paths import ROOT
 from transformers import AutoModelForCausalLM
 
 JOB = "support.loading_jobs:"
 SLOW = pytest.mark.slow
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "loading.py"
+BENCHMARK = ROOT / "benchmarks" / "loading.py"
 LAYERS = {"num_hidden_layers": 4}
 TIED = {"tie_word_embeddings": True}
 CASES: list[Any] = [
@@ -265,13 +267,6 @@ def test_names_that_are_no_folders(options: dict[str, Any], words: list[str], cl
 
 
 # -- at random ---------------------------------------------------------------------------------------------------
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found.update(load_file(path))
-    return found
 
 
 DRAWN: list[Any] = [

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 from support.cluster import free_port
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "script.py"
 LIMIT = 60  # seconds within which every rank ends after one has failed
 

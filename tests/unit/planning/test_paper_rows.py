@@ -1,12 +1,12 @@
 import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from hf_helix.planning.graph import Kind
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "paper_rows.py"
+SCRIPT = ROOT / "benchmarks" / "paper_rows.py"
 spec = importlib.util.spec_from_file_location("paper_rows", SCRIPT)
 assert spec is not None
 assert spec.loader is not None

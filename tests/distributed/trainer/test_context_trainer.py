@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support import jobs
+from support.comparisons import compare_runs, compare_weights
 from support.models import llama
 from support.more_jobs import predict
-from test_parity import compare_runs, compare_weights
 
 MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 

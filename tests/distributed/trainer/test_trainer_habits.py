@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from support.habit_jobs import HABITS, is_close, run_habits
+from support.paths import ROOT
 
-DOC = Path(__file__).parents[2] / "docs" / "trainer_behaviours.md"
+DOC = ROOT / "docs" / "trainer_behaviours.md"
 
 # What is refused, with words of the error.
 REFUSED = {

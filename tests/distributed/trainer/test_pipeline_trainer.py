@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import pipeline_trainer_jobs as jobs
+from support.comparisons import compare_runs, compare_weights
 from support.models import llama
 from transformers import AutoModelForCausalLM
 
@@ -81,24 +82,6 @@ def check(case: str, tp: int, pp: int, dp: int, cluster_of: Any, reference: Any,
     for result in cluster_of(tp * pp * dp).run(f"{JOB}train", folder=str(folder), helix=helix, **CASES[case][1]):
         compare_runs(result, expected)
     compare_weights(folder, expected_folder)
-
-
-def compare_runs(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert result["steps"] == expected["steps"] >= 12
-    assert result["rates"] == expected["rates"]
-    np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
-    np.testing.assert_allclose(result["eval"], expected["eval"], rtol=0, atol=1e-5)
-
-
-def compare_weights(folder: Path | str, expected_folder: Path | str) -> None:
-    """Both load as plain Transformers checkpoints with the same names and nearly the same values."""
-    ours = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    theirs = AutoModelForCausalLM.from_pretrained(expected_folder).state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        distance = torch.linalg.vector_norm(ours[name].double() - weight.double())
-        assert distance <= 1e-4 * torch.linalg.vector_norm(weight.double()), name
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in SOME)) for c in CASES])

@@ -20,12 +20,12 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from huggingface_hub import ModelCard
 from support.cluster import free_port
+from support.paths import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_helix import HelixConfig
 from hf_helix.adapters import supported_models
 
-ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "accelerate_configs"
 MODELS = ROOT / "recipes" / "models"
 README = (ROOT / "recipes" / "README.md").read_text()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from support.cluster import free_port
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 LIMIT = 120
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 from support.models import arguments, llama
+from support.paths import ROOT
 from transformers import TrainingArguments
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.refusals import check_arguments
 
-PAGE = Path(__file__).parents[1] / "docs" / "training_arguments.md"
+PAGE = ROOT / "docs" / "training_arguments.md"
 
 
 @dataclass(frozen=True)

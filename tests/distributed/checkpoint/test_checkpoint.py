@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from support import more_jobs  # noqa: F401  (what the cluster runs)
+from support.comparisons import assert_same, stored
 from support.models import VOCABULARY, arguments, llama
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
@@ -19,24 +19,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "biases, mha": {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True},
 }
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every file, each once."""
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            assert file.metadata() == {"format": "pt"}
-            assert not found.keys() & file.keys()
-            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    return found
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("model", MODELS)

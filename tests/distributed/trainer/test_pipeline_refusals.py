@@ -14,11 +14,11 @@ import pytest
 import yaml
 from support import pipeline_trainer_jobs as jobs
 from support.cluster import Failure, free_port
+from support.paths import ROOT
 
 from hf_helix.planning.schedule import build_schedule, format_schedule
 
 JOB = "support.pipeline_trainer_jobs:"
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(jobs.__file__)
 LIMIT = 60  # seconds within which every rank ends after one has failed
 PIPE = {"pp_size": 2, "plan": "greedy"}

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import ROOT
 
 from hf_helix.cli.main import build_parser
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*.md")])
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -28,6 +27,7 @@ from support.graphs import (
     random_times,
     schedule_of,
 )
+from support.paths import ROOT
 
 from hf_helix.planning.flow import Flow, flow_order
 from hf_helix.planning.graph import Graph, GraphPair, Part
@@ -170,7 +170,7 @@ def test_the_order_is_the_same_in_every_process():
     (program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2)))
     here = [(i.microbatch, i.unit, i.operator.part.value, i.operator.name) for i in program]
     for seed in ("1", "2"):
-        child = CHILD.format(tests=str(Path(__file__).parents[1]))
+        child = CHILD.format(tests=str(ROOT / "tests"))
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         output = subprocess.run([sys.executable, "-c", child], env=environment, capture_output=True, check=True)
         assert output.stdout.decode().strip() == str(here)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from support.cluster import free_port
 from support.fault_script import OUT
+from support.paths import ROOT
 from support.resume_jobs import ROOM, run, run_into_bad_gradients, run_out_of_room
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "fault_script.py"
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 LIMIT = 60  # seconds within which every rank ends after one has failed
