@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,19 +43,6 @@ def test_every_example_parses() -> None:
 
 def test_overlap_efficiency_is_explained() -> None:
     assert "(T_i + T_j - P_ij) / min(T_i, T_j)" in commands()["show"].format_help()
-
-
-@pytest.mark.parametrize("words", [["--help"], ["profile", "--help"], ["models"], ["--version"]], ids=" ".join)
-def test_help_needs_nothing_heavy(words: list[str]) -> None:
-    script = (
-        "import sys\n"
-        "for name in ('torch', 'transformers', 'accelerate', 'huggingface_hub', 'tqdm', 'matplotlib'):\n"
-        "    sys.modules[name] = None\n"
-        f"from hf_helix.cli import main\nmain({words!r})"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,15 +27,6 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def started(unset: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "cuda_has_started", lambda: True)
-
-
-@pytest.mark.parametrize(("given", "found"), [(None, "32"), ("8", "8")])
-def test_the_import_alone_sets_the_connections(given: str | None, found: str) -> None:
-    program = "import os, sys, hf_helix; "
-    program += f"print(os.environ[{CONNECTIONS!r}], {LOADING!r} in os.environ, 'torch' in sys.modules)"
-    known = {**os.environ, **({CONNECTIONS: given} if given else {})}
-    ran = subprocess.run([sys.executable, "-c", program], env=known, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == [found, "False", "False"]
 
 
 def test_nothing_is_set_once_cuda_has_started(started: None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,36 +9,14 @@ from unittest import mock
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from huggingface_hub import ModelCard
+from support.cards import card_in, cells, launch_file
 from support.jobs import make_trainer
 
 from hf_helix import HelixConfig
 
-JOB = "support.card_jobs:write_card"
-
 
 def trainer_in(folder: Path, **helix: Any) -> Any:
     return make_trainer(str(folder), helix, training={"max_steps": 1, "gradient_accumulation_steps": 2})
-
-
-def card_in(folder: Path) -> Any:
-    return ModelCard.load(folder / "README.md")
-
-
-def cells(card: Any) -> dict[str, str]:
-    """The first two columns of all tables; the first row of a name counts."""
-    rows = [line.split(" | ") for line in card.text.splitlines() if line.startswith("| ")]
-    return {row[0].strip("|* "): row[1].strip("| ") for row in reversed(rows)}
-
-
-def launch_file(card: Any, folder: Path) -> Path:
-    """The YAML of a card, as a file."""
-    path = folder / "launch.yaml"
-    path.write_text(card.text.partition("```yaml\n")[2].partition("```")[0])
-    return path
-
-
-# One process
 
 
 def test_nothing_is_claimed_that_was_not_measured(tmp_path: Path):
@@ -140,48 +117,3 @@ def test_pushing_takes_the_card_along(tmp_path: Path):
     card = card_in(tmp_path)
     assert {"special", "hf_helix"} <= set(card.data.tags)
     assert "## Trained with hf_helix" in card.text
-
-
-# Two processes
-
-
-@pytest.mark.slow
-def test_rank_0_writes_what_auto_measured(tmp_path: Path, cluster_of: Any):
-    helix = {"tp_size": 2, "cache": False, "tuning_share": 1.0}
-    assert cluster_of(2).run(JOB, folder=str(tmp_path), helix=helix) == [True, False]
-    card = card_in(tmp_path / "0")
-    found = cells(card)
-    assert found["layout"] == "dp=1 tp=2 pp=1 cp=1 ep=1"
-    assert found["ranks"].startswith("2 x CPU")
-    assert found["batch"] == "6 sequences: 1 data-parallel x 3 micro-batches x 2"
-    assert "timed, 20" in found["plan"]
-    assert found["sequential"].endswith(" ms")
-    fractions = r"\d+% of it ran .* \(overlapped \d+%\), (none|\d+%) of its time was saved \(hidden -?\d+%\)"
-    assert re.fullmatch(fractions, found["communication"])
-    assert card.text.count("*instead:* data parallelism, if the model fits") == 1
-    for said in ("  overlapped ", "  hidden ", "  no plan can beat ", "- total_train_batch_size: 6\n"):
-        assert card.text.count(said) == 1, card.text
-    path = launch_file(card, tmp_path)
-    assert HelixConfig.from_file(path) == HelixConfig(**helix)
-    launch = load_config_from_file(str(path))
-    assert (launch.num_processes, launch.distributed_type.value, launch.use_cpu) == (2, "MULTI_GPU", True)
-
-
-def test_what_was_measured_by_hand_of_a_pipeline(tmp_path: Path, cluster_of: Any):
-    helix = {"pp_size": 2, "plan": "greedy", "schedule": "dualpipe_v"}
-    cluster_of(2).run(JOB, folder=str(tmp_path), helix=helix, measure=True, model_name="Piped")
-    card = card_in(tmp_path / "0")
-    assert cells(card)["schedule"] == "`dualpipe_v`"
-    assert card.text.count("plan greedy: ") == 1
-    assert "pipeline bubbles" in card.text
-    assert cells(card)["communication"] == "no collectives to hide"
-    assert HelixConfig.from_file(launch_file(card, tmp_path)) == HelixConfig(**helix)
-
-
-def test_copies_count_in_the_batch(tmp_path: Path, cluster_of: Any):
-    cluster_of(2).run(JOB, folder=str(tmp_path), helix={"plan": "greedy"})
-    card = card_in(tmp_path / "0")
-    assert cells(card)["layout"] == "dp=2 tp=1 pp=1 cp=1 ep=1"
-    assert cells(card)["batch"] == "12 sequences: 2 data-parallel x 3 micro-batches x 2"
-    assert "- total_train_batch_size: 12\n" in card.text
-    assert cells(card)["communication"] == "overlap not measured"

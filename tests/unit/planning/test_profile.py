@@ -223,6 +223,17 @@ DAMAGES = [
     (lambda d: d["layout"].update(ranks=[0]), "its layout has 2 stages on 1 ranks"),
     (lambda d: d["graphs"]["layer"]["operators"].pop(), r"outputs \['mlp\.add'\] are never written"),
     (lambda d: d["graphs"]["layer"]["operators"][3].update(kind="magic"), "'magic' is not a valid Kind"),
+    (lambda d: d["graphs"]["layer"]["operators"][0].update(reads="nothing"), "is damaged"),
+    (lambda d: d["graphs"]["layer"]["operators"].append(d["graphs"]["layer"]["operators"][0]), "is damaged"),
+    (lambda d: d["graphs"]["layer"].update(repeats="x"), "is damaged"),
+    (lambda d: d.pop("graphs"), "is damaged"),
+    (lambda d: d.pop("layout"), "is damaged"),
+    (lambda d: d["layout"]["chunks"].update(x=[0]), "is damaged"),
+    (lambda d: d.update(about=[1]), "is damaged"),
+    (lambda d: layer_of(d)["F.mlp.gather"].update(like=5), "is damaged"),
+    (lambda d: layer_of(d)["F.mlp.up"].update(ms=math.inf), r"impossible time of layer/F\.mlp\.up: inf ms"),
+    (lambda d: layer_of(d)["F.mlp.up"].update(ms=[1]), "is damaged"),
+    (lambda d: d["pairs"][0].pop("together_ms"), "is damaged"),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -49,16 +48,6 @@ def test_an_error_that_hf_helix_has_not_foreseen_keeps_its_traceback(capsys: pyt
     assert "TypeError" in said
     assert "in from_file" in said
     assert "in _read_yaml" in said
-
-
-def test_one_rank_of_a_host_says_its_error_whole(error_file: Path) -> None:
-    first, second = "rank 1 failed: ValueError: no", "rank 0 failed: ValueError: no"
-    assert endings.claim(first) == first
-    code = f"from hf_helix.runtime import endings; print(endings.claim({second!r}))"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert other.stdout.strip() == first
-    assert endings.is_same(first, second)
-    assert not endings.is_same(first, "rank 0 failed: ValueError: yes")
 
 
 def test_a_rank_waits_for_the_one_that_says_it(error_file: Path) -> None:

@@ -362,6 +362,8 @@ BLOCK_DAMAGES = [
     (lambda data: data["blocks"].pop("F.layer | B.head"), r"is damaged: block 'F\.layer \| B\.head' is missing"),
     (lambda data: data["blocks"].update({"X.layer": []}), "is damaged: not a block: 'X.layer'"),
     (lambda data: data["blocks"].update({"F.layer": None}), "is damaged"),
+    (lambda data: data["blocks"].update({"F.layer": 5}), "is damaged"),
+    (lambda data: data["blocks"].update({"F.layer": [["F.up"]]}), "is damaged"),
     (lambda data: data["blocks"].update({"F.layer": "F.add"}), r"is damaged: block F\.layer: 'F' is not an operator"),
     (lambda data: data["blocks"]["F.layer"].remove("F.add"), r"is damaged: block F\.layer: the order lacks F\.add"),
     (swap_first, r"block F\.layer: 'F\.gather' comes before .* writes norm:\n--> F\.gather\n    F\.norm\n"),
@@ -390,12 +392,14 @@ FLOW_DAMAGES = [
     (lambda data: figures(data)["F.up"].update(ms=math.inf), "impossible figures of layer F.up: .*'ms': inf"),
     (lambda data: figures(data)["F.up"].update(bias_ms=math.nan), "impossible figures of layer F.up: .*'bias_ms': nan"),
     (lambda data: figures(data)["F.up"].update(ms="long"), "is damaged: .*'long'"),
+    (lambda data: figures(data)["F.up"].update(ms=[1]), "is damaged"),
 ]
 DAMAGES = [
     (lambda data: data.update(format="hf_helix.plan/1"), "has format 'hf_helix.plan/1', this version reads"),
     (lambda data: data.pop("format"), "has format None"),
     (lambda data: data.pop("rule"), "is damaged: it needs `rule`, and either `blocks` or `flow`"),
     (lambda data: data.pop("graphs"), "is for graphs None"),
+    (lambda data: data.update(graphs="0"), "is for graphs '0'"),
     (lambda data: data.update(tiles=0), "is damaged: tiles must be a whole number of at least 1, got 0"),
 ]
 
