@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,42 +11,21 @@ from pathlib import Path
 
 import pytest
 from support.cluster import free_port
-from support.paths import ROOT
+from support.launches import PATHS, SUPPORT, accelerate, launch_config, torchrun
+from support.launches import output_of as printed_by
 
-SUPPORT = ROOT / "tests" / "support"
 LIMIT = 120
 
 
 def launch(folder: Path, script: str, how: str, launcher: str = "torchrun") -> subprocess.Popen[str]:
-    launchers = {
-        "torchrun": ["torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"],
-        "accelerate": ["accelerate.commands.launch", "--config_file", str(_yaml(folder))],
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", *launchers[launcher], str(SUPPORT / script), how],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def _yaml(folder: Path) -> Path:
-    text = (ROOT / "accelerate_configs" / "cpu_tp2.yaml").read_text()
-    path = folder / "launch.yaml"
-    path.write_text(f"{text}\nmain_process_port: {free_port()}\n")
-    return path
+    if launcher == "accelerate":
+        return accelerate(launch_config(folder), SUPPORT / script, how)
+    return torchrun(folder, SUPPORT / script, how)
 
 
 def output_of(process: subprocess.Popen[str]) -> tuple[str, str]:
     """What the ranks have printed, and the launcher's summary; asserts that all have ended with an error."""
-    try:
-        output, _ = process.communicate(timeout=LIMIT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    output = printed_by(process, LIMIT)
     assert process.returncode != 0, output
     ranks, title, summary = output.partition("Root Cause")
     launcher = "Traceback (most recent call last)"  # the launcher's own comes after those of the ranks
@@ -131,7 +109,7 @@ def test_the_cells_of_a_notebook(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, str(SUPPORT / "notebook_script.py"), str(free_port())],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        env={**os.environ, "PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
         timeout=LIMIT,

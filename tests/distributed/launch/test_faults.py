@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import free_port
 from support.fault_script import OUT
-from support.paths import ROOT
+from support.launches import LIMIT, SUPPORT, output_of, seconds_until_others_end, start_ranks, torchrun
 from support.resume_jobs import ROOM, run, run_into_bad_gradients, run_out_of_room
 
-SCRIPT = ROOT / "tests" / "support" / "fault_script.py"
-PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-LIMIT = 60  # seconds within which every rank ends after one has failed
+SCRIPT = SUPPORT / "fault_script.py"
+SEQUENTIAL = "tp_size: 2\nplan: sequential\n"
 
 
-def ranks_of(folder: Path, *flags: str, helix: str = "tp_size: 2\nplan: sequential\n") -> list[subprocess.Popen[bytes]]:
-    """Two ranks without a launcher, as on two hosts: nobody ends the one when the other has failed."""
-    folder.mkdir(exist_ok=True)
-    (folder / "options.yaml").write_text(helix)
-    port, started = str(free_port()), []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": PATHS,
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": port,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "HELIX_CONFIG_FILE": "options.yaml",
-        }
-        with (folder / f"{rank}.log").open("w") as log:
-            command = [sys.executable, str(SCRIPT), *flags]
-            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder))
-    return started
-
-
-def ends(ranks: list[subprocess.Popen[bytes]], victim: int) -> float:
-    """Seconds between the end of the rank that fails and that of the other."""
-    try:
-        ranks[victim].wait(timeout=120)
-        failed = time.monotonic()
-        ranks[1 - victim].wait(timeout=LIMIT)
-        return time.monotonic() - failed
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+def ranks_of(folder: Path, *flags: object) -> list[subprocess.Popen[bytes]]:
+    return start_ranks(folder, SCRIPT, *flags, helix=SEQUENTIAL)
 
 
 def losses(folder: Path, step: int) -> list[tuple[int, float]]:
@@ -97,7 +59,7 @@ CASES = [
 def test_the_other_rank_ends_and_the_next_run_goes_on(
     fault: str, victim: int, said: str, expected: list[tuple[int, float]], tmp_path: Path
 ) -> None:
-    seconds = ends(ranks := ranks_of(tmp_path, "--fault", fault, "--victim", str(victim)), victim)
+    seconds = seconds_until_others_end(ranks := ranks_of(tmp_path, "--fault", fault, "--victim", victim), victim)
     logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
     assert all(process.returncode != 0 for process in ranks), logs
     assert seconds < LIMIT
@@ -113,26 +75,12 @@ def test_the_other_rank_ends_and_the_next_run_goes_on(
     assert sorted(path.name for path in (tmp_path / OUT).iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
 
-def torchrun(folder: Path, restarts: int, *flags: str, helix: str = "tp_size: 2\nplan: sequential\n") -> str:
-    (folder / "options.yaml").write_text(helix)
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
-            *(f"--master_port={free_port()}", f"--max_restarts={restarts}", "--monitor_interval=0.2"),
-            *(str(SCRIPT), *flags),
-        ],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": PATHS, "HELIX_CONFIG_FILE": "options.yaml"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=1700)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+def restarted(folder: Path, restarts: int, *flags: object) -> str:
+    """What a run under torchrun prints that is started again so many times, at most."""
+    (folder / "options.yaml").write_text(SEQUENTIAL)
+    options = (f"--max_restarts={restarts}", "--monitor_interval=0.2")
+    process = torchrun(folder, SCRIPT, *flags, options=options, HELIX_CONFIG_FILE="options.yaml")
+    output = output_of(process, 1700)
     assert process.returncode == 0, output
     return output
 
@@ -145,8 +93,8 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     for folder in (sound, killed):
         folder.mkdir()
     steps = ("--steps", "200")
-    torchrun(sound, 0, *steps, "--save-steps", "200")
-    output = torchrun(killed, 25, *steps, "--save-steps", "1", "--kills", "20")
+    restarted(sound, 0, *steps, "--save-steps", "200")
+    output = restarted(killed, 25, *steps, "--save-steps", "1", "--kills", "20")
     assert output.count("killed after") == 20
     assert "after 20 restarts" in output
     assert losses(killed, 200) == losses(sound, 200)

@@ -1,26 +1,17 @@
-"""Pipelines that cannot run are refused on every rank; a rank that fails ends all; a recipe runs on a pipeline."""
+"""Pipelines that cannot run are refused on every rank, with the same words."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from support import pipeline_trainer_jobs as jobs
-from support.cluster import Failure, free_port
-from support.paths import ROOT
+from support.cluster import Failure
 
 from hf_helix.planning.schedule import build_schedule, format_schedule
 
 JOB = "support.pipeline_trainer_jobs:"
-SCRIPT = Path(jobs.__file__)
-LIMIT = 60  # seconds within which every rank ends after one has failed
 PIPE = {"pp_size": 2, "plan": "greedy"}
 
 
@@ -219,108 +210,3 @@ def test_a_dataset_that_ends_between_windows(cluster_of: Any, tmp_path: Path) ->
     job = {"folder": str(tmp_path), "helix": PIPE, "lengths": [24, 36]}
     message = same_error(cluster_of(4).errors(f"{JOB}train_on_streams_of_other_lengths", **job))
     assert "micro-batches by rank: [0, 0, 3, 3]" in message
-
-
-# A rank that fails inside a window
-
-
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize("how", ["raise", pytest.param("kill", marks=pytest.mark.slow)])
-def test_a_rank_that_fails_in_a_window_ends_all(victim: int, how: str, tmp_path: Path) -> None:
-    """As on several hosts, where nobody kills the survivors: they find out by themselves."""
-    check_survivors(2, victim, how, tmp_path, "pp_size: 2\nplan: greedy\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["raise", "kill"])
-@pytest.mark.parametrize(
-    ("sizes", "victim"), [("tp_size: 2\n", 0), ("tp_size: 2\n", 3), ("", 1), ("schedule: dualpipe_v\n", 2)]
-)
-def test_a_rank_of_four_that_fails_ends_all(victim: int, how: str, sizes: str, tmp_path: Path) -> None:
-    check_survivors(4, victim, how, tmp_path, f"pp_size: 2\nplan: greedy\n{sizes}")
-
-
-def check_survivors(world: int, victim: int, how: str, folder: Path, options: str) -> None:
-    (folder / "options.yaml").write_text(options)
-    ranks = [
-        start(rank, world, free_port_of(folder), folder, "--fail", how, "--victim", str(victim))
-        for rank in range(world)
-    ]
-    survivors = [rank for rank in range(world) if rank != victim]
-    try:
-        ranks[victim].wait(timeout=200)
-        died = time.monotonic()
-        for rank in survivors:
-            ranks[rank].wait(timeout=max(1.0, LIMIT - (time.monotonic() - died)))
-    finally:
-        for process in ranks:
-            process.kill()
-    for rank in survivors:
-        log = (folder / f"{rank}.log").read_text()
-        assert ranks[rank].returncode != 0, log
-        if how == "raise":
-            assert f"rank {victim} failed: RuntimeError: the data of this rank is broken" in log
-        else:
-            assert f"rank {victim} died" in log
-
-
-def free_port_of(folder: Path) -> int:
-    """One for all ranks of a test."""
-    path = folder / "port"
-    if not path.exists():
-        path.write_text(str(free_port()))
-    return int(path.read_text())
-
-
-def start(rank: int, world: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[bytes]:
-    """A rank by itself, without a launcher."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "HELIX_CONFIG_FILE": str(folder / "options.yaml"),
-    }
-    with (folder / f"{rank}.log").open("w") as log:
-        command = [sys.executable, str(SCRIPT), *flags]
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=folder)
-
-
-# Launches
-
-
-@pytest.mark.slow
-def test_the_recipe_on_two_pipeline_ranks(tmp_path: Path) -> None:
-    """`accelerate launch` with cpu_pp2.yaml trains, evaluates, measures, saves, loads and generates."""
-    config = yaml.safe_load((ROOT / "accelerate_configs" / "cpu_pp2.yaml").read_text())
-    config["main_process_port"] = free_port()
-    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "text.txt").write_text("\n\n".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(400)))
-    overrides = "hidden_size=32,intermediate_size=56,vocab_size=300,num_attention_heads=4,num_key_value_heads=2"
-    sizes = ["--config_overrides", overrides, "--sequence_length", "32"]
-    flags = ["--max_steps", "3", "--text", "text.txt", "--trace", "trace.json", "--output_dir", "out", *sizes]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "launch.yaml"]
-    process = subprocess.Popen(
-        [*command, str(ROOT / "recipes" / "pretrain.py"), *flags],
-        cwd=tmp_path,
-        env={**os.environ, "HELIX_CACHE": str(tmp_path / "cache")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output = process.communicate(timeout=200)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(process.communicate()[0]) from None
-    assert process.returncode == 0, output
-    for said in ("loss on held-out text: ", "pipeline bubbles", "loaded back, it writes: "):
-        assert output.count(said) == 1, output
-    assert output.count("hf_helix: plan `greedy`, not measured: ") == 1
-    found = jobs.tracks(tmp_path / "trace.json")
-    assert found.keys() == {0, 1}
-    assert all(any(track.startswith("pipeline") for track in tracks) for tracks in found.values())
