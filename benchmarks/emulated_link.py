@@ -65,11 +65,11 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operators on a link, make the plans, time everything in turn."""
     import torch
 
-    from hf_helix.runtime.comparison import compare
-    from hf_helix.runtime.link import even_out
-    from hf_helix.runtime.profiler import measure_profile
-    from hf_helix.runtime.tuning import predict_window
-    from hf_helix.workload import Workload
+    from hf_helix.engine.synthetic import Workload
+    from hf_helix.tuning.autotune import predict_window
+    from hf_helix.tuning.compare import compare
+    from hf_helix.tuning.measure.even_link import even_out
+    from hf_helix.tuning.measure.profiler import measure_profile
 
     made = Workload(shaped_link.llama(options), 2, torch.device("cpu"), link=link)
     window = made.window(options.microbatches, options.batch, options.sequence)

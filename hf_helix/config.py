@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.planning.link import parse_link
+from hf_helix.link_speed import parse_link
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11

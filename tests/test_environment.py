@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_helix import HelixPlugin, environment
-from hf_helix.environment import CONNECTIONS, LOADING, check_environment, load_eagerly, set_connections
-from hf_helix.plugin import _launched_as_pipeline
-from hf_helix.refusals import _problems_of_launches
+from hf_helix import HelixPlugin
+from hf_helix.integrations.accelerate.plugin import _launched_as_pipeline
+from hf_helix.integrations.trainer.checks import _problems_of_launches
+from hf_helix.runtime import environment
+from hf_helix.runtime.environment import CONNECTIONS, LOADING, check_environment, load_eagerly, set_connections
 
 CUDA = torch.device("cuda", 0)
 

@@ -23,7 +23,7 @@ from support.cluster import free_port
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_helix import HelixConfig
-from hf_helix.adapters import supported_models
+from hf_helix.models.registry import supported_models
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "accelerate_configs"

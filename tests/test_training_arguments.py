@@ -14,7 +14,7 @@ from support.models import arguments, llama
 from transformers import TrainingArguments
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.refusals import check_arguments
+from hf_helix.integrations.trainer.checks import check_arguments
 
 PAGE = Path(__file__).parents[1] / "docs" / "training_arguments.md"
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_helix.planning.graph import GraphPair, Kind, Operator, first_difference
-from hf_helix.planning.graph_data import graph_data, graph_from
+from hf_helix.planning.graph.graph_json import graph_data, graph_from
+from hf_helix.planning.graph.operator import GraphPair, Kind, Operator, first_difference
+from hf_helix.planning.instructions import Layout
 from hf_helix.planning.json_text import format_json, round_ms
-from hf_helix.planning.window import Layout
 
 FORMAT = "hf_helix.profile/1"
 

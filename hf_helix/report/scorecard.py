@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 
-from hf_helix.runtime.effort import BASELINE
-from hf_helix.runtime.measure import Overlap
-from hf_helix.runtime.mesh import Mesh, world_size
-from hf_helix.runtime.tuning import Tuning
+from hf_helix.runtime.distributed.mesh import Mesh, world_size
+from hf_helix.tuning.autotune import Tuning
+from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.measure.overlap import Overlap
 
 SMALL = 1.05  # a gain below this is explained
 

@@ -15,7 +15,7 @@ import yaml
 from support import pipeline_trainer_jobs as jobs
 from support.cluster import Failure, free_port
 
-from hf_helix.planning.schedule import build_schedule, format_schedule
+from hf_helix.planning.pipeline.schedule_file import build_schedule, format_schedule
 
 JOB = "support.pipeline_trainer_jobs:"
 ROOT = Path(__file__).parents[2]

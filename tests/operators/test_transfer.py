@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.base import Call
-from hf_helix.operators.transfer import Passage, Transfer, transfer_unit
-from hf_helix.planning.graph import RECEIVE, SEND, Kind, Part, transfer_graphs
+from hf_helix.operators.communication.pipeline_p2p import Passage, Transfer, transfer_unit
+from hf_helix.planning.graph.operator import RECEIVE, SEND, Kind, Part, transfer_graphs
 
 
 class Pigeonhole(Passage):

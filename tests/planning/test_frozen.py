@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from support.graphs import LLAMA, layout_of, llama_layer, random_times
 
-from hf_helix.planning import search
-from hf_helix.planning.graph import Graph, GraphPair, Part, derive_backward, digest
+from hf_helix.planning.graph.operator import Graph, GraphPair, Part, derive_backward, digest
+from hf_helix.planning.graph.recompute import recomputed
+from hf_helix.planning.instructions import window_instructions
+from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.activation_memory import held, shares_of
+from hf_helix.planning.plans.baselines.intra_batch import tile_graph
+from hf_helix.planning.plans.registry import RULES, make_plan
 from hf_helix.planning.profile import Profile, load_profile, named_operators, rough_profile
-from hf_helix.planning.recompute import recomputed
-from hf_helix.planning.room import held, shares_of
-from hf_helix.planning.rules import RULES, make_plan
-from hf_helix.planning.schedule import build_schedule
-from hf_helix.planning.tiling import tile_graph
-from hf_helix.planning.window import window_instructions
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
 

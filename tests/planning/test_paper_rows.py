@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_helix.planning.graph import Kind
+from hf_helix.planning.graph.operator import Kind
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "paper_rows.py"
 spec = importlib.util.spec_from_file_location("paper_rows", SCRIPT)

@@ -22,9 +22,9 @@ from support.graphs import (
     random_times,
 )
 
-from hf_helix.planning.fold import FOLD, stage_ranks
-from hf_helix.planning.graph import Kind
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.json_text import format_json
+from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
 from hf_helix.planning.profile import Pair, Profile, load_profile, named_operators, rough_profile
 
 LAYOUT = layout_of(LLAMA, 3)

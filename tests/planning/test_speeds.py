@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 from support.profiles import ABOUT, GATHER, MODEL, UP, tiny_profile
 
-from hf_helix.planning.link import LinkSpeed
+from hf_helix.link_speed import LinkSpeed
+from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.plans.link_speeds import NO_LINK, link_of, on_link, predict_speeds
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import Profile, load_profile, named_operators
-from hf_helix.planning.rules import make_plan
-from hf_helix.planning.schedule import build_schedule
-from hf_helix.planning.speeds import NO_LINK, link_of, on_link, predict_speeds
 
 HERE = LinkSpeed(1e9, 0.5e-3)
 BYTES = 312_500  # 2.5 ms at 1 Gbit/s, so with the latency the 3 ms of a collective

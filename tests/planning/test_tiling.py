@@ -27,13 +27,13 @@ from support.graphs import (
 )
 
 from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.flow import Flow, flow_order
-from hf_helix.planning.graph import Graph, GraphPair, Kind, Part
-from hf_helix.planning.plan import all_blocks, validate_order
+from hf_helix.planning.graph.operator import Graph, GraphPair, Kind, Part
+from hf_helix.planning.instructions import Instruction, Layout, unit_instructions, window_instructions
+from hf_helix.planning.plans.baselines.intra_batch import sites, tile_graph, tile_profile
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+from hf_helix.planning.plans.plan import all_blocks, validate_order
+from hf_helix.planning.plans.registry import BLOCK_RULES
 from hf_helix.planning.profile import Pair, Profile, load_profile, named_operators
-from hf_helix.planning.rules import BLOCK_RULES
-from hf_helix.planning.tiling import sites, tile_graph, tile_profile
-from hf_helix.planning.window import Instruction, Layout, unit_instructions, window_instructions
 
 TILES = [2, 3, 4]
 

@@ -14,8 +14,8 @@ from support.models import llama
 
 from hf_helix.report.flops import TokenFlops, token_flops
 from hf_helix.report.live import SHORT, LiveScore, short_entries
-from hf_helix.runtime.measure import Overlap
 from hf_helix.runtime.trace import Span, Trace
+from hf_helix.tuning.measure.overlap import Overlap
 
 JOB = "support.tuning_jobs:score"
 FLOPS = TokenFlops(linear=2e9, attention_per_length=1e6)  # at 1000 tokens: 2.5 causal and 3 full GFLOP a token

@@ -11,7 +11,7 @@ from support.profiles import MODEL, tiny_profile
 from support.windows import SVG
 
 from hf_helix.cli import main
-from hf_helix.planning.rules import make_plan
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.report.strands import Strip, draw_strips, strips, text_strips
 
 MESH = {"tp_size": 2, "pp_size": 1}

@@ -17,11 +17,13 @@ from support import jobs
 from support.jobs import _microbatches, make_trainer, window_gradients
 from support.models import arguments
 
-from hf_helix.planning import pairing, search
-from hf_helix.planning.graph import Kind
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
-from hf_helix.runtime import profiler, tuning
-from hf_helix.runtime.profiler import measure_profile
+from hf_helix.tuning import autotune as tuning
+from hf_helix.tuning.measure import profiler
+from hf_helix.tuning.measure.profiler import measure_profile
 
 
 @contextlib.contextmanager
