@@ -134,9 +134,9 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     """Every schedule on one layout, for windows of `count` micro-batches."""
     from hf_helix.planning.pipeline.scheduler import candidates
     from hf_helix.planning.plans.registry import predict_plan
+    from hf_helix.runtime.distributed.agreement import over_ranks
     from hf_helix.tuning.autotune import planned, tune
     from hf_helix.tuning.measure.memory import peak_bytes
-    from hf_helix.tuning.measure.overlap import over_ranks
 
     linear = workload(options, pp, "1f1b")
     folded = workload(options, pp, "w", linear.mesh)
@@ -199,7 +199,8 @@ def timed(runner: Any, window: Any) -> float:
 
 def bubble(runner: Any, window: Any) -> float:
     """The part of a step in which a rank does not compute; mean over the ranks."""
-    from hf_helix.tuning.measure.overlap import over_ranks, trace_window
+    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.tuning.measure.overlap import trace_window
 
     trace = trace_window(runner, window)
     spans = [(span.start, span.end) for span in trace.spans]

@@ -88,7 +88,7 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
     import torch.distributed as dist
 
     from hf_helix.checkpoint.atomic import _to_disk
-    from hf_helix.tuning.measure.overlap import over_ranks
+    from hf_helix.runtime.distributed.agreement import over_ranks
 
     folder = Path(options.out, f"of-rank-{rank}" if where == "apart" else "model")
     folder.mkdir(exist_ok=True)

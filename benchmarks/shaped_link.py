@@ -345,7 +345,9 @@ class Bench:
         window, others = self.window(count), self.others(count)
         profile = measure_profile(self.runner, window, {"link": f"{rate} Mbit/s"})
         if self.options.profile and self.options.rank == 0:
-            profile.save(self.options.profile.format(rate=rate, microbatches=count))
+            from hf_helix.planning.profile_file import save_profile
+
+            save_profile(profile, self.options.profile.format(rate=rate, microbatches=count))
         rules = self.options.plans or [rule for rule in PLANS if rule in RULES]
         runners = planned(self.runner, list(dict.fromkeys([BASELINE, *rules])), profile, count)
         predicted = {rule: predict_window(runner, profile, count) for rule, runner in runners.items()}

@@ -9,8 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.runtime.environment import set_connections
-
-__version__ = "0.1.0"
+from hf_helix.version import __version__
 
 _HOMES = {
     "HelixConfig": "config",
@@ -20,7 +19,7 @@ _HOMES = {
     "register_layer": "models.registry",
 }
 
-__all__ = ["HelixConfig", "HelixPlugin", "HelixTrainer", "HelixTrainerMixin", "register_layer"]
+__all__ = ["HelixConfig", "HelixPlugin", "HelixTrainer", "HelixTrainerMixin", "__version__", "register_layer"]
 
 set_connections()
 

@@ -9,13 +9,9 @@ from pathlib import Path
 import pytest
 
 from hf_helix import config
-from hf_helix.config import (
-    ABLATIONS,
+from hf_helix.config import ABLATIONS, PLANS, RECOMPUTE, SCHEDULES, HelixConfig
+from hf_helix.integrations.accelerate.launcher import (
     CONFIG_FILE_VARIABLE,
-    PLANS,
-    RECOMPUTE,
-    SCHEDULES,
-    HelixConfig,
     config_file_of,
     launcher_config_file,
     resolve_config,

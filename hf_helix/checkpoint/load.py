@@ -9,51 +9,20 @@ share and, beside it, one tensor (drawn at random: one layer); whatever the layo
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import swap_tensors
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
+from torch import Tensor
 
+from hf_helix.checkpoint.materialize import materialize
 from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Reader, Source, match, persistent_tensors, some
 from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import agree_on_success, agree_on_text
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.stage import Stage
-
-
-def outline_of(folder: str | os.PathLike[str], dtype: Any = "auto", **options: Any) -> Any:
-    """The causal language model of a checkpoint folder on the meta device, else as `from_pretrained` makes it.
-
-    Args:
-        dtype: of the parameters; "auto" for what `config.json` names, or else that of the first tensor.
-        options: what `AutoModelForCausalLM.from_config` takes, such as `attn_implementation`.
-
-    Raises:
-        ValueError: it is no folder with a `config.json`.
-    """
-    path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise ValueError(
-            f"model={str(folder)!r} is no folder with a config.json on this host; download a model first, `hf download "
-            "NAME --local-dir FOLDER`, or give a model that is made already"
-        )
-    config = AutoConfig.from_pretrained(path)
-    if dtype == "auto":
-        dtype = config.dtype or Checkpoint(path).dtype
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    if (path / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model
 
 
 @torch.no_grad()
@@ -69,7 +38,7 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
         ValueError: on every rank, before anything is written: a file is missing, cut off or no safetensors; tensors
             are missing, unknown, or of another shape or type. Names the file and the tensors.
     """
-    places = _places(model, stage, mesh)
+    places = places_of(model, stage, mesh)
     checkpoint = found = None
     error: Exception | None = None
     try:
@@ -87,82 +56,6 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
         if places[name].mine:
             with checkpoint.reader() as reader:
                 places[name].read(source, name, model.get_parameter_or_buffer(name), model, reader)
-
-
-@torch.no_grad()
-def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage, mesh: Mesh, seed: int) -> None:
-    """Draw a model on the meta device at random, layer by layer, as its own `_init_weights` does.
-
-    Every layer, and every module outside of the layers, has random numbers of its own, from `seed` and its name: the
-    weights do not depend on the layout. They are not those that a model made whole gets from this seed, whose modules
-    draw one after the other.
-
-    Args:
-        layers: the decoder layers of the model, each drawn as a whole.
-
-    Raises:
-        ValueError: a module draws weights that another one holds.
-    """
-    agree_on_text(f"seed={seed}", "seeds")
-    outline = copy.deepcopy(model)  # on the meta device, too: it takes no room
-    pieces = _pieces(model, layers)
-    _check_pieces(outline, pieces)
-    materialize(model, stage, mesh)
-    places = _places(model, stage, mesh)
-    # One room for all pieces: what is made and freed piece by piece leaves gaps that the allocator does not use again.
-    most = max(sum(weight.numel() for weight in outline.get_submodule(piece).parameters()) for piece in pieces)
-    room = torch.empty(most, dtype=model.dtype)
-    for piece in pieces:
-        names = [name for name, _ in model.get_submodule(piece).named_parameters(piece)]
-        names = [name for name in names if places[name].mine and places[name].name == name]
-        if not names:
-            continue
-        with torch.random.fork_rng(devices=[]):
-            # `torch.manual_seed` would seed the generators of GPUs as well, which are not set back here.
-            own = int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big")
-            torch.default_generator.manual_seed(own)
-            _move_in(outline.get_submodule(piece), room).apply(outline._init_weights)
-        for name in names:
-            places[name].copy(outline.get_parameter(name), model.get_parameter(name))
-
-
-@torch.no_grad()
-def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
-    """Memory for what this rank holds of a model on the meta device; what is real already stays as it is.
-
-    Parameters are cut and not filled yet, those of other pipeline ranks empty; buffers are as the model makes them.
-
-    Raises:
-        ValueError: a buffer that no checkpoint has and that the model does not make.
-    """
-    for name, module in model.named_modules():
-        _materialize_buffers(model, name, module, mesh.device)
-    owners = stage.owners
-    for parameter, placement in stage.all_placements.items():
-        if not parameter.is_meta:
-            continue
-        mine, axis = owners[parameter] == stage.rank, mesh.axis_of(placement)
-        shape = placement.shape(parameter.shape, axis.size, axis.rank) if mine else (0,)
-        value = torch.empty(shape, dtype=parameter.dtype, device=mesh.device)
-        # `parameter.data = value` is refused from one device to another.
-        swap_tensors(parameter, nn.Parameter(value, requires_grad=mine and parameter.requires_grad))
-
-
-def _materialize_buffers(model: Any, name: str, module: nn.Module, device: torch.device) -> None:
-    """As `from_pretrained`: make room for them and let `_init_weights` fill it, such as with the rope's frequencies."""
-    absent = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-    if not absent:
-        return
-    made = {key: torch.empty_like(buffer, device=device) for key, buffer in absent.items()}
-    module._buffers.update(made)
-    versions = {key: buffer._version for key, buffer in made.items()}
-    model._init_weights(module)  # its parameters are on the meta device still, so nothing is drawn
-    for key, buffer in made.items():
-        if key in module._non_persistent_buffers_set and buffer._version == versions[key]:
-            raise ValueError(
-                f"{name}.{key} is in no checkpoint, and {type(model).__name__} does not make it in _init_weights, so "
-                "the model cannot start on the meta device; make it with from_pretrained(folder)"
-            )
 
 
 # -- from a folder -----------------------------------------------------------------------------------------------
@@ -217,7 +110,7 @@ class _Place:
             part.copy_(whole[(*[slice(None)] * dim, slice(first, last))])
 
 
-def _places(model: Any, stage: Stage, mesh: Mesh) -> dict[str, _Place]:
+def places_of(model: Any, stage: Stage, mesh: Mesh) -> dict[str, _Place]:
     """Everything that a checkpoint has, by every name it goes by in the model."""
     owners, placements = stage.owners, stage.all_placements
     found: dict[int, _Place] = {}
@@ -300,41 +193,3 @@ def _differing(
 
 
 # -- at random ---------------------------------------------------------------------------------------------------
-
-
-def _pieces(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
-    """The modules that are drawn each by itself: the layers, and outside of them whatever holds parameters."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        own = any(True for _ in module.parameters(recurse=False))
-        if not _is_inside(name, found) and (own or any(module is layer for layer in layers)):
-            found.append(name)
-    return found
-
-
-def _move_in(piece: nn.Module, room: Tensor) -> nn.Module:
-    """Give the parameters of a module places in the room, from its start."""
-    start = 0
-    for weight in piece.parameters():
-        swap_tensors(weight, nn.Parameter(room[start : start + weight.numel()].view(weight.shape)))
-        start += weight.numel()
-    return piece
-
-
-def _is_inside(name: str, pieces: Sequence[str]) -> bool:
-    return any(not piece or name == piece or name.startswith(f"{piece}.") for piece in pieces)
-
-
-def _check_pieces(outline: Any, pieces: Sequence[str]) -> None:
-    """Raise ValueError if what encloses the pieces draws some of their weights, too."""
-    weights = dict(outline.named_parameters())
-    before = {name: weight._version for name, weight in weights.items()}
-    for name, module in outline.named_modules():
-        if not _is_inside(name, pieces):
-            outline._init_weights(module)
-    drawn = [name for name, weight in weights.items() if weight._version != before[name]]
-    if drawn:
-        raise ValueError(
-            f"{type(outline).__name__}._init_weights draws {some(drawn)} from a module around the layers, so the model "
-            "cannot be drawn layer by layer; save one that is made whole, and start from its folder (weights=...)"
-        )

@@ -18,10 +18,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-import hf_helix
 from hf_helix.checkpoint.optimizer_state import Held
 from hf_helix.runtime.distributed.groups import gather_objects
 from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.version import __version__
 
 NAME = "helix_state.json"
 FORMAT = 1
@@ -50,7 +50,7 @@ class Manifest:
     samples: dict[str, int]
     optimizer: str | None
     files: dict[str, int] = dataclasses.field(default_factory=dict)
-    hf_helix: str = hf_helix.__version__
+    hf_helix: str = __version__
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:

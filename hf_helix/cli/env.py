@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_helix import __version__
 from hf_helix.cli.options import add_parser
+from hf_helix.version import __version__
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands

@@ -41,7 +41,7 @@ def configuration_file(model: str) -> str:
 def profile_of(options: argparse.Namespace) -> Profile:
     """The profile that is planned or drawn with."""
     from hf_helix.planning.graph.recompute import recompute_profile
-    from hf_helix.planning.profile import load_profile
+    from hf_helix.planning.profile_file import load_profile
 
     profile = load_profile(options.profile)
     if options.recompute is not None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hf_helix.cli.files import configuration_file, schedule_for
 from hf_helix.cli.options import add_parser
 from hf_helix.config import AXES, RECOMPUTE
+from hf_helix.planning.profile_file import save_profile
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -113,7 +114,7 @@ def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
 
 def _choose_channels(options: argparse.Namespace) -> None:
     from hf_helix.planning.plans.search import greedy, predict
-    from hf_helix.planning.profile import load_profile
+    from hf_helix.planning.profile_file import load_profile
 
     best, shortest = "", float("inf")
     for channels in options.nccl_channels:
@@ -167,7 +168,7 @@ def _measure(options: argparse.Namespace) -> None:
             work.runner, window, about, progress=lambda share: progress("measuring operators", share)
         )
     if dist.get_rank() == 0:
-        profile.save(options.output)
+        save_profile(profile, options.output)
         print(f"{len(profile.times)} operators and {len(profile.pairs)} pairs: {options.output}")
     if options.trace:
         _write_trace(options.trace, work, window, profile)
@@ -176,9 +177,10 @@ def _measure(options: argparse.Namespace) -> None:
 
 def _write_trace(path: Path, work: Any, window: Any, profile: Profile) -> None:
     from hf_helix.report.perfetto import write_perfetto
+    from hf_helix.runtime.distributed.agreement import over_ranks
     from hf_helix.runtime.distributed.mesh import rank
     from hf_helix.tuning.autotune import planned
-    from hf_helix.tuning.measure.overlap import over_ranks, trace_window
+    from hf_helix.tuning.measure.overlap import trace_window
 
     runner = planned(work.runner, ["greedy"], profile, len(window))["greedy"]
     trace_window(runner, window)  # warms up

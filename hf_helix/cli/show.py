@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _show_profile(options: argparse.Namespace) -> None:
-    from hf_helix.planning.profile import load_profile
+    from hf_helix.planning.profile_file import load_profile
     from hf_helix.report import heatmap
 
     _refuse(options, (*OF_PLANS, *OF_PLANS_AND_SCHEDULES), "a profile")

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.checkpoint.load import initialize_parameters, load_parameters
+from hf_helix.checkpoint.load import load_parameters
 from hf_helix.checkpoint.peft import load_adapters, save_adapters
+from hf_helix.checkpoint.random_weights import initialize_parameters
 from hf_helix.checkpoint.save import save_pretrained
 from hf_helix.checkpoint.shard import cut_parameters, is_cut
 from hf_helix.config import HelixConfig
@@ -52,7 +53,7 @@ from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.cuda_graphs import WindowGraphs, why_never
-from hf_helix.runtime.distributed.agreement import agree_on_text, agree_on_window
+from hf_helix.runtime.distributed.agreement import agree_on_text, agree_on_window, over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.grad_reduce import gradient_norm, set_aside
@@ -70,7 +71,7 @@ from hf_helix.tuning.compare import PAPER, Comparison, compare
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.measure.even_link import even_out
 from hf_helix.tuning.measure.memory import peak_bytes
-from hf_helix.tuning.measure.overlap import Overlap, measure_overlap, over_ranks, trace_window
+from hf_helix.tuning.measure.overlap import Overlap, measure_overlap, trace_window
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES, Tuner, describe
 
 logger = logging.getLogger(__name__)

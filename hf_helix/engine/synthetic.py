@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_helix.checkpoint.load import initialize_parameters
+from hf_helix.checkpoint.random_weights import initialize_parameters
 from hf_helix.engine.recompute import recompute_units
 from hf_helix.models.builder import RING, Sharing
 from hf_helix.models.registry import family_of

@@ -37,7 +37,8 @@ from hf_helix.operators.unit import (
     cut_bounds,
 )
 from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy, lookup, noisy
-from hf_helix.planning.graph.operator import Graph, GraphPair, Kind, Operator
+from hf_helix.planning.graph.operator import Graph, Kind, Operator
+from hf_helix.planning.graph.pair import GraphPair
 
 GEMM = 4.0
 ATTENTION = 4.0
@@ -234,7 +235,7 @@ class Builder:
         window: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> str:
-        """Causal attention over a sequence that context-parallel ranks share, see `hf_helix.operators.attention.ring_attention`.
+        """Causal attention over a sequence that context-parallel ranks share, see `operators.attention.ring_attention`.
 
         Args:
             q: [batch, heads, tokens of this rank, head_dim].

@@ -23,7 +23,8 @@ from hf_helix.operators.attention.ring_attention import ABSENT, DOCUMENTS
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.vocab_parallel import IGNORED
-from hf_helix.planning.graph.operator import Graph, GraphPair
+from hf_helix.planning.graph.operator import Graph
+from hf_helix.planning.graph.pair import GraphPair
 
 
 class Family(ABC):

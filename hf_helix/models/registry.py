@@ -9,8 +9,11 @@ from typing import Any
 
 from hf_helix.models.families.gpt2 import GPT2
 from hf_helix.models.families.gpt_neox import GPTNeoX
-from hf_helix.models.families.llama import Llama, Mistral, Qwen2, Qwen3
-from hf_helix.models.families.mixture import Mixtral, Phimoe, Qwen3Moe
+from hf_helix.models.families.llama import Llama, Mistral
+from hf_helix.models.families.mixtral import Mixtral
+from hf_helix.models.families.phimoe import Phimoe
+from hf_helix.models.families.qwen import Qwen2, Qwen3
+from hf_helix.models.families.qwen_moe import Qwen3Moe
 from hf_helix.models.family import Family
 from hf_helix.models.model_code import check_class
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
 from hf_helix.operators.communication.collectives import Gather, Scatter
 from hf_helix.operators.unit import TensorOperator, Unit
-from hf_helix.planning.graph.operator import GraphPair, Part
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.plans.baselines.intra_batch import Site, sites, tile_graph
 
 

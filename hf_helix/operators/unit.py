@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Communication, Computation, SplitComputation
 from hf_helix.operators.moe.dispatch import RouterMeter
-from hf_helix.planning.graph.operator import GraphPair
+from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import NONE, recomputed
 
 TP, EXPERTS = "tp", "experts"

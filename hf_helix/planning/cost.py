@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.instructions import Instruction, Layout
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Layout
 
 Times = Mapping[tuple[str, str], float]
 """Seconds of each operator, by the name of its unit and its entry in a plan."""

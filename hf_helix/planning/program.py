@@ -15,13 +15,12 @@ from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.instructions import (
     BARRIER_INSTRUCTION,
     Instruction,
-    Key,
-    Layout,
     action_instructions,
     blocks_of,
     transfers_of,
     window_instructions,
 )
+from hf_helix.planning.layout import Key, Layout
 from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
 from hf_helix.planning.plans.list_scheduler import flow_order
 from hf_helix.planning.plans.plan import BARRIER, Plan

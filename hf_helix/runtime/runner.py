@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.base import Precision
-from hf_helix.planning.instructions import Instruction, Key
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Key
 from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan

@@ -15,8 +15,9 @@ from torch import nn
 from hf_helix.operators.communication.pipeline_p2p import Empty, Transfer, transfer_unit
 from hf_helix.operators.tiling import tile_unit
 from hf_helix.operators.unit import Placement, Unit
-from hf_helix.planning.graph.operator import RECEIVE, SEND, Part, transfer_graphs
-from hf_helix.planning.instructions import Layout
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks
 from hf_helix.planning.plans.plan import tile_pairs
 from hf_helix.runtime.distributed.pipe import Pipe

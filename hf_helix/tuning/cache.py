@@ -22,8 +22,8 @@ from typing import Any
 
 from huggingface_hub.constants import HF_HOME
 
-from hf_helix.planning.json_text import format_json
-from hf_helix.planning.profile import load_profile
+from hf_helix.planning.profile_file import load_profile, profile_json
+from hf_helix.planning.text import format_json
 from hf_helix.tuning.autotune import Tuning
 from hf_helix.tuning.measure.overlap import Overlap
 
@@ -107,7 +107,7 @@ def _overlap(figures: Mapping[str, Any]) -> Overlap:
 
 def _write_files(folder: Path, tuning: Tuning, plan_text: str) -> None:
     if tuning.profile is not None:
-        _write(folder / "profile.json", tuning.profile.to_json())
+        _write(folder / "profile.json", profile_json(tuning.profile))
     _write(folder / "plan.json", plan_text)
 
 

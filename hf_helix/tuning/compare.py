@@ -2,7 +2,7 @@
 
 In:   a runner, the window, the names of rules, and the times of the operators if they are known.
 Out:  a `Comparison`, the same on every rank.
-Must hold: all plans are timed in alternation in one run and medians are taken (`hf_helix.tuning.measure.overlap`); on an
+Must hold: all plans are timed in alternation in one run and medians are taken (`tuning.measure.overlap`); on an
 emulated link they are timed without it, too; training is left as it was found.
 """
 

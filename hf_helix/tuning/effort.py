@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.instructions import Layout
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans import search
 from hf_helix.planning.profile import named_operators
 from hf_helix.tuning.measure.profiler import TRAIN

@@ -23,15 +23,14 @@ from typing import Any
 
 import torch
 
-from hf_helix import __version__
 from hf_helix.config import SCHEDULES, HelixConfig
 from hf_helix.planning.graph.recompute import NONE
-from hf_helix.planning.instructions import Layout
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, schedule_names, stage_costs
 from hf_helix.planning.plans.plan import Plan, load_plan, parse_plan
 from hf_helix.planning.plans.registry import RULES
-from hf_helix.planning.profile import Profile, load_profile, rough_profile
-from hf_helix.report.scorecard import contention_of, format_tuning, format_verdict
+from hf_helix.planning.profile import Profile, rough_profile
+from hf_helix.planning.profile_file import load_profile
 from hf_helix.runtime.distributed.agreement import agree_on_text, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import Mesh, rank
 from hf_helix.runtime.microbatch import MicroBatch
@@ -53,6 +52,8 @@ from hf_helix.tuning.effort import (
 from hf_helix.tuning.measure.machine import machine
 from hf_helix.tuning.measure.overlap import time_steps
 from hf_helix.tuning.progress import progress_bar
+from hf_helix.tuning.verdict import contention_of, format_tuning, format_verdict
+from hf_helix.version import __version__
 
 # Rules that wait for a measurement; until then, a plan that needs none serves.
 MEASURED = {"auto": CANDIDATES, "search": ("search",), "dhelix": ("dhelix",)}

@@ -16,7 +16,8 @@ from hf_helix.operators.communication.collectives import Gather, GatherReplicate
 from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.tiling import Cut, Join, TileTransfer, cut_rows, join_rows, tile_unit
-from hf_helix.planning.graph.operator import GraphPair, Part
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.plans.baselines.intra_batch import tile_graph
 from hf_helix.runtime.stage import place_units
 

@@ -14,7 +14,8 @@ from support.graphs import LLAMA, collective, compute, layout_of, linear, pair, 
 
 from hf_helix.planning.cost import STREAMS, Slowdown, Timeline, Work, entry_of, simulate, work_of
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Layout, unit_instructions, window_instructions
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, unit_instructions, window_instructions
+from hf_helix.planning.layout import Layout
 
 COMPUTE, LOCAL, CROSS = Kind.COMPUTE, Kind.LOCAL, Kind.CROSS
 

@@ -8,7 +8,8 @@ from support.graphs import collective, compute, layout_of, linear, pair, profile
 
 from hf_helix.planning.cost import entry_of, work_of
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.instructions import Layout, window_instructions
+from hf_helix.planning.instructions import window_instructions
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
 from hf_helix.planning.plans.list_scheduler import EXTRA_LAYERS
 from hf_helix.planning.plans.search import bound, predict, search

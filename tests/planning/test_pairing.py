@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.graph.operator import Graph, GraphPair, Kind, Operator, Part
-from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Layout, unit_instructions
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, unit_instructions
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.planning.plans.baselines.dhelix import dhelix
 from hf_helix.planning.plans.baselines.interleave import sequential

@@ -20,7 +20,6 @@ from hf_helix.planning.pipeline.schedule_file import (
     build_schedule,
     format_schedule,
     parse_schedule,
-    validate,
 )
 from hf_helix.planning.pipeline.select import (
     SEARCHED,
@@ -30,6 +29,7 @@ from hf_helix.planning.pipeline.select import (
     find_schedule,
     simulate_schedule,
 )
+from hf_helix.planning.pipeline.validate import validate
 
 UNIT = {"forward": 1.0, "input": 1.0, "weight": 1.0}
 SETS: dict[str, dict[str, float]] = {

@@ -11,7 +11,8 @@ from support.graphs import SMALL, pipeline_of, plan_of_flow, profile_of, random_
 from support.point_to_point import RULES, Deadlock, Pipeline
 
 from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.instructions import Instruction, Layout, slot_instructions
+from hf_helix.planning.instructions import Instruction, slot_instructions
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
 from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, Slot, build_schedule
 from hf_helix.planning.pipeline.select import Costs, choose_schedule

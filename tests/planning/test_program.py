@@ -21,7 +21,8 @@ from support.graphs import (
 )
 
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction, Layout, window_instructions
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction, window_instructions
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import RULES, TILED, make_plan

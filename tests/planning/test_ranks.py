@@ -25,9 +25,11 @@ from support.schedules import live_activations
 
 from hf_helix.config import RECOMPUTE
 from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.graph.operator import GraphPair, Kind, Part
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import recomputed
-from hf_helix.planning.instructions import Instruction, Layout, window_instructions
+from hf_helix.planning.instructions import Instruction, window_instructions
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
 from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, build_schedule
 from hf_helix.planning.plans import search

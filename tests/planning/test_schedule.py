@@ -19,8 +19,8 @@ from hf_helix.planning.pipeline.schedule_file import (
     load_schedule,
     num_microbatches_of,
     placement_of,
-    validate,
 )
+from hf_helix.planning.pipeline.validate import validate
 
 
 def folded(schedule: Schedule, num_microbatches: int) -> None:

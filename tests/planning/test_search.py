@@ -27,7 +27,8 @@ from support.graphs import (
 )
 
 from hf_helix.planning.cost import Timeline, Work, simulate, work_of
-from hf_helix.planning.graph.operator import GraphPair, Kind
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.pipeline.schedule_file import Action, Slot
 from hf_helix.planning.plans import search as searching

@@ -14,7 +14,7 @@ from hf_helix.checkpoint.shard import cut_parameters
 from hf_helix.models.builder import Sharing
 from hf_helix.models.families.llama import Llama
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.planning.graph.operator import RECEIVE, SEND
+from hf_helix.planning.graph.pair import RECEIVE, SEND
 from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from hypothesis import strategies as st
 
 from hf_helix.config import RECOMPUTE
-from hf_helix.planning.graph.operator import RECEIVE, SEND, Graph, GraphPair, Kind, Operator, Part, transfer_graphs
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair, transfer_graphs
 from hf_helix.planning.graph.recompute import recomputed
-from hf_helix.planning.instructions import Instruction, Layout
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.schedule_file import Schedule, build_schedule
 from hf_helix.planning.plans.list_scheduler import Flow
 from hf_helix.planning.plans.plan import Plan, graphs_digest

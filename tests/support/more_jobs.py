@@ -29,7 +29,8 @@ from hf_helix.operators.communication.collectives import (
 )
 from hf_helix.operators.communication.transport import GlooTransport
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, Unit
-from hf_helix.planning.graph.operator import Graph, GraphPair, Part
+from hf_helix.planning.graph.operator import Graph, Part
+from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
 from hf_helix.runtime import grad_reduce as gradients
 from hf_helix.runtime.distributed.agreement import agree_on_number

@@ -14,8 +14,8 @@ from hf_helix.checkpoint.shard import whole_parameter
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.measure.overlap import over_ranks
 
 Batch = dict[str, Tensor]
 

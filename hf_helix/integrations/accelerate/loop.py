@@ -26,8 +26,10 @@ from transformers.utils.logging import get_logger
 
 from hf_helix.engine.checks import check_batch
 from hf_helix.engine.engine import Engine, Scale
-from hf_helix.engine.evaluate import count_targets, gather_samples
-from hf_helix.integrations.trainer.checks import check_accelerator, check_loader, check_optimizer
+from hf_helix.engine.evaluate import count_targets
+from hf_helix.integrations.accelerate.checks import check_accelerator, check_loader
+from hf_helix.integrations.metrics import gather_samples
+from hf_helix.integrations.optimizers import check_optimizer
 from hf_helix.models.direct_use import Instead
 from hf_helix.runtime.distributed.agreement import agree_on_number, agree_on_text
 from hf_helix.runtime.distributed.groups import control_group

@@ -17,7 +17,8 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.config import HelixConfig
+from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.runtime.distributed.mesh import Mesh, build_mesh, check_joined
 from hf_helix.runtime.environment import load_eagerly
 from hf_helix.runtime.failures.endings import is_launched

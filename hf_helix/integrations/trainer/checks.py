@@ -13,54 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Trainer
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.recompute import problems_of
 from hf_helix.integrations.accelerate.plugin import HelixPlugin
+from hf_helix.integrations.optimizers import (
+    ELEMENTWISE_OPTIMIZERS,
+    FUSED_OPTIMIZERS,
+    TENSORWISE_OPTIMIZERS,
+    check_trainers_optimizer,
+    cuts_of,
+)
 from hf_helix.integrations.trainer.overrides import check_overrides
 from hf_helix.runtime.distributed.mesh import check_joined
-
-# Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.
-ELEMENTWISE_OPTIMIZERS = (
-    "adamw_torch",
-    "adamw_torch_fused",
-    "sgd",
-    "adagrad",
-    "rmsprop",
-    "schedule_free_adamw",
-    "schedule_free_sgd",
-    "schedule_free_radam",
-)
-
-ELEMENTWISE_CLASSES = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Rprop,
-)
-
-_ELEMENTWISE_NAMES = ", ".join(kind.__name__ for kind in ELEMENTWISE_CLASSES)
-
-# Optimizers that look at one whole matrix at a time, so that it matters only whether matrices are cut.
-TENSORWISE_OPTIMIZERS = ("adafactor",)
-
-# Optimizers that update parameters inside autograd's backward, which runs operator by operator here.
-FUSED_OPTIMIZERS = (
-    "lomo",
-    "adalomo",
-    "galore_adamw_layerwise",
-    "galore_adamw_8bit_layerwise",
-    "galore_adafactor_layerwise",
-    "apollo_adamw_layerwise",
-)
 
 # Field, whether its value is refused, what to do instead.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -109,7 +74,7 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
     problems += _problems_of_optim(str(getattr(args.optim, "value", args.optim)), config)
     problems += _problems_of_batches(args, config)
     problems += problems_of(args, config)
-    problems += _problems_of_launches(config.pp_size, args.device, args.full_determinism)
+    problems += problems_of_launches(config.pp_size, args.device, args.full_determinism)
     if args.n_gpu > 1:
         problems.append(
             f"{args.n_gpu} GPUs in one process: use one process per GPU, "
@@ -128,11 +93,11 @@ def _problems_of_optim(name: str, config: HelixConfig) -> list[str]:
     use = f"use optim='adamw_torch', or another of {', '.join(ELEMENTWISE_OPTIMIZERS[1:])}"
     if name in FUSED_OPTIMIZERS:
         return [f"optim={name!r}: {use}: it updates parameters in a backward pass of the whole model, which never runs"]
-    cuts = _cuts(config, tensorwise=name in TENSORWISE_OPTIMIZERS)
+    cuts = cuts_of(config, tensorwise=name in TENSORWISE_OPTIMIZERS)
     return [f"optim={name!r}: {use}: {cuts}"] if cuts else []
 
 
-def _problems_of_launches(pp_size: int, device: torch.device, full_determinism: bool = False) -> list[str]:
+def problems_of_launches(pp_size: int, device: torch.device, full_determinism: bool = False) -> list[str]:
     """Of launches that wait: a receive is over once another rank has sent, which may need what would come after it."""
     if pp_size == 1 or device.type != "cuda":
         return []
@@ -171,20 +136,6 @@ def _problems_of_batches(args: Any, config: HelixConfig) -> list[str]:
     return problems
 
 
-def _cuts(config: HelixConfig, tensorwise: bool = False) -> str:
-    """Why an optimizer that looks beyond single elements cannot be used; empty if it can.
-
-    Args:
-        tensorwise: it looks at one whole tensor at a time.
-    """
-    sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size} | ({} if tensorwise else {"pp_size": config.pp_size})
-    given = [f"{name}={size}" for name, size in sizes.items() if size > 1]
-    given += ["shard_optimizer=True"] if config.shard_optimizer else []
-    if not given:
-        return ""
-    return f"it may look at more than single elements, and with {' and '.join(given)} a rank holds only a part"
-
-
 def check_evaluation(dataset: Any, dp_size: int) -> None:
     """Refuse data whose samples could not be counted once.
 
@@ -205,7 +156,7 @@ def check_trainer(trainer: Any, args: Any) -> None:
         ValueError: as `check_arguments`.
     """
     check_overrides(trainer)
-    _check_optimizer(trainer)
+    check_trainers_optimizer(trainer)
     accelerator = trainer.accelerator
     if accelerator.mixed_precision != args.mixed_precision:
         raise ValueError(
@@ -221,117 +172,3 @@ def check_trainer(trainer: Any, args: Any) -> None:
     evaluated = trainer.eval_dataset
     for dataset in evaluated.values() if isinstance(evaluated, dict) else [evaluated]:
         check_evaluation(dataset, trainer.mesh.dp_size)
-
-
-def _check_optimizer(trainer: Any) -> None:
-    config, given = trainer.helix_config, trainer.optimizer_cls_and_kwargs
-    cuts = _cuts(config)
-    makers = [kind for kind in type(trainer).__mro__ if "create_optimizer" in vars(kind)]
-    if cuts and any(
-        kind.__module__ not in ("hf_helix.integrations.trainer.trainer", Trainer.__module__) for kind in makers
-    ):
-        raise ValueError(
-            f"{type(trainer).__name__} overrides create_optimizer: {cuts}; remove the override, and use "
-            f"optimizers=(...) or optimizer_cls_and_kwargs=(...) with one of {_ELEMENTWISE_NAMES}"
-        )
-    if given:
-        _check_optimizer_class("optimizer_cls_and_kwargs", given[0], config)
-    if trainer.optimizer is not None:
-        _check_new_optimizer("optimizers", trainer.optimizer, config, "TrainingArguments(optim=...)")
-
-
-def _check_optimizer_class(option: str, kind: Any, config: HelixConfig) -> None:
-    cuts = _cuts(config)
-    if cuts and not _is_elementwise(kind):
-        raise ValueError(
-            f"{option}=({getattr(kind, '__name__', kind)}, ...): {cuts}; use one of {_ELEMENTWISE_NAMES}, or say "
-            "`elementwise = True` in the class if it treats every element by itself"
-        )
-
-
-def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig, instead: str) -> None:
-    """An optimizer that was made before the model is cut."""
-    kind = type(optimizer)
-    _check_optimizer_class(option, kind, config)
-    if optimizer.state and _cuts(config):
-        raise ValueError(
-            f"{option}=({kind.__name__}, ...) has taken steps on the whole model, and its states cannot be cut; give a "
-            "new one"
-        )
-    if config.shard_optimizer:
-        raise ValueError(
-            f"{option}=({kind.__name__}, ...) was given, and shard_optimizer=True makes its own; use {instead}, or "
-            "shard_optimizer=False"
-        )
-
-
-def _is_elementwise(kind: Any) -> bool:
-    listed = isinstance(kind, type) and issubclass(kind, ELEMENTWISE_CLASSES)
-    return listed or bool(getattr(kind, "elementwise", False))
-
-
-# -- a loop around Accelerate --------------------------------------------------------------------------------------
-
-
-def check_accelerator(accelerator: Any, plugin: HelixPlugin) -> None:
-    """Refuse an `Accelerator` whose options cannot be honoured.
-
-    Raises:
-        ValueError: names every such option and a value that works.
-    """
-    if accelerator.parallelism_config is not plugin:
-        raise ValueError(
-            f"the Accelerator was made with parallelism_config={accelerator.parallelism_config!r}, and not with this "
-            "plugin; use Accelerator(parallelism_config=plugin, ...), as the first of the process"
-        )
-    problems, kind = [], getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-    problems += _problems_of_launches(plugin.config.pp_size, accelerator.device)
-    if accelerator.mixed_precision not in ("no", "bf16"):
-        problems.append(f"mixed_precision={accelerator.mixed_precision!r}: use mixed_precision='bf16', or 'no'")
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
-        problems.append(f"distributed_type={kind}: use MULTI_GPU: hf_helix cuts the model itself")
-    if accelerator.state.dynamo_plugin.backend.value != "NO":
-        problems.append("dynamo_backend: use dynamo_backend='no': operators are issued one by one")
-    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
-        problems.append(
-            "sync_each_batch=True: use sync_each_batch=False: gradients are summed over the ranks once for a window"
-        )
-    if problems:
-        raise ValueError("HelixPlugin.prepare cannot honour this Accelerator:\n  " + "\n  ".join(problems))
-
-
-def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
-    """Refuse an optimizer of a loop that cannot go on with a part of the model.
-
-    Args:
-        model: whose parameters it must hold; None where it is not given.
-
-    Raises:
-        ValueError: says which can.
-    """
-    _check_new_optimizer("optimizer", optimizer, config, "HelixTrainer")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if model is None or not held <= {id(parameter) for parameter in model.parameters()}:
-        raise ValueError(
-            f"optimizer=({type(optimizer).__name__}, ...) holds parameters that are not the model's; make it from "
-            "model.parameters(), and give both to one call of HelixPlugin.prepare"
-        )
-
-
-def check_loader(loader: Any, accelerator: Any, dp_size: int) -> None:
-    """Refuse data that would not reach every data-parallel rank as often, or the same way.
-
-    Raises:
-        ValueError: names the option and a value that works.
-    """
-    if dp_size == 1:
-        return
-    with_ranks = f"with {dp_size} data-parallel ranks: use DataLoaderConfiguration"
-    if not accelerator.even_batches:
-        raise ValueError(f"even_batches=False {with_ranks}(even_batches=True): ranks must run as many batches")
-    is_stream = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    if accelerator.dispatch_batches or (is_stream and accelerator.dispatch_batches is None):
-        raise ValueError(
-            f"{'an iterable dataset' if is_stream else 'dispatch_batches=True'} {with_ranks}(dispatch_batches=False): "
-            "otherwise every rank would get the same batches"
-        )

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.evaluate import gather_samples
+from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation
 from hf_helix.integrations.trainer.overrides import check_overrides
 from hf_helix.runtime.distributed.mesh import Mesh

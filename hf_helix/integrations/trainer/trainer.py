@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.utils.logging import get_logger
 
-from hf_helix.checkpoint.load import outline_of
-from hf_helix.config import HelixConfig, resolve_config
+from hf_helix.checkpoint.random_weights import outline_of
+from hf_helix.config import HelixConfig
 from hf_helix.engine.checks import check_sizes
 from hf_helix.engine.engine import Engine, Scale
 from hf_helix.engine.recompute import asked_by
+from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, shared_layout
 from hf_helix.integrations.trainer.checkpoints import CheckpointHooks, make_output_dir
 from hf_helix.integrations.trainer.checks import check_arguments, check_trainer

@@ -26,7 +26,6 @@ from hf_helix.models.attention import (
 )
 from hf_helix.models.builder import Builder
 from hf_helix.models.family import Family
-from hf_helix.models.norms import normed
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.attention.rope import rotated
@@ -122,21 +121,3 @@ class Mistral(Dense):
 
     def window(self, attn: Any) -> Window:
         return attn.config.sliding_window
-
-
-class Qwen2(Dense):
-    """`Qwen2ForCausalLM`: biases on queries, keys and values; windows layer by layer."""
-
-    model_class = "Qwen2ForCausalLM"
-
-
-class Qwen3(Dense):
-    """`Qwen3ForCausalLM`: a norm on every head of the queries and keys; windows layer by layer."""
-
-    model_class = "Qwen3ForCausalLM"
-
-    def rotate(self, attn: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return super().rotate(attn, normed(attn.q_norm, q), normed(attn.k_norm, k), cos, sin)
-
-    def rotated_by(self, attn: Any) -> Sequence[nn.Module]:
-        return attn.q_norm, attn.k_norm

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_helix.models.builder import Builder, Sharing
 from hf_helix.models.expert_layer import declare_experts
-from hf_helix.models.families.llama import Dense, Qwen3
+from hf_helix.models.families.llama import Dense
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED, SHARD_TOKENS, RouterMeter
@@ -180,45 +180,3 @@ def _balance(logits: Tensor, counted: Tensor, choices: int) -> Tensor:
     best = probabilities.detach().topk(choices, -1).indices
     loads = torch.zeros_like(probabilities).scatter_(1, best, 1.0)
     return torch.stack(((loads * counted).sum(0), (probabilities * counted).sum(0))).unsqueeze(0)
-
-
-class Mixtral(Mixture):
-    """`MixtralForCausalLM`."""
-
-    model_class = "MixtralForCausalLM"
-
-    def jitter(self, mlp: Any) -> float:
-        return mlp.jitter_noise
-
-    def window(self, attn: Any) -> int | None:
-        return attn.config.sliding_window
-
-
-class Qwen3Moe(Mixture, Qwen3):
-    """`Qwen3MoeForCausalLM`: norms on queries and keys, layers with and without experts."""
-
-    model_class = "Qwen3MoeForCausalLM"
-
-    def num_experts(self, config: Any) -> int:
-        return config.num_experts
-
-    def is_sparse(self, layer: Any) -> bool:
-        return hasattr(layer.mlp, "experts")
-
-
-class Phimoe(Mixture):
-    """`PhimoeForCausalLM`: sparsemixer routing, which draws its second experts in training."""
-
-    model_class = "PhimoeForCausalLM"
-
-    def router(self, mlp: Any) -> nn.Module:
-        return mlp.router
-
-    def jitter(self, mlp: Any) -> float:
-        return mlp.input_jitter_noise
-
-    def draws(self, mlp: Any) -> bool:
-        return True
-
-    def window(self, attn: Any) -> int | None:
-        return attn.config.sliding_window

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from hf_helix.operators.base import Call, Communication, Tensors, Work
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.graph.operator import RECEIVE, SEND, Part, transfer_graphs
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 
 Empty = Callable[[Mapping[str, Any]], Tensors]
 """From the side inputs of a micro-batch, room for what passes from stage to stage."""

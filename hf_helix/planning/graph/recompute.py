@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_helix.config import RECOMPUTE
-from hf_helix.planning.graph.operator import Graph, GraphPair
+from hf_helix.planning.graph.operator import Graph
+from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.profile import Profile, named_operators
 
 NONE, SELECTIVE, FULL = RECOMPUTE

@@ -2,7 +2,7 @@
 
 In:   the number of pipeline ranks P and of micro-batches M.
 Out:  a `Schedule`.
-Must hold: `hf_helix.planning.pipeline.schedule_file.validate` passes each. They know nothing of it.
+Must hold: `hf_helix.planning.pipeline.validate.validate` passes each. They know nothing of it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_helix.planning.graph.operator import SEND, Kind, Part
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.graph.pair import SEND
 from hf_helix.planning.pipeline.placement import FOLD
 from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, num_microbatches_of, placement_of
 from hf_helix.planning.pipeline.select import AUTO, Costs, find_schedule

@@ -16,8 +16,9 @@ from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.pipeline.list_schedule import Policy, list_schedule
 from hf_helix.planning.pipeline.local_search import refine_schedule
 from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule, load_schedule, placement_of, validate
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule, load_schedule, placement_of
 from hf_helix.planning.pipeline.simulate import Costs, Simulated, simulate_schedule
+from hf_helix.planning.pipeline.validate import validate
 
 __all__ = [
     "AUTO",

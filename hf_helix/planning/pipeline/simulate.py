@@ -135,7 +135,7 @@ def simulate_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs) ->
     """Run a schedule on a clock.
 
     Raises:
-        ValueError: it can never end (`hf_helix.planning.pipeline.schedule_file.validate` says why), or costs are of other stages.
+        ValueError: it can never end (`planning.pipeline.validate` says why), or costs are of other stages.
     """
     if len(costs.forward) != len(ranks):
         raise ValueError(f"costs are of {len(costs.forward)} virtual stages and the placement has {len(ranks)}")

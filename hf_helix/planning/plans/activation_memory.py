@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from hf_helix.planning.graph.operator import GraphPair, Kind, Part
-from hf_helix.planning.instructions import Instruction, Layout
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.schedule_file import Slot
 
 Shares = Mapping[str, tuple[float, str]]

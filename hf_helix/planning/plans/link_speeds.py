@@ -3,9 +3,9 @@
 In:   a profile that knows the bytes of its collectives, and the speeds of links.
 Out:  profiles of the same operators on these links, and for each the predicted times of plans made for it.
 Must hold: a collective takes what it takes without a link, or latency + bytes / rate, whichever is more. That is how
-the emulation works (`hf_helix.operators.communication.emulated_link`), so nothing is assumed about the collectives themselves. What they and
-computations cost each other is their real work on the machine, which no link changes: the same seconds a collective,
-however long it is on its way.
+the emulation works (`operators.communication.emulated_link`), so nothing is assumed about the collectives themselves.
+What they and computations cost each other is their real work on the machine, which no link changes: the same seconds a
+collective, however long it is on its way.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 
 from hf_helix.planning.cost import COMPUTE, Times, work_of
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.instructions import Instruction, Layout, window_instructions
+from hf_helix.planning.instructions import Instruction, window_instructions
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
 from hf_helix.planning.plans.activation_memory import held, peak_layers, shares_of
 

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_helix.planning.graph.operator import RECEIVE, SEND, Graph, GraphPair, Operator, digest
-from hf_helix.planning.json_text import format_json, round_ms
+from hf_helix.planning.graph.operator import Graph, Operator, digest
+from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair
 from hf_helix.planning.plans.baselines.intra_batch import tile_graph
 from hf_helix.planning.plans.list_scheduler import Flow
 from hf_helix.planning.profile import Profile
+from hf_helix.planning.text import format_json, round_ms
 
 FORMAT = "hf_helix.plan/2"
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 
 from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate, work_of
 from hf_helix.planning.graph.operator import Graph, Part
-from hf_helix.planning.instructions import Layout, window_instructions
+from hf_helix.planning.instructions import window_instructions
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.schedule_file import (
     Action,
     Schedule,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.planning.graph.operator import first_difference
+from hf_helix.planning.text import first_difference
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.failures.endings import describe, told_by
 
@@ -156,3 +156,12 @@ def _fingerprint(inputs: Sequence[Tensor]) -> Tensor:
         weights = torch.arange(flat.numel(), device=flat.device) % 8191 + (1 + 13 * place + ids.shape[-1] % 8191)
         total = total + (flat * weights).sum()
     return total
+
+
+def over_ranks(mine: Any) -> list[Any]:
+    """What every rank brings, in rank order. Collective."""
+    if not dist.is_initialized():
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine, group=control_group())
+    return found

@@ -18,7 +18,8 @@ from torch import Tensor
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction, Key, unit_instructions
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
+from hf_helix.planning.layout import Key
 from hf_helix.planning.profile import Name, named_operators
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_helix.operators.communication.emulated_link import bare
+from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.autotune import baseline_runner
-from hf_helix.tuning.measure.overlap import forget_gradients, measure_overlap, over_ranks
+from hf_helix.tuning.measure.overlap import forget_gradients, measure_overlap
 
 
 def even_out(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:

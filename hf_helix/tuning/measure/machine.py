@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.distributed.groups import backends, host_name
 from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.measure.overlap import over_ranks
 
 
 def machine(runner: Runner) -> dict[str, str]:

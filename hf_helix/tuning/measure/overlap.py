@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hf_helix.operators.communication.transport import Axis, Move, Recorder, SilentTransport, Transport
+from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import world_size
 from hf_helix.runtime.grad_reduce import complete_gradients
@@ -266,15 +267,6 @@ def _timed(work: Callable[[], Any], runner: Runner) -> float:
 def _maxima(mine: list[float]) -> list[float]:
     """The longest of every rank, repeat by repeat."""
     return [max(column) for column in zip(*over_ranks(mine), strict=True)]
-
-
-def over_ranks(mine: Any) -> list[Any]:
-    """What every rank brings, in rank order. Collective."""
-    if not dist.is_initialized():
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=control_group())
-    return found
 
 
 def forget_gradients(runner: Runner) -> None:

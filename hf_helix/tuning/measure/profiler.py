@@ -18,12 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
+from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams
 from hf_helix.tuning.measure.bench import Bench, Timed
 from hf_helix.tuning.measure.machine import machine
-from hf_helix.tuning.measure.overlap import forget_gradients, over_ranks
+from hf_helix.tuning.measure.overlap import forget_gradients
 from hf_helix.tuning.measure.timing import ISSUING, apart, traced
 from hf_helix.tuning.measure.transfer_times import time_transfers
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction, Key
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction
+from hf_helix.planning.layout import Key
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams, Streams

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from hf_helix.planning.graph.operator import SEND, Kind, Part
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.graph.pair import SEND
 from hf_helix.planning.profile import Name
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hf_helix.planning.graph.operator import Graph, GraphPair, Kind, Operator
-from hf_helix.planning.instructions import Layout
+from hf_helix.planning.graph.operator import Graph, Kind, Operator
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 
 

@@ -1,4 +1,4 @@
-"""JSON that people can read.
+"""Text forms: JSON that people can read, and the first line in which two texts differ.
 
 In:   mappings, lists and plain values.
 Out:  text of short lines.
@@ -29,3 +29,14 @@ def format_json(data: Any, indent: str = "") -> str:
 def round_ms(seconds: float, digits: int = 6) -> float:
     """Milliseconds for files."""
     return float(f"{seconds * 1e3:.{digits}g}")
+
+
+def first_difference(mine: str, theirs: str) -> str:
+    """The first line in which two texts differ, both versions; empty when they are equal."""
+    left, right = mine.splitlines(), theirs.splitlines()
+    for number in range(max(len(left), len(right))):
+        a = left[number] if number < len(left) else "(nothing)"
+        b = right[number] if number < len(right) else "(nothing)"
+        if a != b:
+            return f"line {number + 1}: {a.strip()!r} against {b.strip()!r}"
+    return ""
