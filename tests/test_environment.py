@@ -80,7 +80,7 @@ def test_nothing_is_said_without_cuda() -> None:
 
 
 def test_launches_that_wait_are_refused_for_pipelines_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert problems_of_launches(1, CUDA, True) == _problems_of_launches(2, torch.device("cpu"), True) == []
+    assert problems_of_launches(1, CUDA, True) == problems_of_launches(2, torch.device("cpu"), True) == []
     assert problems_of_launches(2, CUDA) == []
     (problem,) = problems_of_launches(2, CUDA, True)
     assert problem.startswith("full_determinism=True: use full_determinism=False")
