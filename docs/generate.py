@@ -2,7 +2,7 @@
 
 In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`.
 Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in configuration.md and support.md.
-Must hold: it changes nothing outside the blocks; tests/test_docs.py compares the pages with what it would write.
+Must hold: it changes nothing outside the blocks; tests/unit/test_docs.py compares the pages with what it would write.
 """
 
 from __future__ import annotations

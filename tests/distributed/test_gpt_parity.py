@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.comparisons import assert_same, compare_runs, compare_weights, stored
 from support.models import tiny
 from support.parity import KINDS, PLANS, check, references
-from test_checkpoint import assert_same, stored
-from test_parity import compare_runs, compare_weights
 from transformers import AutoModelForCausalLM
 
 from hf_helix.models.builder import Sharing
