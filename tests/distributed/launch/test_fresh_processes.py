@@ -79,7 +79,7 @@ def test_the_import_alone_sets_the_connections(
 
 ORDER = """
 from support.graphs import LLAMA, layout_of, random_bias, random_times, schedule_of
-from hf_helix.planning.flow import Flow, flow_order
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
 layout = layout_of(LLAMA, 3)
 (program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2)))
 print([(i.microbatch, i.unit, i.operator.part.value, i.operator.name) for i in program])
