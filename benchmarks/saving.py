@@ -87,8 +87,8 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
     """Of every repeat, by rank: seconds, bytes of memory above, bytes handed over."""
     import torch.distributed as dist
 
-    from hf_helix.resume.staging import _to_disk
-    from hf_helix.runtime.measure import over_ranks
+    from hf_helix.checkpoint.atomic import _to_disk
+    from hf_helix.runtime.distributed.agreement import over_ranks
 
     folder = Path(options.out, f"of-rank-{rank}" if where == "apart" else "model")
     folder.mkdir(exist_ok=True)

@@ -8,27 +8,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.environment import set_connections
-
-__version__ = "0.1.0"
+from hf_helix.runtime.environment import set_connections
+from hf_helix.version import __version__
 
 _HOMES = {
     "HelixConfig": "config",
-    "HelixPlugin": "plugin",
-    "HelixTrainer": "trainer",
-    "HelixTrainerMixin": "trainer",
-    "register_layer": "adapters",
+    "HelixPlugin": "integrations.accelerate.plugin",
+    "HelixTrainer": "integrations.trainer.trainer",
+    "HelixTrainerMixin": "integrations.trainer.trainer",
+    "register_layer": "models.registry",
 }
 
-__all__ = ["HelixConfig", "HelixPlugin", "HelixTrainer", "HelixTrainerMixin", "register_layer"]
+__all__ = ["HelixConfig", "HelixPlugin", "HelixTrainer", "HelixTrainerMixin", "__version__", "register_layer"]
 
 set_connections()
 
 if TYPE_CHECKING:
-    from hf_helix.adapters import register_layer
     from hf_helix.config import HelixConfig
-    from hf_helix.plugin import HelixPlugin
-    from hf_helix.trainer import HelixTrainer, HelixTrainerMixin
+    from hf_helix.integrations.accelerate.plugin import HelixPlugin
+    from hf_helix.integrations.trainer.trainer import HelixTrainer, HelixTrainerMixin
+    from hf_helix.models.registry import register_layer
 
 
 def __getattr__(name: str) -> Any:

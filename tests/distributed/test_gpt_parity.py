@@ -15,11 +15,11 @@ from support.models import tiny
 from support.parity import KINDS, PLANS, check, references
 from transformers import AutoModelForCausalLM
 
-from hf_helix.adapters import family_of
-from hf_helix.adapters.builder import Sharing
-from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.operators.transport import Axis, SilentTransport
-from hf_helix.planning.graph import Kind
+from hf_helix.models.builder import Sharing
+from hf_helix.models.registry import family_of
+from hf_helix.models.sequence_sharding import SequenceCut
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.planning.graph.operator import Kind
 
 ALMOST_NONE = 1e-30  # dropout that is declared and drops nothing
 GPT2: dict[str, Any] = {"family": "gpt2"}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from support.schedules import every_size
 
-from hf_helix.planning.actions import Action, Slot
-from hf_helix.planning.builders import one_f_one_b, w_schedule
-from hf_helix.planning.fold import stage_ranks
-from hf_helix.planning.schedule import PLACEMENT_OF
+from hf_helix.planning.pipeline.actions import Action, Slot
+from hf_helix.planning.pipeline.named import one_f_one_b, w_schedule
+from hf_helix.planning.pipeline.placement import stage_ranks
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF
 
 
 def check(cluster: Any, folder: Any, schedule: str, counts: tuple[int, ...], tied: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from support.models import tiny
 from support.pipeline_jobs import Batch, items_in, make, window_of
 
-from hf_helix.operators.transport import Recorder
+from hf_helix.operators.communication.transport import Recorder
 
 Window = dict[str, Any]
 

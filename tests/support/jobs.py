@@ -10,9 +10,9 @@ from support.models import arguments, llama, sequences, tiny
 from transformers import Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.checkpoint import whole_parameter
+from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.rules import make_plan
 from hf_helix.runtime.trace import Trace
 
 

@@ -12,10 +12,10 @@ import torch
 from support.jobs import _microbatches, make_trainer
 from support.tuning_jobs import hasty
 
-from hf_helix.operators.transport import Recorder
+from hf_helix.operators.communication.transport import Recorder
 from hf_helix.report.comparison import format_comparison, format_speeds, predict_around
 from hf_helix.report.scorecard import format_scorecard
-from hf_helix.runtime.measure import forget_gradients, transports
+from hf_helix.tuning.measure.overlap import forget_gradients, transports
 
 MODEL = {"num_hidden_layers": 4}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.loading import load_parameters
+from hf_helix.checkpoint.load import load_parameters
 
 STEPS = 2
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from hf_helix.planning.actions import format_schedule
-from hf_helix.planning.fold import stage_ranks
-from hf_helix.planning.schedule import PLACEMENT_OF, build_schedule
+from hf_helix.planning.pipeline.actions import format_schedule
+from hf_helix.planning.pipeline.placement import stage_ranks
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule
 from hf_helix.runtime.trace import Trace
 
 

@@ -11,7 +11,7 @@ from support.models import arguments, sequences, tiny
 from transformers import Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.planning.graph import Part
+from hf_helix.planning.graph.operator import Part
 
 
 def parts(folder: str, helix: dict[str, Any], model: dict[str, Any], freeze: tuple[str, ...] = ()) -> dict[str, Any]:

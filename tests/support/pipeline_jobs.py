@@ -10,11 +10,11 @@ from support.models import arguments, sequences, tiny
 from torch import Tensor
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.checkpoint import whole_parameter
+from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.rules import make_plan
-from hf_helix.planning.scheduler import Scheduler
-from hf_helix.runtime.measure import over_ranks
+from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.runner import Runner
 
 Batch = dict[str, Tensor]

@@ -9,13 +9,13 @@ from support.models import arguments, llama, sequences
 from support.pipeline_jobs import whole_gradients, window_of
 
 from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
-from hf_helix.planning.graph import Part
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.pipeline.scheduler import Scheduler, stage_costs
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.rules import make_plan
-from hf_helix.planning.scheduler import Scheduler, stage_costs
-from hf_helix.runtime.measure import trace_window
-from hf_helix.runtime.memory import peak_bytes
 from hf_helix.runtime.runner import Runner
+from hf_helix.tuning.measure.memory import peak_bytes
+from hf_helix.tuning.measure.overlap import trace_window
 
 Step = tuple[str, int, int, str, str]
 """A computation that ran: part, micro-batch, virtual stage, unit, operator. The part is F, W, or I for any other."""

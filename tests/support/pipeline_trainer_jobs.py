@@ -24,9 +24,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.planning.graph import Kind
-from hf_helix.runtime import gradients, tuning
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime import grad_reduce as gradients
 from hf_helix.runtime.trace import Trace
+from hf_helix.tuning import autotune as tuning
 
 LAYERS = 5  # four virtual stages, and one that holds more than the others
 

@@ -10,8 +10,8 @@ from support.jobs import make_trainer
 from support.pipeline_jobs import make, runner_of, window_of
 from support.tuning_jobs import hasty
 
-from hf_helix.runtime.measure import trace_window
-from hf_helix.runtime.memory import peak_bytes
+from hf_helix.tuning.measure.memory import peak_bytes
+from hf_helix.tuning.measure.overlap import trace_window
 
 MODES = ("none", "selective", "full")
 

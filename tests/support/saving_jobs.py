@@ -17,8 +17,9 @@ import torch.distributed as dist
 from support.models import arguments, tiny
 from transformers import TrainerCallback
 
-from hf_helix import HelixConfig, HelixTrainer, safetensors_file
-from hf_helix.runtime.memory import Tally
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.checkpoint import safetensors_file
+from hf_helix.tuning.measure.memory import Tally
 
 
 def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> dict[str, dict[str, int]]:

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from support.models import arguments, llama, sequences
 
-from hf_helix.adapters import family_of
-from hf_helix.adapters.builder import Sharing
-from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.checkpoint import cut_parameters, whole_parameter
+from hf_helix.checkpoint.shard import cut_parameters, whole_parameter
+from hf_helix.models.builder import Sharing
+from hf_helix.models.registry import family_of
+from hf_helix.models.sequence_sharding import SequenceCut
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.baselines.intra_batch import tile_profile
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.rules import make_plan
-from hf_helix.planning.scheduler import Scheduler
-from hf_helix.planning.tiling import tile_profile
-from hf_helix.runtime.mesh import Mesh, build_mesh
+from hf_helix.runtime.distributed.mesh import Mesh, build_mesh
+from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
-from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 
 

@@ -17,11 +17,14 @@ from support import jobs
 from support.jobs import _microbatches, make_trainer, window_gradients
 from support.models import arguments
 
-from hf_helix.planning import pairing, search
-from hf_helix.planning.graph import Kind
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
-from hf_helix.runtime import profiler, tuning
-from hf_helix.runtime.profiler import measure_profile
+from hf_helix.planning.profile_file import save_profile
+from hf_helix.tuning import autotune as tuning
+from hf_helix.tuning.measure import profiler
+from hf_helix.tuning.measure.profiler import measure_profile
 
 
 @contextlib.contextmanager
@@ -90,7 +93,7 @@ def save_rough_profile(folder: str, path: str, **options: Any) -> None:
     trainer = make_trainer(folder, {"tp_size": 2, "plan": "sequential"}, **options)
     if dist.get_rank() == 0:
         rough = rough_profile(trainer.runner.whole.layout)
-        Profile({**trainer._engine.tuner._about, **rough.about}, rough.layout, rough.times).save(path)
+        save_profile(Profile({**trainer._engine.tuner._about, **rough.about}, rough.layout, rough.times), path)
     dist.barrier()
 
 

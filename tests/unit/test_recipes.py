@@ -19,7 +19,7 @@ from support.recipes import ALL_MODELS, LAUNCH, MODELS, README, config_of, row_o
 from transformers import AutoModelForCausalLM
 
 from hf_helix import HelixConfig
-from hf_helix.adapters import supported_models
+from hf_helix.models.registry import supported_models
 
 FILES = sorted(LAUNCH.rglob("*.yaml"))
 PAPER_FILES = sorted((LAUNCH / "paper").glob("*.yaml"))

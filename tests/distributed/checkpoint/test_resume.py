@@ -15,9 +15,10 @@ import torch
 from support.cluster import JobFailed
 from support.resume_jobs import make, push, run, state_of
 
+from hf_helix.checkpoint import atomic as staging
+from hf_helix.checkpoint import manifest
+from hf_helix.checkpoint.optimizer_state import Held, load_states, save_states
 from hf_helix.operators.unit import Placement
-from hf_helix.resume import manifest, staging
-from hf_helix.resume.states import Held, load_states, save_states
 
 JOB = "support.resume_jobs:"
 TP2 = {"tp_size": 2, "plan": "greedy"}
@@ -408,7 +409,7 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hosts_that_do_not_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(str(tmp_path), {"plan": "greedy"})
-    monkeypatch.setattr("hf_helix.resume.hooks._probe", lambda *_: tmp_path / "on another host")
+    monkeypatch.setattr("hf_helix.integrations.trainer.checkpoints._probe", lambda *_: tmp_path / "on another host")
     with pytest.raises(ValueError, match="not the folder that rank 0 has written to; give one that all hosts share"):
         trainer.train()
 

@@ -15,8 +15,8 @@ from support.models import arguments, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.checkpoint.safetensors_file import FileLayout, write_slice
 from hf_helix.operators.unit import Placement
-from hf_helix.safetensors_file import FileLayout, write_slice
 
 JOB = "support.saving_jobs:"
 SMALL = "20KB"

@@ -12,10 +12,10 @@ from support.graphs import LLAMA, layout_of, random_bias, random_times, schedule
 from support.paths import ROOT
 from support.profiles import MODEL, tiny_profile
 
-from hf_helix.environment import CONNECTIONS, LOADING
-from hf_helix.planning.flow import Flow, flow_order
-from hf_helix.planning.rules import make_plan
-from hf_helix.runtime import endings
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.runtime.environment import CONNECTIONS, LOADING
+from hf_helix.runtime.failures import endings
 
 
 def output_of(script: str, folder: Path = ROOT, **environment: str) -> str:
@@ -79,7 +79,7 @@ def test_the_import_alone_sets_the_connections(
 
 ORDER = """
 from support.graphs import LLAMA, layout_of, random_bias, random_times, schedule_of
-from hf_helix.planning.flow import Flow, flow_order
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
 layout = layout_of(LLAMA, 3)
 (program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2)))
 print([(i.microbatch, i.unit, i.operator.part.value, i.operator.name) for i in program])

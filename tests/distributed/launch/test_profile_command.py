@@ -16,9 +16,9 @@ from transformers import LlamaConfig
 
 from hf_helix.cli import main
 from hf_helix.cli import plan as plan_command
-from hf_helix.planning import search
-from hf_helix.planning.plan import load_plan
-from hf_helix.planning.profile import load_profile
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.plan import load_plan
+from hf_helix.planning.profile_file import load_profile
 
 SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_helix.runtime.agreement import agree_on_number
+from hf_helix.runtime.distributed.agreement import agree_on_number
 
 JOB = "support.more_jobs:agree_on_count_of_rank"
 

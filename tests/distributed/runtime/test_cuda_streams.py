@@ -13,10 +13,10 @@ import torch
 from support.fake_cuda import FakeCuda
 from support.windows_on_fakes import CPU, MICROBATCHES, train_windows
 
-from hf_helix.planning.graph import Kind
-from hf_helix.planning.pipeline import AUTO
-from hf_helix.planning.rules import RULES
-from hf_helix.planning.schedule import PLACEMENT_OF
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF
+from hf_helix.planning.pipeline.select import AUTO
+from hf_helix.planning.plans.registry import RULES
 from hf_helix.runtime import streams
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.streams import CudaStreams

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support import jobs  # noqa: F401  (what the cluster runs)
 
-from hf_helix.planning.link import parse_link
+from hf_helix.link_speed import parse_link
 
 LINK = "20mbit,0.1ms"
 

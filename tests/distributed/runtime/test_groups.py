@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
 
-from hf_helix.runtime import groups, mesh
+from hf_helix.runtime.distributed import groups, mesh
 
 LAYOUTS = [
     {"tp_size": 2},

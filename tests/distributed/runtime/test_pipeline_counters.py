@@ -9,8 +9,8 @@ import pytest
 from support.pipeline_more_jobs import Step
 from support.schedules import live_activations, start_times, text
 
-from hf_helix.planning.actions import PARTS, Action, Schedule, Slot
-from hf_helix.planning.schedule import build_schedule
+from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot
+from hf_helix.planning.pipeline.schedule_file import build_schedule
 
 LAYERS = 2  # of each virtual stage: with one, a slot's two actions would run in turn
 

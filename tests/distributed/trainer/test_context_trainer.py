@@ -117,7 +117,7 @@ def test_more_ranks_than_processes(tmp_path: Path) -> None:
 
 
 def test_a_family_without_shared_attention_is_named() -> None:
-    from hf_helix.adapters.base import Family
+    from hf_helix.models.family import Family
 
     class Plain(Family):
         def layer(self, b: Any, layer: Any) -> Any:

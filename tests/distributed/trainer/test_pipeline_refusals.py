@@ -9,7 +9,7 @@ import pytest
 import yaml
 from support.cluster import Failure
 
-from hf_helix.planning.schedule import build_schedule, format_schedule
+from hf_helix.planning.pipeline.schedule_file import build_schedule, format_schedule
 
 JOB = "support.pipeline_trainer_jobs:"
 PIPE = {"pp_size": 2, "plan": "greedy"}

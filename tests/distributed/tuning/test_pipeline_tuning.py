@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support import pipeline_trainer_jobs as jobs
 
-from hf_helix.planning.profile import load_profile
-from hf_helix.planning.schedule import build_schedule
-from hf_helix.planning.scheduler import FOLDED
+from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.pipeline.scheduler import FOLDED
+from hf_helix.planning.profile_file import load_profile
 from hf_helix.report.scorecard import format_scorecard
-from hf_helix.runtime.effort import CANDIDATES, FULL
+from hf_helix.tuning.effort import CANDIDATES, FULL
 
 pytestmark = pytest.mark.slow
 

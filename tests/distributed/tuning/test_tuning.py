@@ -13,12 +13,12 @@ import pytest
 from support import jobs  # noqa: F401  (what the cluster runs)
 from support.models import llama
 
-from hf_helix import cache
-from hf_helix.planning import search
-from hf_helix.planning.plan import load_plan
-from hf_helix.planning.profile import load_profile
-from hf_helix.planning.rules import make_plan
-from hf_helix.runtime.effort import CANDIDATES, FULL
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.plan import load_plan
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile_file import load_profile
+from hf_helix.tuning import cache
+from hf_helix.tuning.effort import CANDIDATES, FULL
 
 CASE = {
     "model": {"num_hidden_layers": 4, "attention_dropout": 0.1},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_helix.runtime.effort import FULL, SHORT
+from hf_helix.tuning.effort import FULL, SHORT
 
 
 def run(

@@ -14,11 +14,11 @@ from hf_helix.cli import plan as plan_command
 from hf_helix.cli import profile as profile_command
 from hf_helix.cli.plan import EVERY
 from hf_helix.config import ABLATIONS
-from hf_helix.planning import search
-from hf_helix.planning.plan import load_plan
-from hf_helix.planning.recompute import recompute_profile
-from hf_helix.planning.rules import make_plan, predict_plan
-from hf_helix.planning.schedule import build_schedule
+from hf_helix.planning.graph.recompute import recompute_profile
+from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.plan import load_plan
+from hf_helix.planning.plans.registry import make_plan, predict_plan
 
 MESH = {"tp_size": 2, "pp_size": 1}
 

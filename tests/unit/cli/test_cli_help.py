@@ -80,7 +80,7 @@ def test_env_says_what_an_issue_needs_and_no_secret(monkeypatch: Any, capsys: py
 
 def test_env_without_torch(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "hf_helix.cache", raising=False)
+    monkeypatch.delitem(sys.modules, "hf_helix.tuning.cache", raising=False)
     main(["env"])
     assert "- torch: cannot be imported: " in capsys.readouterr().out
 

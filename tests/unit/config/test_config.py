@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_helix import config
-from hf_helix.config import (
-    ABLATIONS,
+from hf_helix.config import ABLATIONS, PLANS, RECOMPUTE, SCHEDULES, HelixConfig
+from hf_helix.integrations.accelerate import launcher
+from hf_helix.integrations.accelerate.launcher import (
     CONFIG_FILE_VARIABLE,
-    PLANS,
-    RECOMPUTE,
-    SCHEDULES,
-    HelixConfig,
     config_file_of,
     launcher_config_file,
     resolve_config,
@@ -27,7 +23,7 @@ SIZES = ("tp_size", "pp_size", "cp_size", "ep_size")
 @pytest.fixture(autouse=True)
 def given_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CONFIG_FILE_VARIABLE, raising=False)
-    monkeypatch.setattr(config, "launcher_config_file", lambda: None)
+    monkeypatch.setattr(launcher, "launcher_config_file", lambda: None)
 
 
 def write(path: Path, text: str) -> Path:
@@ -330,7 +326,7 @@ def test_a_file_that_does_not_exist_is_named(tmp_path: Path):
 
 
 def launched_with(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    monkeypatch.setattr(config, "launcher_config_file", lambda: path)
+    monkeypatch.setattr(launcher, "launcher_config_file", lambda: path)
 
 
 def test_argument_before_plugin_before_environment_before_launcher(monkeypatch, tmp_path: Path):

@@ -13,8 +13,9 @@ import pytest
 import torch
 from support.models import arguments, llama, tiny
 
-from hf_helix import HelixConfig, HelixPlugin, HelixTrainer, checks, config
-from hf_helix.checks import check_sizes, say_what_surprises
+from hf_helix import HelixConfig, HelixPlugin, HelixTrainer, config
+from hf_helix.engine import checks
+from hf_helix.engine.checks import check_sizes, say_what_surprises
 
 
 def test_unknown_options_of_the_constructor_name_the_nearest() -> None:
@@ -71,7 +72,7 @@ def test_eager_attention_of_ones_own_over_shared_sequences() -> None:
     """Refused where it is declared; others have nothing special that a ring would leave out."""
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-    from hf_helix.adapters.attention import Attention, declare
+    from hf_helix.models.attention import Attention, declare
 
     def declared(implementation: str, **options: Any) -> None:
         attn = llama(num_hidden_layers=1, attn_implementation=implementation).model.layers[0].self_attn

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hf_helix.workload import Workload
+from hf_helix.engine.synthetic import Workload
 
 
 def test_weights_are_drawn_without_seeding_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from support.paths import ROOT
 from transformers import TrainingArguments
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.refusals import check_arguments
+from hf_helix.integrations.trainer.checks import check_arguments
 
 PAGE = ROOT / "docs" / "training_arguments.md"
 

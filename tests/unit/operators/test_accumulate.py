@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_helix.operators import accumulate
+from hf_helix.operators.linears import accumulate
 
 aten = torch.ops.aten
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.attention import CAUSAL, EVERYTHING, Exact, FirstOf, Kernel, Seen, TorchCpu
-from hf_helix.operators.attention_kernels import Cudnn, Efficient, Flash, cuda_kernels
+from hf_helix.operators.attention.kernels import Cudnn, Efficient, Flash, cuda_kernels
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Exact, FirstOf, Kernel, Seen, TorchCpu
+from hf_helix.operators.attention.ring_attention import DOCUMENTS, Block
 from hf_helix.operators.base import Call
-from hf_helix.operators.ring import DOCUMENTS, Block
-from hf_helix.operators.transport import Axis, SilentTransport
+from hf_helix.operators.communication.transport import Axis, SilentTransport
 
 HOPPER, SCALE = (9, 0), 0.3
 

@@ -10,18 +10,19 @@ import torch
 from support.models import tiny
 from torch._dynamo.utils import counters
 
-from hf_helix.adapters import family_of, norms
-from hf_helix.adapters.builder import Sharing
-from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.operators import local
-from hf_helix.operators.vocabulary import CHUNK, TokenStatistics
+from hf_helix.models import norms
+from hf_helix.models.builder import Sharing
+from hf_helix.models.registry import family_of
+from hf_helix.models.sequence_sharding import SequenceCut
+from hf_helix.operators import segment as local
+from hf_helix.operators.vocab_parallel import CHUNK, TokenStatistics
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.rules import make_plan
-from hf_helix.planning.scheduler import Scheduler
-from hf_helix.runtime.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import place_units
-from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 
 LENGTHS = (12, 16, 9)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.operators.base import Call
-from hf_helix.operators.experts import COUNTED, SHARD_TOKENS, Exchange, Group, RouterMeter, capacity_of
-from hf_helix.operators.grouped_linear import GroupedLinear
-from hf_helix.operators.permutation import Collect, Fill, Permute, Unpermute
-from hf_helix.operators.transport import Axis, SilentTransport
-from hf_helix.planning.graph import Part
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.linears.grouped_linear import GroupedLinear
+from hf_helix.operators.moe.dispatch import COUNTED, SHARD_TOKENS, Exchange, Group, RouterMeter, capacity_of
+from hf_helix.operators.moe.permutation import Collect, Fill, Permute, Unpermute
+from hf_helix.planning.graph.operator import Part
 
 EXPERTS, HIDDEN, LENGTH, BATCH, CHOICES = 5, 7, 6, 3, 2
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from hf_helix.adapters import norms
-from hf_helix.adapters.attention import by_heads
-from hf_helix.adapters.norms import is_fused, rms_norm
-from hf_helix.adapters.untouched import is_silu
+from hf_helix.models import norms
+from hf_helix.models.attention import by_heads
+from hf_helix.models.norms import is_fused, rms_norm
+from hf_helix.models.stock_modules import is_silu
+from hf_helix.operators.attention.rope import rotated
 from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.explicit import Explicit, GatedSilu, RmsNorm
-from hf_helix.operators.local import Segment
-from hf_helix.operators.rope import rotated
-from hf_helix.operators.side_by_side import heads_in_one
+from hf_helix.operators.linears.side_by_side import heads_in_one
+from hf_helix.operators.segment import Segment
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.base import Call
-from hf_helix.operators.experts import Announce, Exchange
-from hf_helix.operators.tally import Tally
-from hf_helix.operators.transport import Axis, SilentTransport
-from hf_helix.planning.graph import Part
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.moe.dispatch import Announce, Exchange
+from hf_helix.operators.moe.tally import Tally
+from hf_helix.planning.graph.operator import Part
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_helix.operators.base import Call, Precision, explicit_gradients
-from hf_helix.operators.linear import Linear
+from hf_helix.operators.linears.linear import Linear
 
 FEATURES = 7
 

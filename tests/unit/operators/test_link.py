@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hf_helix import HelixConfig
-from hf_helix.operators.link import Link, LinkedTransport
-from hf_helix.operators.transport import Recorder, SilentTransport
-from hf_helix.planning.link import parse_link
-from hf_helix.runtime.mesh import build_mesh
+from hf_helix.link_speed import parse_link
+from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
+from hf_helix.operators.communication.transport import Recorder, SilentTransport
+from hf_helix.runtime.distributed.mesh import build_mesh
 
 MEGABYTE = 10**6  # takes 8 ms at 1 Gbit/s
 

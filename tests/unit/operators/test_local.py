@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from hf_helix.operators.base import Call
-from hf_helix.operators.local import Add, Dropout, Segment
+from hf_helix.operators.segment import Add, Dropout, Segment
 
 Case = tuple[Callable[..., Any], list[nn.Parameter], tuple[Tensor, ...]]
 

@@ -11,9 +11,9 @@ from peft.tuners.lora import Linear as Adapted
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_helix.adapters.lora import opened
+from hf_helix.models.peft import opened
 from hf_helix.operators.base import Call, Precision
-from hf_helix.operators.linear import SMALL, Linear
+from hf_helix.operators.linears.linear import SMALL, Linear
 
 FEATURES = 7
 SHAPE = (5, 3, FEATURES)

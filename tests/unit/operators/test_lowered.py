@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_helix.operators.base import Call, Precision
-from hf_helix.operators.grouped_linear import GroupedLinear
-from hf_helix.operators.linear import Linear
-from hf_helix.operators.lowered import LoweredWeights
+from hf_helix.operators.linears.grouped_linear import GroupedLinear
+from hf_helix.operators.linears.linear import Linear
+from hf_helix.operators.linears.matmul_dtype import LoweredWeights
 
 
 class Casts(TorchDispatchMode):

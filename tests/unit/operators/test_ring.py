@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_helix.adapters.sequence import SequenceCut, documents_of
-from hf_helix.operators.attention import Exact, FirstOf, Kernel, TorchCpu
-from hf_helix.operators.attention_kernels import kernel_for
+from hf_helix.models.sequence_sharding import SequenceCut, documents_of
+from hf_helix.operators.attention.kernels import kernel_for
+from hf_helix.operators.attention.partial import Exact, FirstOf, Kernel, TorchCpu
+from hf_helix.operators.attention.ring_attention import DOCUMENTS, Block, Blocks, Join, positions_of, visible
 from hf_helix.operators.base import Call
-from hf_helix.operators.ring import DOCUMENTS, Block, Blocks, Join, positions_of, visible
-from hf_helix.operators.transport import Axis, SilentTransport
+from hf_helix.operators.communication.transport import Axis, SilentTransport
 
 SCALE = 0.3
 KERNELS = {"exact": Exact, "torch": lambda: FirstOf(TorchCpu())}

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from support.models import llama
 from torch import Tensor, nn
 
-from hf_helix.adapters.builder import Builder, Sharing
-from hf_helix.adapters.dense import Llama
+from hf_helix.models.builder import Builder, Sharing
+from hf_helix.models.families.llama import Llama
 from hf_helix.operators.base import Call
-from hf_helix.operators.collectives import Gather, GatherReplicated, Scatter
-from hf_helix.operators.linear import Linear
+from hf_helix.operators.communication.collectives import Gather, GatherReplicated, Scatter
+from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
+from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.tiling import Cut, Join, TileTransfer, cut_rows, join_rows, tile_unit
-from hf_helix.operators.transport import Axis, Recorder, SilentTransport
-from hf_helix.planning.graph import GraphPair, Part
-from hf_helix.planning.tiling import tile_graph
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.plans.baselines.intra_batch import tile_graph
 from hf_helix.runtime.stage import place_units
 
 SIZES = {"rows": st.integers(0, 9), "size": st.integers(1, 4), "tiles": st.integers(1, 5)}

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.base import Call
-from hf_helix.operators.transfer import Passage, Transfer, transfer_unit
-from hf_helix.planning.graph import RECEIVE, SEND, Kind, Part, transfer_graphs
+from hf_helix.operators.communication.pipeline_p2p import Passage, Transfer, transfer_unit
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 
 
 class Pigeonhole(Passage):

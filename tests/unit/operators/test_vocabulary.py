@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_helix.operators import vocabulary
+from hf_helix.operators import vocab_parallel as vocabulary
 from hf_helix.operators.base import Call
 from hf_helix.operators.unit import cut_bounds
-from hf_helix.operators.vocabulary import IGNORED, TokenStatistics, cross_entropy, lookup, noisy
+from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy, lookup, noisy
 
 SIZES = [1, 2, 3, 5]
 VOCABULARY, SEQUENCE, BATCH = 23, 11, 3  # 23 divides by no size but 1

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from support.graphs import LLAMA, collective, compute, layout_of, linear, pair, random_times, schedule_of
 
 from hf_helix.planning.cost import STREAMS, Slowdown, Timeline, Work, entry_of, simulate, work_of
-from hf_helix.planning.graph import Kind
-from hf_helix.planning.window import BARRIER_INSTRUCTION, Layout, unit_instructions, window_instructions
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, unit_instructions, window_instructions
+from hf_helix.planning.layout import Layout
 
 COMPUTE, LOCAL, CROSS = Kind.COMPUTE, Kind.LOCAL, Kind.CROSS
 

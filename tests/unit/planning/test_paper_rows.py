@@ -4,7 +4,7 @@ import sys
 import pytest
 from support.paths import ROOT
 
-from hf_helix.planning.graph import Kind
+from hf_helix.planning.graph.operator import Kind
 
 SCRIPT = ROOT / "benchmarks" / "paper_rows.py"
 spec = importlib.util.spec_from_file_location("paper_rows", SCRIPT)

@@ -11,15 +11,16 @@ from support.graphs import SMALL, pipeline_of, plan_of_flow, profile_of, random_
 from support.point_to_point import RULES, Deadlock, Pipeline
 
 from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.flow import Flow
-from hf_helix.planning.fold import FOLD, stage_ranks
-from hf_helix.planning.pipeline import Costs, choose_schedule
-from hf_helix.planning.plan import Plan
+from hf_helix.planning.instructions import Instruction, slot_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, Slot, build_schedule
+from hf_helix.planning.pipeline.select import Costs, choose_schedule
+from hf_helix.planning.plans.list_scheduler import Flow
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.registry import BLOCK_RULES, TILED, make_plan
+from hf_helix.planning.plans.search import greedy, search
 from hf_helix.planning.program import build_programs
-from hf_helix.planning.rules import BLOCK_RULES, TILED, make_plan
-from hf_helix.planning.schedule import PLACEMENT_OF, Schedule, Slot, build_schedule
-from hf_helix.planning.search import greedy, search
-from hf_helix.planning.window import Instruction, Layout, slot_instructions
 from hf_helix.runtime.streams import CudaStreams
 
 BLOCKS = [rule for rule in BLOCK_RULES if rule != TILED]
@@ -138,7 +139,7 @@ def test_early_receives_could_hang_where_the_host_waits_for_the_device(schedule:
     """To load a kernel, or to free memory: a receive that waits keeps the device busy.
 
     With late ones, `w` and `1f1b` go on even so. In the others it may be a send that waits, which is why pipelines load
-    all kernels at start (`hf_helix.environment`).
+    all kernels at start (`hf_helix.runtime.environment`).
     """
     layout, made = pipeline(schedule, 2, 5)
     plan = planned("sequential", layout, made)

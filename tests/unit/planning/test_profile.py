@@ -22,10 +22,11 @@ from support.graphs import (
     random_times,
 )
 
-from hf_helix.planning.fold import FOLD, stage_ranks
-from hf_helix.planning.graph import Kind
-from hf_helix.planning.json_text import format_json
-from hf_helix.planning.profile import Pair, Profile, load_profile, named_operators, rough_profile
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
+from hf_helix.planning.profile import Pair, Profile, named_operators, rough_profile
+from hf_helix.planning.profile_file import load_profile, profile_json, save_profile
+from hf_helix.planning.text import format_json
 
 LAYOUT = layout_of(LLAMA, 3)
 UP, DOWN, ACT = ("layer", "F.mlp.up"), ("layer", "F.mlp.down"), ("layer", "F.mlp.act")
@@ -42,7 +43,7 @@ def measured() -> Profile:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    measured().save(tmp_path / "profile.json")
+    save_profile(measured(), tmp_path / "profile.json")
     return tmp_path / "profile.json"
 
 
@@ -131,7 +132,7 @@ def test_without_a_measurement_times_are_efforts():
 def test_a_saved_profile_comes_back_the_same(file: Path):
     loaded = load_profile(file, about=ABOUT, layout=LAYOUT)
     assert loaded == measured()
-    assert loaded.to_json() == file.read_text()
+    assert profile_json(loaded) == file.read_text()
     names = [name for name, _ in named_operators(LAYOUT)]
     assert [loaded.slowdown(a, b) for a in names for b in names] == pytest.approx(
         [measured().slowdown(a, b) for a in names for b in names]
@@ -141,10 +142,10 @@ def test_a_saved_profile_comes_back_the_same(file: Path):
 def test_times_are_kept_to_six_digits(tmp_path: Path):
     times = {name: seconds * math.pi / 7 for name, seconds in random_times(LAYOUT, 1).items()}
     profile = profile_of(LAYOUT, times)
-    profile.save(tmp_path / "profile.json")
+    save_profile(profile, tmp_path / "profile.json")
     loaded = load_profile(tmp_path / "profile.json")
     assert loaded.times == pytest.approx(times, rel=1e-5)
-    assert loaded.to_json() == profile.to_json()
+    assert profile_json(loaded) == profile_json(profile)
 
 
 def test_declared_properties_of_operators_survive(tmp_path: Path):
@@ -157,13 +158,13 @@ def test_declared_properties_of_operators_survive(tmp_path: Path):
         repeats=True,
     )
     layout = layout_of({**SMALL, "layer": layer}, 2)
-    profile_of(layout).save(tmp_path / "profile.json")
+    save_profile(profile_of(layout), tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json").layout == layout
 
 
 def test_the_ranks_of_a_pipeline_survive(tmp_path: Path):
     layout = pipeline_of(SMALL, [2, 1, 1, 2], stage_ranks(FOLD, 2))
-    profile_of(layout).save(tmp_path / "profile.json")
+    save_profile(profile_of(layout), tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json").layout == layout
     check_refused(tmp_path / "profile.json", "is for other operators", layout=layout_of(SMALL, 6))
 

@@ -20,12 +20,13 @@ from support.graphs import (
     schedule_of,
 )
 
-from hf_helix.planning import search
-from hf_helix.planning.graph import Part
-from hf_helix.planning.plan import Plan
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction, window_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.registry import RULES, TILED, make_plan
 from hf_helix.planning.program import build_programs, validate_program
-from hf_helix.planning.rules import RULES, TILED, make_plan
-from hf_helix.planning.window import BARRIER_INSTRUCTION, Instruction, Layout, window_instructions
 
 UNTILED = [rule for rule in RULES if rule != TILED]  # tiles have graphs of their own
 

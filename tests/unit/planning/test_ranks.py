@@ -24,18 +24,20 @@ from support.graphs import (
 from support.schedules import live_activations
 
 from hf_helix.config import RECOMPUTE
-from hf_helix.planning import search
 from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.flow import Flow
-from hf_helix.planning.fold import FOLD, stage_ranks
-from hf_helix.planning.graph import GraphPair, Kind, Part
-from hf_helix.planning.plan import Plan
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.graph.recompute import recomputed
+from hf_helix.planning.instructions import Instruction, window_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, build_schedule
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.list_scheduler import Flow
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.registry import BLOCK_RULES, TILED, make_plan, predict_plan
+from hf_helix.planning.plans.search import greedy, lower_bound, predict
 from hf_helix.planning.program import build_programs, validate_program
-from hf_helix.planning.recompute import recomputed
-from hf_helix.planning.rules import BLOCK_RULES, TILED, make_plan, predict_plan
-from hf_helix.planning.schedule import PLACEMENT_OF, Schedule, build_schedule
-from hf_helix.planning.search import greedy, lower_bound, predict
-from hf_helix.planning.window import Instruction, Layout, window_instructions
 
 BLOCKS = [rule for rule in BLOCK_RULES if rule != TILED]
 SHAPES = {

@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 from support.profiles import ABOUT, GATHER, MODEL, UP, tiny_profile
 
-from hf_helix.planning.link import LinkSpeed
-from hf_helix.planning.profile import Profile, load_profile, named_operators
-from hf_helix.planning.rules import make_plan
-from hf_helix.planning.schedule import build_schedule
-from hf_helix.planning.speeds import NO_LINK, link_of, on_link, predict_speeds
+from hf_helix.link_speed import LinkSpeed
+from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.plans.link_speeds import NO_LINK, link_of, on_link, predict_speeds
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import Profile, named_operators
+from hf_helix.planning.profile_file import load_profile, save_profile
 
 HERE = LinkSpeed(1e9, 0.5e-3)
 BYTES = 312_500  # 2.5 ms at 1 Gbit/s, so with the latency the 3 ms of a collective
@@ -72,7 +73,7 @@ def test_plans_are_made_for_each_link_and_predicted_on_it():
 
 def test_bytes_are_kept_in_the_file_and_a_profile_without_them_is_refused(tmp_path):
     profile = measured()
-    profile.save(tmp_path / "profile.json")
+    save_profile(profile, tmp_path / "profile.json")
     kept = load_profile(tmp_path / "profile.json")
     assert (kept.bytes, kept.bare) == (profile.bytes, profile.bare)
     with pytest.raises(ValueError, match=r"does not say how many bytes .*measure anew with `hf-helix profile`"):

@@ -10,7 +10,7 @@ import pytest
 from support.windows import MS, PAIRS, SVG, bar, boxes, profile, window
 
 from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.window import BARRIER_INSTRUCTION
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION
 from hf_helix.report.bars import Bar, bars_of_timeline, bars_of_trace, between, busy_fraction, parse_label, part_of
 from hf_helix.report.heatmap import draw_breakdown, draw_heatmap, text_heatmap
 from hf_helix.report.timeline import draw_timeline, text_timeline

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from support.windows import boxes
 
-from hf_helix.planning.fold import stage_ranks
-from hf_helix.planning.schedule import PLACEMENT_OF, build_schedule, parse_schedule
-from hf_helix.planning.simulate import Costs, Simulated, simulate_schedule
+from hf_helix.planning.pipeline.placement import stage_ranks
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule, parse_schedule
+from hf_helix.planning.pipeline.simulate import Costs, Simulated, simulate_schedule
 from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
 
 pytest.importorskip("matplotlib")

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from hf_helix.report.scorecard import format_scorecard, format_tuning, format_verdict
-from hf_helix.runtime.measure import Overlap
-from hf_helix.runtime.tuning import Tuning
+from hf_helix.report.scorecard import format_scorecard
+from hf_helix.tuning.autotune import Tuning
+from hf_helix.tuning.measure.overlap import Overlap
+from hf_helix.tuning.verdict import format_tuning, format_verdict
 
 
 def overlap(step: float = 8.0, **changes: Any) -> Overlap:

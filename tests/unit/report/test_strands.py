@@ -11,7 +11,8 @@ from support.profiles import MODEL, tiny_profile
 from support.windows import SVG
 
 from hf_helix.cli import main
-from hf_helix.planning.rules import make_plan
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, strips, text_strips
 
 MESH = {"tp_size": 2, "pp_size": 1}
@@ -56,7 +57,7 @@ def test_the_picture_holds_every_operator_of_both_to_scale(found: list[Strip], t
 
 def test_the_command(found: list[Strip], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tiny_profile()
-    profile.save(tmp_path / "profile.json")
+    save_profile(profile, tmp_path / "profile.json")
     make_plan("greedy", profile, model=MODEL, mesh=MESH).save(tmp_path / "plan.json")
     words = [
         "show",

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from hf_helix.checkpoint.interrupts import describe_stop
+from hf_helix.checkpoint.manifest import NAME
 from hf_helix.config import HelixConfig
-from hf_helix.resume.interrupts import describe_stop
-from hf_helix.resume.manifest import NAME
-from hf_helix.runtime import endings
+from hf_helix.runtime.failures import endings
 
 
 @pytest.fixture

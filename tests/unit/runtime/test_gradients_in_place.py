@@ -10,11 +10,11 @@ import torch
 from support.more_jobs import unit_of
 from torch import Tensor, nn
 
-from hf_helix.operators.transport import Axis
+from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED, CUT_ROWS
-from hf_helix.runtime import gradients
-from hf_helix.runtime.mesh import Mesh
-from hf_helix.runtime.pipe import Pipe
+from hf_helix.runtime import grad_reduce as gradients
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.streams import CpuStreams, Event
 
 RANKS = 2

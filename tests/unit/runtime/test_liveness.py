@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from hf_helix.runtime import liveness
+from hf_helix.runtime.failures import heartbeat as liveness
 
 
 class Ended(Exception):

@@ -10,12 +10,12 @@ import torch
 from support.more_jobs import unit_of
 from torch import nn
 
-from hf_helix.operators.transport import Axis, GroupTransport
+from hf_helix.operators.communication.transport import Axis, GroupTransport
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_ROWS, Placement
-from hf_helix.planning.graph import Kind
-from hf_helix.runtime import gradients
-from hf_helix.runtime.mesh import Mesh
-from hf_helix.runtime.pipe import Pipe
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime import grad_reduce as gradients
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.streams import CpuStreams, Event
 
 

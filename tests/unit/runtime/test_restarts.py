@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from hf_helix.runtime.restarts import separate_starts
+from hf_helix.runtime.failures.restarts import separate_starts
 
 HANDLERS = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from support.models import llama
 
-from hf_helix.adapters.builder import Sharing
-from hf_helix.adapters.dense import Llama
-from hf_helix.checkpoint import cut_parameters
-from hf_helix.operators.transport import Axis, SilentTransport
-from hf_helix.planning.fold import FOLD, LINEAR, stage_ranks
-from hf_helix.planning.graph import RECEIVE, SEND
-from hf_helix.runtime.mesh import Mesh
-from hf_helix.runtime.pipe import Pipe
+from hf_helix.checkpoint.shard import cut_parameters
+from hf_helix.models.builder import Sharing
+from hf_helix.models.families.llama import Llama
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.planning.graph.pair import RECEIVE, SEND
+from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.stage import Stage, place_units
 
 SIZES = [(placement, size) for placement in (FOLD, LINEAR) for size in (2, 3)]

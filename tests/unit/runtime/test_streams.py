@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_helix.planning.graph import Kind
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.streams import CpuStreams, Streams, make_streams
 from hf_helix.runtime.trace import Trace
 

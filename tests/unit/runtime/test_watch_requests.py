@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from hf_helix.runtime import liveness
-from hf_helix.runtime.liveness import Watch
+from hf_helix.runtime.failures import heartbeat as liveness
+from hf_helix.runtime.failures.heartbeat import Watch
 
 ROUNDS = 3
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from support.graphs import layers_only, llama_layer
 
-from hf_helix.planning.graph import GraphPair
-from hf_helix.runtime.effort import EFFORTS, FULL, QUICK, SHORT, Effort, Pace, affordable, tuning_budget, tuning_cost
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.tuning.effort import EFFORTS, FULL, QUICK, SHORT, Effort, Pace, affordable, tuning_budget, tuning_cost
 
 
 def test_the_budget_is_a_share_of_what_is_left() -> None:

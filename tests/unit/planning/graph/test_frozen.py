@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 from support.graphs import LLAMA, layout_of, llama_layer, random_times
 
-from hf_helix.planning import search
-from hf_helix.planning.graph import Graph, GraphPair, Part, derive_backward, digest
-from hf_helix.planning.profile import Profile, load_profile, named_operators, rough_profile
-from hf_helix.planning.recompute import recomputed
-from hf_helix.planning.room import held, shares_of
-from hf_helix.planning.rules import RULES, make_plan
-from hf_helix.planning.schedule import build_schedule
-from hf_helix.planning.tiling import tile_graph
-from hf_helix.planning.window import window_instructions
+from hf_helix.planning.graph.backward import derive_backward
+from hf_helix.planning.graph.operator import Graph, Part, digest
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.graph.recompute import recomputed
+from hf_helix.planning.instructions import window_instructions
+from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.activation_memory import held, shares_of
+from hf_helix.planning.plans.baselines.intra_batch import tile_graph
+from hf_helix.planning.plans.registry import RULES, make_plan
+from hf_helix.planning.profile import Profile, named_operators, rough_profile
+from hf_helix.planning.profile_file import load_profile, save_profile
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
 
@@ -74,7 +77,7 @@ def test_tiles_of_a_frozen_linear_are_frozen() -> None:
 def test_profiles_keep_it(share: float, tmp_path: Path) -> None:
     graphs = {**LLAMA, "layer": GraphPair.of(trained(share))}
     layout = layout_of(graphs, 3)
-    Profile({"model": "m"}, layout, random_times(layout, 0), {}, {}).save(tmp_path / "profile.json")
+    save_profile(Profile({"model": "m"}, layout, random_times(layout, 0), {}, {}), tmp_path / "profile.json")
     loaded = load_profile(tmp_path / "profile.json", about={"model": "m"}, layout=layout)
     assert loaded.layout.graphs["layer"] == graphs["layer"]
     with pytest.raises(ValueError, match=r"other operators.*trained"):

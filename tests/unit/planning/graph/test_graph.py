@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from support.graphs import collective, compute, linear, llama_layer, llama_layer_on_one_rank
 
-from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator, Part, derive_backward, digest
+from hf_helix.planning.graph.backward import derive_backward
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part, digest
+from hf_helix.planning.graph.pair import GraphPair
 
 # fmt: off
 BACKWARD = [
@@ -180,9 +182,9 @@ def test_the_digest_tells_graphs_apart():
 def test_the_real_llama_adapter_declares_these_layers(size: int, forward: int, backward: int):
     from support.models import llama
 
-    from hf_helix.adapters.builder import Sharing
-    from hf_helix.adapters.dense import Llama
-    from hf_helix.operators.transport import Axis, SilentTransport
+    from hf_helix.models.builder import Sharing
+    from hf_helix.models.families.llama import Llama
+    from hf_helix.operators.communication.transport import Axis, SilentTransport
 
     axis = Axis(SilentTransport(2, 0)) if size == 2 else Axis.single()
     units = Llama().units(llama(), Sharing(axis))

@@ -9,10 +9,12 @@ from support import graphs as by_hand
 from support.graphs import collective, compute, linear, llama_layer, llama_layer_on_one_rank, segment
 
 from hf_helix.config import RECOMPUTE
-from hf_helix.planning.flow import Flow, flow_order
-from hf_helix.planning.graph import Graph, GraphPair, Kind, Part, derive_backward, digest
-from hf_helix.planning.recompute import FULL, NONE, SELECTIVE, recomputed
-from hf_helix.planning.tiling import tile_graph
+from hf_helix.planning.graph.backward import derive_backward
+from hf_helix.planning.graph.operator import Graph, Kind, Part, digest
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.graph.recompute import FULL, NONE, SELECTIVE, recomputed
+from hf_helix.planning.plans.baselines.intra_batch import tile_graph
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
 
 
 def names(graph: Graph) -> list[str]:

@@ -27,13 +27,16 @@ from support.graphs import (
 )
 
 from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.flow import Flow, flow_order
-from hf_helix.planning.graph import Graph, GraphPair, Kind, Part
-from hf_helix.planning.plan import all_blocks, validate_order
-from hf_helix.planning.profile import Pair, Profile, load_profile, named_operators
-from hf_helix.planning.rules import BLOCK_RULES
-from hf_helix.planning.tiling import sites, tile_graph, tile_profile
-from hf_helix.planning.window import Instruction, Layout, unit_instructions, window_instructions
+from hf_helix.planning.graph.operator import Graph, Kind, Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import Instruction, unit_instructions, window_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.plans.baselines.intra_batch import sites, tile_graph, tile_profile
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+from hf_helix.planning.plans.plan import all_blocks, validate_order
+from hf_helix.planning.plans.registry import BLOCK_RULES
+from hf_helix.planning.profile import Pair, Profile, named_operators
+from hf_helix.planning.profile_file import load_profile, save_profile
 
 TILES = [2, 3, 4]
 
@@ -315,7 +318,7 @@ def test_a_tiled_profile_slows_tiles_down_as_the_whole() -> None:
 
 def test_a_tiled_profile_survives_its_file(tmp_path: Path) -> None:
     derived = tile_profile(layer_profile(), 2)
-    derived.save(tmp_path / "profile.json")
+    save_profile(derived, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json").layout.graphs == derived.layout.graphs
 
 

@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 from support.schedules import every_name, every_size, parsed, text
 
-from hf_helix.planning.actions import (
-    Action,
-    Slot,
-    format_schedule,
-    parse_schedule,
-    without_microbatches,
-)
-from hf_helix.planning.builders import w_schedule
-from hf_helix.planning.fold import stage_ranks
-from hf_helix.planning.schedule import PLACEMENT_OF, build_schedule, load_schedule, validate
+from hf_helix.planning.pipeline.actions import Action, Slot, format_schedule, parse_schedule, without_microbatches
+from hf_helix.planning.pipeline.named import w_schedule
+from hf_helix.planning.pipeline.placement import stage_ranks
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule, load_schedule
+from hf_helix.planning.pipeline.validate import validate
 
 
 def test_torch_reads_every_slot():

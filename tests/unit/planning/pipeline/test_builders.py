@@ -7,9 +7,9 @@ import re
 import pytest
 from support.schedules import SIZES, every_name, every_size, live_activations, slots_by_part, start_times, text
 
-from hf_helix.planning.builders import dualpipe_v, one_f_one_b, w_schedule
-from hf_helix.planning.fold import FOLD, stage_ranks, stages_of_rank
-from hf_helix.planning.schedule import PLACEMENT_OF, build_schedule
+from hf_helix.planning.pipeline.named import dualpipe_v, one_f_one_b, w_schedule
+from hf_helix.planning.pipeline.placement import FOLD, stage_ranks, stages_of_rank
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule
 
 # Every named schedule
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from hf_helix.planning.fold import FOLD, LINEAR, split_layers, stage_ranks, stages_of_rank
+from hf_helix.planning.pipeline.placement import FOLD, LINEAR, split_layers, stage_ranks, stages_of_rank
 
 PLACEMENTS = [FOLD, LINEAR]
 SIZES = [(layers, ranks) for ranks in range(1, 6) for layers in range(1, 24) if ranks == 1 or layers >= 2 * ranks]

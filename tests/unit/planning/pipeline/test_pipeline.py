@@ -10,19 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from hf_helix.planning import refine
-from hf_helix.planning.fold import FOLD, stage_ranks
-from hf_helix.planning.listing import Policy, list_schedule
-from hf_helix.planning.pipeline import SEARCHED, Costs, Simulated, choose_schedule, find_schedule, simulate_schedule
-from hf_helix.planning.schedule import (
+from hf_helix.planning.pipeline import local_search as refine
+from hf_helix.planning.pipeline.list_schedule import Policy, list_schedule
+from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
+from hf_helix.planning.pipeline.schedule_file import (
     PLACEMENT_OF,
     Schedule,
     Slot,
     build_schedule,
     format_schedule,
     parse_schedule,
-    validate,
 )
+from hf_helix.planning.pipeline.select import (
+    SEARCHED,
+    Costs,
+    Simulated,
+    choose_schedule,
+    find_schedule,
+    simulate_schedule,
+)
+from hf_helix.planning.pipeline.validate import validate
 
 UNIT = {"forward": 1.0, "input": 1.0, "weight": 1.0}
 SETS: dict[str, dict[str, float]] = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.schedules import every_name, oracle_can_run, parsed, text
 
-from hf_helix.planning.builders import w_schedule
-from hf_helix.planning.fold import FOLD, LINEAR, stage_ranks
-from hf_helix.planning.schedule import (
+from hf_helix.planning.pipeline.named import w_schedule
+from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks
+from hf_helix.planning.pipeline.schedule_file import (
     PLACEMENT_OF,
     Schedule,
     Slot,
@@ -19,8 +19,8 @@ from hf_helix.planning.schedule import (
     load_schedule,
     num_microbatches_of,
     placement_of,
-    validate,
 )
+from hf_helix.planning.pipeline.validate import validate
 
 
 def folded(schedule: Schedule, num_microbatches: int) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from support.graphs import SMALL, efforts, layout_of, pipeline_of, profile_of
 
-from hf_helix.planning.fold import FOLD, LINEAR, stage_ranks
-from hf_helix.planning.pipeline import AUTO, Costs
+from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule, format_schedule
+from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, stage_costs
+from hf_helix.planning.pipeline.select import AUTO, Costs
+from hf_helix.planning.pipeline.validate import validate
 from hf_helix.planning.profile import Profile
-from hf_helix.planning.schedule import PLACEMENT_OF, build_schedule, format_schedule, validate
-from hf_helix.planning.scheduler import Scheduler, candidates, stage_costs
 
 
 def profile_on(num_ranks: int, placement: str = FOLD) -> Profile:

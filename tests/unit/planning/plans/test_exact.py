@@ -7,12 +7,13 @@ from ortools.sat.python import cp_model
 from support.graphs import collective, compute, layout_of, linear, pair, profile_of, random_times, schedule_of
 
 from hf_helix.planning.cost import entry_of, work_of
-from hf_helix.planning.flow import EXTRA_LAYERS
-from hf_helix.planning.graph import Kind, Part
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.instructions import window_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+from hf_helix.planning.plans.list_scheduler import EXTRA_LAYERS
+from hf_helix.planning.plans.search import bound, predict, search
 from hf_helix.planning.profile import Profile
-from hf_helix.planning.schedule import Action, Schedule, Slot
-from hf_helix.planning.search import bound, predict, search
-from hf_helix.planning.window import Layout, window_instructions
 
 ENDS = {"embedding": pair("embedding", compute("lookup"), inputs=""), "head": pair("head", compute("loss", "x"))}
 LAYERS = {

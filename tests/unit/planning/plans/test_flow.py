@@ -24,12 +24,14 @@ from support.graphs import (
     schedule_of,
 )
 
-from hf_helix.planning.flow import Flow, flow_order
-from hf_helix.planning.graph import Graph, GraphPair, Part
+from hf_helix.planning.graph.operator import Graph, Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import Instruction, window_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+from hf_helix.planning.plans.search import greedy
 from hf_helix.planning.program import build_programs, validate_program
-from hf_helix.planning.schedule import Action, Schedule, Slot
-from hf_helix.planning.search import greedy
-from hf_helix.planning.window import Instruction, Layout, window_instructions
 
 
 def flow_of(layout: Layout, seed: int, extra_layers: int = 1) -> Flow:

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_helix.planning import pairing
-from hf_helix.planning.baselines import sequential
 from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator, Part
-from hf_helix.planning.pairing import dhelix
-from hf_helix.planning.plan import BARRIER, Order, all_blocks, entries, validate_order
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, unit_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.plans.baselines import dhelix as pairing
+from hf_helix.planning.plans.baselines.dhelix import dhelix
+from hf_helix.planning.plans.baselines.interleave import sequential
+from hf_helix.planning.plans.plan import BARRIER, Order, all_blocks, entries, validate_order
 from hf_helix.planning.profile import Pair, Profile, named_operators, rough_profile
-from hf_helix.planning.window import BARRIER_INSTRUCTION, Layout, unit_instructions
 
 L, X = Kind.LOCAL, Kind.CROSS
 

@@ -26,10 +26,13 @@ from support.graphs import (
 )
 
 from hf_helix.config import PLANS
-from hf_helix.planning.baselines import sequential
-from hf_helix.planning.flow import Flow
-from hf_helix.planning.graph import Graph, GraphPair, Operator, Part, derive_backward, first_difference
-from hf_helix.planning.plan import (
+from hf_helix.planning.graph.backward import derive_backward
+from hf_helix.planning.graph.operator import Graph, Operator, Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.plans.baselines.interleave import sequential
+from hf_helix.planning.plans.list_scheduler import Flow
+from hf_helix.planning.plans.plan import (
     BARRIER,
     Block,
     Plan,
@@ -41,9 +44,9 @@ from hf_helix.planning.plan import (
     parse_plan,
     validate_order,
 )
+from hf_helix.planning.plans.registry import BLOCK_RULES, FLOW_RULES, RULES, make_plan
 from hf_helix.planning.profile import Profile, rough_profile
-from hf_helix.planning.rules import BLOCK_RULES, FLOW_RULES, RULES, make_plan
-from hf_helix.planning.window import Layout
+from hf_helix.planning.text import first_difference
 
 MODEL, MESH = "LlamaForCausalLM", {"dp_size": 1, "tp_size": 2}
 UNITS = {

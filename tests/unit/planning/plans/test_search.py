@@ -26,16 +26,17 @@ from support.graphs import (
     segment,
 )
 
-from hf_helix.planning import search as searching
 from hf_helix.planning.cost import Timeline, Work, simulate, work_of
-from hf_helix.planning.flow import Flow, Window, flow_order
-from hf_helix.planning.graph import GraphPair, Kind
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import window_instructions
+from hf_helix.planning.pipeline.schedule_file import Action, Slot
+from hf_helix.planning.plans import search as searching
+from hf_helix.planning.plans.list_scheduler import Flow, Window, flow_order
+from hf_helix.planning.plans.registry import RULES, TILED, make_plan
+from hf_helix.planning.plans.search import CLOSE, bound, greedy, longest_way, lower_bound, predict, search, shorten
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.planning.program import build_programs
-from hf_helix.planning.rules import RULES, TILED, make_plan
-from hf_helix.planning.schedule import Action, Slot
-from hf_helix.planning.search import CLOSE, bound, greedy, longest_way, lower_bound, predict, search, shorten
-from hf_helix.planning.window import window_instructions
 
 UNTILED = [rule for rule in RULES if rule != TILED]
 
