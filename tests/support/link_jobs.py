@@ -47,7 +47,7 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
                 "parameters": sum(parameter.nbytes for parameter in runner.stage.placements),
                 "hidden": trainer.model.config.hidden_size,
             }
-        trainer._engine.close()
+        trainer.helix.close()
     bare, linked = found.pop("None"), found.pop(link)
     found["same_losses"] = torch.equal(bare["losses"], linked["losses"])
     found["same_gradients"] = all(map(torch.equal, bare["gradients"], linked["gradients"]))
