@@ -35,6 +35,7 @@ from hf_helix.runtime.agreement import agree_on_number, agree_on_text
 from hf_helix.runtime.groups import control_group
 from hf_helix.runtime.liveness import start_watch, watched
 from hf_helix.tuner import options_of
+from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
 
@@ -225,6 +226,7 @@ class HelixModel:
             return gather_samples(data, self.engine.mesh, self._accelerator.gradient_state)
 
 
+@check_class
 class _Scheduler(AcceleratedScheduler):
     """As Accelerate's, which steps once for each process; here ranks that share a batch count once."""
 

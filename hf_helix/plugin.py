@@ -23,6 +23,7 @@ from hf_helix.runtime.endings import is_launched
 from hf_helix.runtime.liveness import install_hook
 from hf_helix.runtime.mesh import Mesh, build_mesh, check_joined
 from hf_helix.runtime.restarts import separate_starts
+from hf_helix.upstream.check import check_class
 
 
 def _launched_as_pipeline() -> bool:
@@ -40,6 +41,7 @@ if is_launched():
         load_eagerly()
 
 
+@check_class
 class HelixPlugin(ParallelismConfig):
     """Hand it to `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
 

@@ -51,6 +51,7 @@ from hf_helix.search_hooks import SearchHooks
 from hf_helix.sft import adapted, check_routers, check_sft, is_sft
 from hf_helix.takeover import WindowHooks
 from hf_helix.tuner import options_of
+from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
 
@@ -92,6 +93,10 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     # The cut model.
     _engine: Engine
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_class(cls)
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import hf_helix
 
 PACKAGE = Path(hf_helix.__file__).parent
 
-LEVELS = {"config": 0, "planning": 0, "operators": 1, "adapters": 1, "runtime": 2}
+LEVELS = {"config": 0, "upstream": 0, "planning": 0, "operators": 1, "adapters": 1, "runtime": 2}
 LEVELS |= dict.fromkeys(("report", "cache", "tuner", "checkpoint", "adapter_files", "checks", "evaluation"), 3)
 LEVELS |= dict.fromkeys(
     ("recompute", "stored", "loading", "saving", "safetensors_file", "direct_use", "workload", "sizes", "engine"), 3
