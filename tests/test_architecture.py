@@ -17,7 +17,7 @@ PACKAGE = Path(hf_helix.__file__).parent
 
 # The one rule of the package: a room imports what stands in its own row or in a row above it.
 ORDER: tuple[tuple[str, ...], ...] = (
-    ("version", "link_speed"),
+    ("version", "link_speed", "upstream"),
     ("config",),
     ("planning",),
     ("operators",),
@@ -131,11 +131,11 @@ TRANSFORMERS = "only models, checkpoint, engine, integrations may import transfo
         ("planning/plan.py", "import yaml", ":1: is not the standard library: yaml"),
         ("config.py", "if True:\n    from torch import nn", f":2: {TORCH}.nn"),
         ("planning/a.py", "from hf_helix.operators import unit", ":1: imports upward: hf_helix.operators.unit"),
-        ("planning/a.py", "from ..runtime import mesh", ":1: imports upward: hf_helix.runtime.mesh"),
+        ("planning/a.py", "from ..runtime import mesh", ":1: imports upward: hf_helix.runtime.distributed.mesh"),
         (
             "operators/a.py",
             "import hf_helix.runtime.distributed.mesh",
-            ":1: imports upward: hf_helix.runtime.mesh",
+            ":1: imports upward: hf_helix.runtime.distributed.mesh",
         ),
         ("runtime/a.py", "from hf_helix import tuning", ":1: imports upward: hf_helix.tuning"),
         ("runtime/a.py", "from hf_helix import HelixConfig", ":1: imports upward: hf_helix.HelixConfig"),
