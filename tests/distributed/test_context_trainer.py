@@ -11,7 +11,7 @@ import pytest
 from support import jobs
 from support.models import llama
 from support.more_jobs import predict
-from test_parity import compare_runs, compare_weights
+from support.parity import compare_runs, compare_weights
 
 MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.expert_jobs import reference_that_draws, reference_that_drops, windows
-from support.parity import KINDS, check, references
-from test_parity import compare_runs, compare_weights
+from support.parity import KINDS, check, compare_runs, compare_weights, references
 
 PHIMOE = {"family": "phimoe", "num_hidden_layers": 2}
 BALANCED = {**PHIMOE, "output_router_logits": True, "router_aux_loss_coef": 0.1}
