@@ -30,17 +30,17 @@ def build(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> HelixTra
     plugin.mesh = _meshes.get(sizes)
     args = arguments(folder, parallelism_config=plugin)
     trainer = HelixTrainer(model=llama(**model), args=args, train_dataset=sequences(4), helix_config=plugin.config)
-    _meshes[sizes] = trainer.mesh
+    _meshes[sizes] = trainer.helix.mesh
     trainer.model.train()
     return trainer
 
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
     """The trainer's runner under another plan and schedule; `auto` is searched with rough times."""
-    profile = rough_profile(trainer.runner.whole.layout)
+    profile = rough_profile(trainer.helix.runner.whole.layout)
     plan = make_plan(rule, profile, model=trainer.plan.model, mesh=trainer.plan.mesh)
     costs = stage_costs(profile) if schedule == "auto" else None
-    return trainer.runner.with_plan(plan, Scheduler(schedule, trainer.mesh.pipe.size, costs))
+    return trainer.helix.runner.with_plan(plan, Scheduler(schedule, trainer.helix.mesh.pipe.size, costs))
 
 
 def steps_of(runner: Runner, events: Iterable[tuple[str, str]]) -> list[Step]:
@@ -72,7 +72,7 @@ def traced(
         runner = runner_of(trainer, rule, schedule)
         trace = trace_window(runner, window_of(trainer, count, rows=1, lengths=(5,)))
         found.append(steps_of(runner, trace.events))
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 
@@ -85,7 +85,7 @@ def peaks(
     for rule, schedule, count in cases:
         window = window_of(trainer, count, rows=1, lengths=(length,))
         found.append(peak_bytes(runner_of(trainer, rule, schedule), window))
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 
@@ -102,5 +102,5 @@ def window(
     trainer = build(folder, helix, model)
     losses = runner_of(trainer, rule, schedule).train_window(window_of(trainer, count, rows, lengths))
     found = {"losses": [loss.item() for loss in losses], "gradients": whole_gradients(trainer)}
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found

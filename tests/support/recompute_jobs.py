@@ -41,7 +41,9 @@ def compare(
                 "gradients": {
                     n: p.grad.float().numpy() for n, p in trainer.model.named_parameters() if p.grad is not None
                 },
-                "meters": [m.read(trainer.mesh.device).tolist() for u in runner.whole.model.values() for m in u.meters],
+                "meters": [
+                    m.read(trainer.helix.mesh.device).tolist() for u in runner.whole.model.values() for m in u.meters
+                ],
             }
             trainer.model.zero_grad()
             expected = usual.setdefault(case, found)
@@ -56,7 +58,7 @@ def compare(
                     "read": any(map(sum, found["meters"])),
                 }
             )
-        trainer.runner.executor.streams.close()
+        trainer.helix.runner.executor.streams.close()
     return rows
 
 
@@ -69,7 +71,7 @@ def peaks(folder: str, helix: dict[str, Any], model: dict[str, Any], plans: Sequ
         for plan in plans:
             runner = runner_of(trainer, plan, window.get("schedule", "w"))
             found[plan][mode] = peak_bytes(runner, window_of(trainer, window["count"], 1, (window["length"],)))
-        trainer.runner.executor.streams.close()
+        trainer.helix.runner.executor.streams.close()
     return found
 
 
@@ -103,10 +105,10 @@ def train_and_measure(
     if helix is None:
         assert type(trainer) is Trainer
         return found
-    spans = trace_window(trainer.runner, trainer._engine.last_window).spans
+    spans = trace_window(trainer.helix.runner, trainer.helix.last_window).spans
     again = [span.label.split(".", 1)[1] for span in spans if span.label.endswith(".again")]
     return found | {
         "again": sorted({".".join(label.split(".")[:2]) for label in again}),
         "memory": trainer.measure_memory(),
-        "about": dict(trainer._engine.tuner._about),
+        "about": dict(trainer.helix.tuner._about),
     }

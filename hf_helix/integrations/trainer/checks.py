@@ -151,7 +151,7 @@ def check_trainer(trainer: Any, args: Any) -> None:
             f"an Accelerator was made before with mixed_precision={accelerator.mixed_precision!r}, and the training "
             f"arguments say {args.mixed_precision!r}; make it after, or give both the same"
         )
-    repeats = args.accelerator_config.dispatch_batches is not False and trainer.mesh.dp_size > 1
+    repeats = args.accelerator_config.dispatch_batches is not False and trainer.helix.mesh.dp_size > 1
     if repeats and isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):
         raise ValueError(
             "an iterable dataset with several data-parallel ranks needs "
@@ -159,4 +159,4 @@ def check_trainer(trainer: Any, args: Any) -> None:
         )
     evaluated = trainer.eval_dataset
     for dataset in evaluated.values() if isinstance(evaluated, dict) else [evaluated]:
-        check_evaluation(dataset, trainer.mesh.dp_size)
+        check_evaluation(dataset, trainer.helix.mesh.dp_size)
