@@ -53,7 +53,7 @@ def traced(
         runner = runner_of(trainer, rule, schedule)
         trace = trace_window(runner, window_of(trainer, count, rows=1, lengths=(5,)))
         found.append(steps_of(runner, trace.events))
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 
@@ -66,5 +66,5 @@ def peaks(
     for rule, schedule, count in cases:
         window = window_of(trainer, count, rows=1, lengths=(length,))
         found.append(peak_bytes(runner_of(trainer, rule, schedule), window))
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
