@@ -74,15 +74,15 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
 
     made = Workload(shaped_link.llama(options), 2, torch.device("cpu"), link=link)
     window = made.window(options.microbatches, options.batch, options.sequence)
-    assert made.helix.mesh.link is not None
-    if made.helix.mesh.link.rate is None:
-        even_out(made.helix.runner, window[:4])
-    profile = measure_profile(made.helix.runner, window[:4], made.about)
+    assert made.mesh.link is not None
+    if made.mesh.link.rate is None:
+        even_out(made.runner, window[:4])
+    profile = measure_profile(made.runner, window[:4], made.about)
     if options.profile and options.rank == 0:
         save_profile(profile, options.profile.format(link=link))
-    found = compare(made.helix.runner, window, options.plans, profile, options.repeats)
+    found = compare(made.runner, window, options.plans, profile, options.repeats)
     predicted = {
-        rule: predict_window(made.helix.runner.with_plan(plan), profile, options.microbatches)
+        rule: predict_window(made.runner.with_plan(plan), profile, options.microbatches)
         for rule, plan in found.plans.items()
     }
     rows = {
@@ -98,7 +98,7 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
     }
     one = found.overlaps["sequential"]
     return {
-        "link": str(made.helix.mesh.link),
+        "link": str(made.mesh.link),
         "microbatches": options.microbatches,
         "computation": one.computation,
         "communication": one.communication,

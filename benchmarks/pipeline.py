@@ -140,9 +140,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
 
     linear = workload(options, pp, "1f1b")
     folded = workload(options, pp, "w", linear.mesh)
-    batches = {
-        id(made.helix.runner.whole): made.window(count, options.batch, options.sequence) for made in (linear, folded)
-    }
+    batches = {id(made.runner.whole): made.window(count, options.batch, options.sequence) for made in (linear, folded)}
     window = batches[id(folded.runner.whole)]
     chosen, tuning = tune(folded.runner, window, schedules=functools.partial(candidates, "auto"))
     profile = tuning.profile
@@ -171,7 +169,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
         if name != "1f1b":
             rows[name]["predicted"] = predict_plan(runner.plan, profile, runner.scheduler(count))[1].seconds
     for made in (linear, folded):
-        made.helix.runner.executor.streams.close()
+        made.runner.executor.streams.close()
     sizes = {"pp": pp, "tp": options.tp, "dp": options.processes // (pp * options.tp)}
     return {**sizes, "microbatches": count, "rate": options.rate, "across": options.across, "rows": rows}
 

@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     linear = workload(options, "1f1b")
     folded = workload(options, "w", linear.mesh)
     shape = options.microbatches, options.batch, options.sequence
-    windows = {id(made.helix.runner.whole): made.window(*shape) for made in (linear, folded)}
+    windows = {id(made.runner.whole): made.window(*shape) for made in (linear, folded)}
     window = windows[id(folded.runner.whole)]
     profile = measure_profile(folded.runner, window)
     found = planned(folded.runner, PLANS, profile, options.microbatches)
@@ -166,7 +166,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         ranks = over_ranks((states, peak))
         rows.append(Row(name, [states for states, _ in ranks], [peak for _, peak in ranks]))
     for made in (linear, folded):
-        made.helix.runner.executor.streams.close()
+        made.runner.executor.streams.close()
     return rows
 
 
