@@ -24,6 +24,7 @@ from hf_helix.runtime.environment import load_eagerly
 from hf_helix.runtime.failures.endings import is_launched
 from hf_helix.runtime.failures.heartbeat import install_hook
 from hf_helix.runtime.failures.restarts import separate_starts
+from hf_helix.upstream.check import check_class
 
 
 def _launched_as_pipeline() -> bool:
@@ -41,6 +42,7 @@ if is_launched():
         load_eagerly()
 
 
+@check_class
 class HelixPlugin(ParallelismConfig):
     """Hand it to `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
 

@@ -52,6 +52,7 @@ from hf_helix.tuning.compare import PAPER, Comparison
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.measure.overlap import Overlap
 from hf_helix.tuning.tuner import options_of
+from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
 
@@ -93,6 +94,10 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     # The cut model.
     _engine: Engine
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_class(cls)
 
     def __init__(
         self,
