@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 
-PLANS = ("auto", "search", "greedy", "dhelix", "round_robin", "intra_batch", "sequential")
+AUTO = "auto"
+RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # see planning.plans.registry
+PLANS = (AUTO, *reversed(RULES))
 ABLATIONS = ("local", "cross", "comm_beside_comm", "wgrad")
 CP_METHODS = ("ring", "all_gather")
 AXES = ("tp", "cp", "ep")

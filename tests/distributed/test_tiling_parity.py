@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-RULES = ("sequential", "round_robin", "greedy")
+RULES = ("sequential", "round_robin")
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 

@@ -97,7 +97,7 @@ def windows(
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
     """The trainer's runner under another plan and schedule."""
-    profile = rough_profile(trainer.runner.whole.layout)
+    profile = rough_profile(trainer.runner.stage.layout)
     plan = make_plan(rule, profile, model=trainer.plan.model, mesh=trainer.plan.mesh)
     return trainer.runner.with_plan(plan, Scheduler(schedule, trainer.mesh.pipe.size))
 

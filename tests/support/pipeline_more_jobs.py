@@ -37,7 +37,7 @@ def build(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> HelixTra
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
     """The trainer's runner under another plan and schedule; `auto` is searched with rough times."""
-    profile = rough_profile(trainer.runner.whole.layout)
+    profile = rough_profile(trainer.runner.stage.layout)
     plan = make_plan(rule, profile, model=trainer.plan.model, mesh=trainer.plan.mesh)
     costs = stage_costs(profile) if schedule == "auto" else None
     return trainer.runner.with_plan(plan, Scheduler(schedule, trainer.mesh.pipe.size, costs))

@@ -41,7 +41,7 @@ def compare(
                 "gradients": {
                     n: p.grad.float().numpy() for n, p in trainer.model.named_parameters() if p.grad is not None
                 },
-                "meters": [m.read(trainer.mesh.device).tolist() for u in runner.whole.model.values() for m in u.meters],
+                "meters": [m.read(trainer.mesh.device).tolist() for u in runner.stage.model.values() for m in u.meters],
             }
             trainer.model.zero_grad()
             expected = usual.setdefault(case, found)

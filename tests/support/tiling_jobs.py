@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from support.graphs import ORDER_BLOCK
 from support.models import arguments, llama, sequences
 
 from hf_helix.checkpoint.shard import cut_parameters, whole_parameter
@@ -14,7 +15,8 @@ from hf_helix.models.builder import Sharing
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.baselines.intra_batch import tile_profile
+from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
+from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh, build_mesh
@@ -43,7 +45,7 @@ def windows(
     streams = make_streams(mesh.device)
     found = []
     for tiles, rule in tilings:
-        runner = Runner(*_tiled(stage, tiles, rule, mesh), mesh, streams, Scheduler("w", 1), 0)
+        runner = Runner(stage, _plan(stage, tiles, rule, mesh), mesh, streams, Scheduler("w", 1), 0)
         losses = [loss.item() for loss in runner.train_window(batches)]
         gradients = {}
         for name, parameter in made.named_parameters():
@@ -56,9 +58,11 @@ def windows(
     return found
 
 
-def _tiled(stage: Stage, tiles: int, rule: str, mesh: Mesh) -> tuple[Stage, Any]:
-    profile = tile_profile(rough_profile(stage.layout), tiles)
-    return stage.tiled(tiles), make_plan(rule, profile, model="tiny", mesh={"tp_size": mesh.tp.size})
+def _plan(stage: Stage, tiles: int, rule: str, mesh: Mesh) -> Plan:
+    profile, about = rough_profile(stage.layout), {"model": "tiny", "mesh": {"tp_size": mesh.tp.size}}
+    if tiles == 1:
+        return make_plan(rule, profile, **about)
+    return IntraBatchPlan.of_tiles(rule, ORDER_BLOCK[rule], profile, **about, tiles=tiles)
 
 
 def _microbatch(family: Any, model: Any, mesh: Mesh, length: int, place: int) -> MicroBatch:

@@ -92,7 +92,7 @@ def save_rough_profile(folder: str, path: str, **options: Any) -> None:
     """A profile file for this model and mesh, without a measurement."""
     trainer = make_trainer(folder, {"tp_size": 2, "plan": "sequential"}, **options)
     if dist.get_rank() == 0:
-        rough = rough_profile(trainer.runner.whole.layout)
+        rough = rough_profile(trainer.runner.stage.layout)
         save_profile(Profile({**trainer._engine.tuner._about, **rough.about}, rough.layout, rough.times), path)
     dist.barrier()
 

@@ -141,7 +141,7 @@ class CheckpointHooks:
         return Manifest(type(self._engine.model).__name__, parameters, dict(mesh.sizes), per_step, name)
 
     def _held(self) -> dict[nn.Parameter, Held]:
-        return held_parameters(self._engine.model, self._engine.runner.whole, self._mesh)
+        return held_parameters(self._engine.model, self._engine.runner.stage, self._mesh)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Each rank reads its slices of the model. Collective."""
