@@ -134,8 +134,8 @@ def test_communication_is_issued_as_soon_as_its_input_is():
             assert all(between.operator.kind.communicates for between in program[written + 1 : place])
 
 
-def test_parts_of_a_weight_gradient_come_in_their_order():
-    """A collective in two tiles: what is declared to come after stays after, however urgent."""
+def test_what_is_declared_to_come_after_stays_after():
+    """However urgent it is, and although nothing of what comes first is read."""
     layer = pair(
         "layer",
         compute("split", "x", "a b"),
@@ -147,7 +147,6 @@ def test_parts_of_a_weight_gradient_come_in_their_order():
         repeats=True,
     )
     layout = layout_of({**SMALL, "layer": layer}, 2)
-    assert layer.backward["up.0.W"].after == ("up.1.W",)
     for seed in range(20):
         check_whole_and_in_order(*ordered(flow_of(layout, seed), layout, schedule_of(3)))
 
