@@ -173,7 +173,6 @@ class Engine:
         units = recompute_units(self.family.units(self.base, sharing, additions), modes)
         self._called = [*self.family.side_modules(self.base), *(module for unit in units for module in unit.called)]
         check_forwards(self.model, self.base, self.family, self._called)
-        units = [unit.without(config.without) for unit in units]
         check_placements(self.model, {p: placement for unit in units for p, placement in unit.placements.items()})
         return place_units(
             units,

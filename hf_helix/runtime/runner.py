@@ -62,7 +62,7 @@ class Runner:
         self.scheduler = scheduler
         issued = stage_for(plan, stage)
         self.layout = issued.layout
-        self._seed = seed
+        self.seed = seed
         self.precision = Precision(mesh.device.type, products)
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
         self.executor = Executor(issued.units, streams, seed * world_size() + rank(), self.precision)
@@ -77,7 +77,7 @@ class Runner:
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
         """A runner of the same parameters, on the same streams, with another plan (and other schedules)."""
         scheduler, streams = scheduler or self.scheduler, self.executor.streams
-        return Runner(self.stage, plan, self.mesh, streams, scheduler, self._seed, self.precision.products)
+        return Runner(self.stage, plan, self.mesh, streams, scheduler, self.seed, self.precision.products)
 
     def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
         """Forward and backward of a window; losses by micro-batch, gradients added to `parameter.grad`.

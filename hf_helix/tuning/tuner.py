@@ -165,8 +165,8 @@ class Tuner:
         name = self.config.plan
         is_file = name not in MEASURED and name not in RULES
         # Files may lie elsewhere on another host; what is in them is compared with the plan.
-        kinds = ("a file" if is_file else name, self.config.without, self.config.profile is not None)
-        placed = f"plan={kinds[0]!r}\nwithout={kinds[1]!r}\nprofile given: {kinds[2]}\n{layout.describe()}"
+        source, has_profile = "a file" if is_file else name, self.config.profile is not None
+        placed = f"plan={source!r}\nprofile given: {has_profile}\n{layout.describe()}"
         agree_on_text(placed, "plans")
         profile = self._given_profile(layout)
         if profile is not None:
@@ -225,7 +225,7 @@ class Tuner:
         """What to measure with: the start of the first window of two micro-batches or more. Collective."""
         timed = window[: TUNED_MICROBATCHES * self.config.pp_size]
         about = {**machine(runner), **self._about, "shapes": ", ".join(batch.shape for batch in timed)}
-        key = {**about, "plan": self.config.plan, "without": " ".join(self.config.without)}
+        key = {**about, "plan": self.config.plan}
         key |= {"profile": digest_of(self.config.profile), "schedule": self.config.schedule}
         key |= {"compile": str(self.config.compile)}
         return _Case(timed, len(window), about, key)
@@ -255,7 +255,7 @@ class Tuner:
         if self.config.profile is None:
             return None
         wanted: dict[str, str] = {key: self._about[key] for key in ("model", "mesh")}
-        return load_profile(self.config.profile, about=wanted, layout=layout, without=self.config.without)
+        return load_profile(self.config.profile, about=wanted, layout=layout)
 
     def _measure(self, runner: Runner, effort: Effort, run_seconds: float | None = None) -> Runner:
         """The runner of the fastest plan. Collective; says before how long it takes.

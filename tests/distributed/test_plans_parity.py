@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import jobs
 
-from hf_helix.config import ABLATIONS
+from hf_helix.planning.graph.ablation import ABLATIONS
 
 PLANS: list[dict[str, Any]] = [{"plan": plan} for plan in ("sequential", "round_robin", "greedy", "search", "dhelix")]
 ABLATED: list[dict[str, Any]] = [
@@ -84,8 +84,8 @@ def test_dropout_does_not_depend_on_tiles(cluster_of: Any, tmp_path: Any) -> Non
 
 
 def events_of(cluster: Any, folder: str, without: tuple[str, ...]) -> list[tuple[str, str]]:
-    helix = {"tp_size": 2, "plan": "greedy", "without": without}
-    return cluster.run("window_gradients", folder=folder, helix=helix, num_microbatches=2, traced=True)[0]["events"]
+    case = {"helix": {"tp_size": 2, "plan": "greedy"}, "without": without, "num_microbatches": 2, "traced": True}
+    return cluster.run("window_gradients", folder=folder, **case)[0]["events"]
 
 
 def test_without_local_everything_runs_on_the_compute_stream(cluster_of: Any, tmp_path: Any) -> None:

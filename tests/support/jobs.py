@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from support.ablations import ablated
 from support.models import arguments, llama, sequences, tiny
 from transformers import Trainer
 
@@ -66,10 +67,21 @@ def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str
 
 
 def window_gradients(
-    folder: str, helix: dict[str, Any], num_microbatches: int, traced: bool = False, **options: Any
+    folder: str,
+    helix: dict[str, Any],
+    num_microbatches: int,
+    traced: bool = False,
+    without: Sequence[str] = (),
+    **options: Any,
 ) -> dict[str, Any]:
-    """One window, without an optimizer step: losses, whole gradients by name (on rank 0), trace events."""
+    """One window, without an optimizer step: losses, whole gradients by name (on rank 0), trace events.
+
+    Args:
+        without: what its plan must not use, see `ablate`.
+    """
     trainer = make_trainer(folder, helix, **options)
+    if without:
+        trainer._engine.runner = ablated(trainer.runner, without)
     trainer.model.train()
     microbatches = _microbatches(trainer, num_microbatches)
     streams = trainer.runner.executor.streams
