@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-from hf_helix.runtime.measure import forget_gradients, over_ranks
+from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.strand import MicroBatch
+from hf_helix.tuning.measure.overlap import forget_gradients
 
 NATIVE_TP = "native TP"
 DDP = "DDP"

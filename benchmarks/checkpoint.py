@@ -64,7 +64,7 @@ def work(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from hf_helix.runtime.measure import over_ranks
+    from hf_helix.runtime.distributed.agreement import over_ranks
 
     torch.set_num_threads(1)
     found: dict[str, list[Any]] = {}

@@ -32,7 +32,7 @@ def main() -> None:
 def work(rank: int, options: argparse.Namespace) -> None:
     """One rank."""
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29577", RANK=str(rank), WORLD_SIZE=str(options.ranks))
-    from hf_helix.runtime.mesh import build_mesh
+    from hf_helix.runtime.distributed.mesh import build_mesh
 
     cuda = torch.cuda.device_count() >= options.ranks
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")

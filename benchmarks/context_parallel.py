@@ -112,13 +112,13 @@ class Bench:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from hf_helix.adapters import family_of
-        from hf_helix.adapters.builder import Sharing
-        from hf_helix.checkpoint import cut_parameters
+        from hf_helix.checkpoint.shard import cut_parameters
+        from hf_helix.models.builder import Sharing
+        from hf_helix.models.registry import family_of
+        from hf_helix.planning.pipeline.scheduler import Scheduler
+        from hf_helix.planning.plans.registry import make_plan
         from hf_helix.planning.profile import rough_profile
-        from hf_helix.planning.rules import make_plan
-        from hf_helix.planning.scheduler import Scheduler
-        from hf_helix.runtime.mesh import build_mesh
+        from hf_helix.runtime.distributed.mesh import build_mesh
         from hf_helix.runtime.runner import Runner
         from hf_helix.runtime.stage import place_units
         from hf_helix.runtime.streams import make_streams
@@ -153,8 +153,8 @@ class Bench:
     def window(self, length: int) -> list[Any]:
         import torch
 
-        from hf_helix.adapters.sequence import SequenceCut
-        from hf_helix.runtime.strand import MicroBatch
+        from hf_helix.models.sequence_sharding import SequenceCut
+        from hf_helix.runtime.microbatch import MicroBatch
 
         count = self.options.microbatches
         generator = torch.Generator().manual_seed(1)
@@ -169,7 +169,7 @@ class Bench:
 
     def even_rate(self, length: int) -> int:
         """Mbit/s at which communication takes as long as computation."""
-        from hf_helix.runtime.measure import measure_overlap
+        from hf_helix.tuning.measure.overlap import measure_overlap
 
         found = measure_overlap({"": self.runners[()]}, self.window(length), 1)[""]
         sums = sum(parameter.nbytes for parameter in self.runners[()].stage.placements)  # all-reduce of two ranks
@@ -177,9 +177,9 @@ class Bench:
 
     def measure(self, length: int, rate: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
-        from hf_helix.runtime.measure import measure_overlap
-        from hf_helix.runtime.profiler import measure_profile
-        from hf_helix.runtime.tuning import planned, predict_window
+        from hf_helix.tuning.autotune import planned, predict_window
+        from hf_helix.tuning.measure.overlap import measure_overlap
+        from hf_helix.tuning.measure.profiler import measure_profile
 
         window = self.window(length)
         profile = measure_profile(self.runners[()], window)

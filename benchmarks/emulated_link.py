@@ -65,11 +65,12 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operators on a link, make the plans, time everything in turn."""
     import torch
 
-    from hf_helix.runtime.comparison import compare
-    from hf_helix.runtime.link import even_out
-    from hf_helix.runtime.profiler import measure_profile
-    from hf_helix.runtime.tuning import predict_window
-    from hf_helix.workload import Workload
+    from hf_helix.engine.synthetic import Workload
+    from hf_helix.planning.profile_file import save_profile
+    from hf_helix.tuning.autotune import predict_window
+    from hf_helix.tuning.compare import compare
+    from hf_helix.tuning.measure.even_link import even_out
+    from hf_helix.tuning.measure.profiler import measure_profile
 
     made = Workload(shaped_link.llama(options), 2, torch.device("cpu"), link=link)
     window = made.window(options.microbatches, options.batch, options.sequence)
@@ -78,7 +79,7 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
         even_out(made.runner, window[:4])
     profile = measure_profile(made.runner, window[:4], made.about)
     if options.profile and options.rank == 0:
-        profile.save(options.profile.format(link=link))
+        save_profile(profile, options.profile.format(link=link))
     found = compare(made.runner, window, options.plans, profile, options.repeats)
     predicted = {
         rule: predict_window(made.runner.with_plan(plan), profile, options.microbatches)

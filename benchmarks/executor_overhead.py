@@ -35,21 +35,21 @@ from one_process import environment
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_helix.adapters import family_of
-from hf_helix.adapters.builder import Sharing
-from hf_helix.adapters.sequence import SequenceCut
+from hf_helix.models.builder import Sharing
+from hf_helix.models.registry import family_of
+from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.base import Call, Tensors, Work, explicit_gradients
-from hf_helix.operators.transport import Axis, SilentTransport
+from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.graph import Operator, Part
+from hf_helix.planning.graph.operator import Operator, Part
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.registry import RULES, TILED, make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.rules import RULES, TILED, make_plan
-from hf_helix.planning.scheduler import Scheduler
-from hf_helix.runtime.mesh import Mesh
-from hf_helix.runtime.pipe import Pipe
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import place_units
-from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 from hf_helix.runtime.trace import Trace
 

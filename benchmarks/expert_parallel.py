@@ -51,7 +51,7 @@ def work(options: argparse.Namespace) -> None:
     import torch.distributed as dist
     from transformers import PhimoeConfig
 
-    from hf_helix.workload import Workload
+    from hf_helix.engine.synthetic import Workload
 
     shaped_link.join(options.rank)
     config = PhimoeConfig(
@@ -83,9 +83,9 @@ def work(options: argparse.Namespace) -> None:
 
 def measure(shared: Any, whole: Any, options: argparse.Namespace, rate: int) -> dict[str, Any]:
     """Measure the operators, make the plans, time everything in turn."""
-    from hf_helix.runtime.measure import measure_overlap
-    from hf_helix.runtime.profiler import measure_profile
-    from hf_helix.runtime.tuning import planned, predict_window
+    from hf_helix.tuning.autotune import planned, predict_window
+    from hf_helix.tuning.measure.overlap import measure_overlap
+    from hf_helix.tuning.measure.profiler import measure_profile
 
     window = shared.window(options.microbatches, 1, options.length)
     profile = measure_profile(shared.runner, window, {"link": f"{rate} Mbit/s"})

@@ -26,20 +26,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_helix.adapters import family_of, norms
-from hf_helix.adapters.builder import Sharing
-from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.operators import accumulate, explicit, lowered
-from hf_helix.operators.transport import Axis, SilentTransport
+from hf_helix.models import norms
+from hf_helix.models.builder import Sharing
+from hf_helix.models.registry import family_of
+from hf_helix.models.sequence_sharding import SequenceCut
+from hf_helix.operators import explicit
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.linears import accumulate
+from hf_helix.operators.linears import matmul_dtype as lowered
 from hf_helix.operators.unit import Unit
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.rules import make_plan
-from hf_helix.planning.scheduler import Scheduler
-from hf_helix.runtime.mesh import Mesh
-from hf_helix.runtime.pipe import Pipe
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import place_units
-from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import make_streams
 
 FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
@@ -174,7 +177,7 @@ GEMMS = {
 
 
 def _adds_in_gemm(factor: Tensor, dtype: torch.dtype) -> bool:
-    """What `hf_helix.operators.accumulate.in_one_gemm` says on CUDA."""
+    """What `hf_helix.operators.linears.accumulate.in_one_gemm` says on CUDA."""
     return factor.dtype is torch.bfloat16 and dtype is torch.float32
 
 

@@ -27,14 +27,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from hf_helix.planning.cost import simulate, work_of
-from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator, Part
-from hf_helix.planning.plan import Plan
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import window_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.plans.search import bound, predict
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.planning.program import build_programs
-from hf_helix.planning.rules import make_plan
-from hf_helix.planning.schedule import Action, Schedule, Slot
-from hf_helix.planning.search import bound, predict
-from hf_helix.planning.window import Layout, window_instructions
 
 RULES = ("sequential", "round_robin", "dhelix", "greedy", "search")
 LAYERS = (8, 24)

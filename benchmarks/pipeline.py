@@ -132,11 +132,11 @@ def work(options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     """Every schedule on one layout, for windows of `count` micro-batches."""
-    from hf_helix.planning.rules import predict_plan
-    from hf_helix.planning.scheduler import candidates
-    from hf_helix.runtime.measure import over_ranks
-    from hf_helix.runtime.memory import peak_bytes
-    from hf_helix.runtime.tuning import planned, tune
+    from hf_helix.planning.pipeline.scheduler import candidates
+    from hf_helix.planning.plans.registry import predict_plan
+    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.tuning.autotune import planned, tune
+    from hf_helix.tuning.measure.memory import peak_bytes
 
     linear = workload(options, pp, "1f1b")
     folded = workload(options, pp, "w", linear.mesh)
@@ -177,7 +177,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
 def workload(options: argparse.Namespace, pp: int, schedule: str, mesh: Any = None) -> Any:
     import torch
 
-    from hf_helix.workload import Workload
+    from hf_helix.engine.synthetic import Workload
 
     config = shaped_link.llama(options, options.vocabulary, heads=8)
     return Workload(config, options.tp, torch.device("cpu"), pp, schedule, mesh)
@@ -187,7 +187,7 @@ def timed(runner: Any, window: Any) -> float:
     """Seconds of a window on this rank, from the moment at which all ranks have met."""
     import torch.distributed as dist
 
-    from hf_helix.runtime.measure import forget_gradients
+    from hf_helix.tuning.measure.overlap import forget_gradients
 
     dist.barrier()
     start = time.perf_counter()
@@ -199,7 +199,8 @@ def timed(runner: Any, window: Any) -> float:
 
 def bubble(runner: Any, window: Any) -> float:
     """The part of a step in which a rank does not compute; mean over the ranks."""
-    from hf_helix.runtime.measure import over_ranks, trace_window
+    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.tuning.measure.overlap import trace_window
 
     trace = trace_window(runner, window)
     spans = [(span.start, span.end) for span in trace.spans]

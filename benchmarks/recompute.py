@@ -4,7 +4,7 @@ Cuts a Llama over two ranks (`tp_size=2`) and trains windows of it without recom
 every time under the same plans. The operators are measured under each mode, those that run again included, and plans
 are made with these times. Steps of all modes and plans are timed in one run, in turn; medians, the slower rank counts.
 A step is forward, backward and gradient sums of a window, without the optimizer. Memory is what activations and buffers
-of a window take at most on a rank, counted while it runs (`hf_helix.runtime.memory`). With `--rate`, two hosts are
+of a window take at most on a rank, counted while it runs (`tuning.measure.memory`). With `--rate`, two hosts are
 joined by a link of that speed (see shaped_link.py; needs root); without it, two processes talk over this machine.
 
     sudo python benchmarks/recompute.py --rate 500
@@ -78,11 +78,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operators of every mode, make the plans, time everything in turn, count bytes."""
     import torch
 
-    from hf_helix.runtime.measure import measure_overlap, over_ranks, time_steps
-    from hf_helix.runtime.memory import peak_bytes
-    from hf_helix.runtime.profiler import measure_profile
-    from hf_helix.runtime.tuning import planned
-    from hf_helix.workload import Workload
+    from hf_helix.engine.synthetic import Workload
+    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.tuning.autotune import planned
+    from hf_helix.tuning.measure.memory import peak_bytes
+    from hf_helix.tuning.measure.overlap import measure_overlap, time_steps
+    from hf_helix.tuning.measure.profiler import measure_profile
 
     work = Workload(shaped_link.llama(options), 2, torch.device("cpu"))
     window = work.window(options.microbatches, options.batch, options.sequence)
@@ -111,8 +112,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def recomputed(runner: Any, mode: str) -> Any:
     """A runner of the same weights whose layers are recomputed."""
+    from hf_helix.planning.plans.registry import make_plan
     from hf_helix.planning.profile import rough_profile
-    from hf_helix.planning.rules import make_plan
     from hf_helix.runtime.runner import Runner
 
     whole = runner.whole

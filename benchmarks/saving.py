@@ -77,7 +77,7 @@ def work(options: argparse.Namespace) -> None:
             row = describe(f"{count} ranks, {name}, {where}", size, measure(trainer, options, rank, where))
             if rank == 0:
                 print(row, flush=True)
-        trainer._engine.close()
+        trainer.helix.close()
         del trainer, model
     if dist.is_initialized():
         dist.barrier()
@@ -87,8 +87,8 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
     """Of every repeat, by rank: seconds, bytes of memory above, bytes handed over."""
     import torch.distributed as dist
 
-    from hf_helix.resume.staging import _to_disk
-    from hf_helix.runtime.measure import over_ranks
+    from hf_helix.checkpoint.atomic import _to_disk
+    from hf_helix.runtime.distributed.agreement import over_ranks
 
     folder = Path(options.out, f"of-rank-{rank}" if where == "apart" else "model")
     folder.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
         if dist.is_initialized():
             dist.barrier()
         before, written, start = checkpoint.resident(set_back=True), handed_over(), time.perf_counter()
-        trainer._engine.save_pretrained(".")
+        trainer.helix.save_pretrained(".")
         if rank == 0:
             _to_disk(Path("."))
         if dist.is_initialized():

@@ -275,13 +275,13 @@ class Bench:
         from alternatives import build_models
         from transformers import LlamaForCausalLM
 
-        from hf_helix.adapters import family_of
-        from hf_helix.adapters.builder import Sharing
-        from hf_helix.checkpoint import cut_parameters
+        from hf_helix.checkpoint.shard import cut_parameters
+        from hf_helix.models.builder import Sharing
+        from hf_helix.models.registry import family_of
+        from hf_helix.planning.pipeline.scheduler import Scheduler
+        from hf_helix.planning.plans.registry import make_plan
         from hf_helix.planning.profile import rough_profile
-        from hf_helix.planning.rules import make_plan
-        from hf_helix.planning.scheduler import Scheduler
-        from hf_helix.runtime.mesh import build_mesh
+        from hf_helix.runtime.distributed.mesh import build_mesh
         from hf_helix.runtime.runner import Runner
         from hf_helix.runtime.stage import place_units
         from hf_helix.runtime.streams import make_streams
@@ -311,8 +311,8 @@ class Bench:
         """The same, as our runners take them."""
         import torch
 
-        from hf_helix.adapters.sequence import SequenceCut
-        from hf_helix.runtime.strand import MicroBatch
+        from hf_helix.models.sequence_sharding import SequenceCut
+        from hf_helix.runtime.microbatch import MicroBatch
 
         scale = torch.tensor(1.0 / (count * self.options.batch * (self.options.sequence - 1)))
         prepare = functools.partial(self.family.side_inputs, self.model)
@@ -336,16 +336,18 @@ class Bench:
 
     def measure(self, rate: int, count: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
-        from hf_helix.planning.rules import RULES
-        from hf_helix.runtime.effort import BASELINE, CANDIDATES, FULL
-        from hf_helix.runtime.measure import measure_overlap
-        from hf_helix.runtime.profiler import measure_profile
-        from hf_helix.runtime.tuning import planned, predict_window
+        from hf_helix.planning.plans.registry import RULES
+        from hf_helix.tuning.autotune import planned, predict_window
+        from hf_helix.tuning.effort import BASELINE, CANDIDATES, FULL
+        from hf_helix.tuning.measure.overlap import measure_overlap
+        from hf_helix.tuning.measure.profiler import measure_profile
 
         window, others = self.window(count), self.others(count)
         profile = measure_profile(self.runner, window, {"link": f"{rate} Mbit/s"})
         if self.options.profile and self.options.rank == 0:
-            profile.save(self.options.profile.format(rate=rate, microbatches=count))
+            from hf_helix.planning.profile_file import save_profile
+
+            save_profile(profile, self.options.profile.format(rate=rate, microbatches=count))
         rules = self.options.plans or [rule for rule in PLANS if rule in RULES]
         runners = planned(self.runner, list(dict.fromkeys([BASELINE, *rules])), profile, count)
         predicted = {rule: predict_window(runner, profile, count) for rule, runner in runners.items()}

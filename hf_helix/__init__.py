@@ -8,33 +8,39 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.environment import set_connections
-
-__version__ = "0.1.0"
+from hf_helix.runtime.environment import set_connections
+from hf_helix.version import __version__
 
 _HOMES = {
     "HelixConfig": "config",
-    "HelixPlugin": "plugin",
-    "HelixTrainer": "trainer",
-    "HelixTrainerMixin": "trainer",
-    "register_layer": "adapters",
+    "HelixPlugin": "integrations.accelerate.plugin",
+    "HelixTrainer": "integrations.trainer.trainer",
+    "HelixTrainerMixin": "integrations.trainer.trainer",
+    "register_layer": "models.registry",
 }
 
-__all__ = ["HelixConfig", "HelixPlugin", "HelixTrainer", "HelixTrainerMixin", "register_layer"]
+__all__ = ["HelixConfig", "HelixPlugin", "HelixTrainer", "HelixTrainerMixin", "__version__", "register_layer"]
 
 set_connections()
 
 if TYPE_CHECKING:
-    from hf_helix.adapters import register_layer
     from hf_helix.config import HelixConfig
-    from hf_helix.plugin import HelixPlugin
-    from hf_helix.trainer import HelixTrainer, HelixTrainerMixin
+    from hf_helix.integrations.accelerate.plugin import HelixPlugin
+    from hf_helix.integrations.trainer.trainer import HelixTrainer, HelixTrainerMixin
+    from hf_helix.models.registry import register_layer
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    except ImportError:
+        from hf_helix.upstream.check import check_packages
+
+        check_packages()  # raises an error that says more, if a name of another package is missing
+        raise
+    return getattr(home, name)
 
 
 def __dir__() -> list[str]:

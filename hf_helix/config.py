@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.planning.link import parse_link
+from hf_helix.link_speed import parse_link
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
-CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
 
 PLANS = ("auto", "search", "greedy", "dhelix", "round_robin", "intra_batch", "sequential")
 ABLATIONS = ("local", "cross", "comm_beside_comm", "wgrad")
@@ -29,15 +28,6 @@ CP_METHODS = ("ring", "all_gather")
 AXES = ("tp", "cp", "ep")
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = ("w", "dualpipe_v", "1f1b", "auto")
-
-WHERE = f"""Give the options in one of these ways (the first that is found counts):
-  1. HelixTrainer(..., helix_config=HelixConfig(tp_size=2))
-  2. TrainingArguments(..., parallelism_config=HelixPlugin(HelixConfig(tp_size=2)))
-  3. {CONFIG_FILE_VARIABLE}=helix.yaml in the environment; the file holds `tp_size: 2`
-  4. the YAML of `accelerate launch --config_file ...`:
-       parallelism_config:
-         helix:
-           tp_size: 2"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +263,7 @@ class HelixConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> HelixConfig:
         """From a YAML or JSON file that holds the options, alone or under `parallelism_config: helix:`."""
-        options = _read_yaml(path)
+        options = read_yaml(path)
         if not has_helix_block(options):
             return cls.from_mapping(options, str(path))
         beside = [key for key in options if key in {field.name for field in dataclasses.fields(cls)}]
@@ -284,80 +274,14 @@ class HelixConfig:
         return cls.from_mapping(options["parallelism_config"]["helix"], str(path))
 
 
-def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> HelixConfig:
-    """The configuration of a run, by precedence: argument, plugin, environment, YAML of the launcher.
-
-    Raises:
-        ValueError: it is given nowhere; shows every way to give it.
-    """
-    for config in (given, plugin):
-        if config is not None:
-            if not isinstance(config, HelixConfig):
-                raise TypeError(f"helix_config must be a HelixConfig, got {type(config).__name__}: {config!r}")
-            return config
-    path = os.environ.get(CONFIG_FILE_VARIABLE)
-    if path:
-        return HelixConfig.from_file(path)
-    launched = launcher_config_file()
-    if launched is not None:
-        options = _read_yaml(launched)
-        if has_helix_block(options):
-            return HelixConfig.from_mapping(options["parallelism_config"]["helix"], str(launched))
-        if isinstance(options, Mapping) and options.get("parallelism_config"):
-            raise ValueError(f"no helix options were given: {launched} has parallelism_config without helix: {WHERE}")
-    raise ValueError(f"no helix options were given. {WHERE}")
-
-
 def has_helix_block(options: Any) -> bool:
     """Whether a loaded YAML has a block `parallelism_config: helix:`."""
     block = options.get("parallelism_config") if isinstance(options, Mapping) else None
     return isinstance(block, Mapping) and "helix" in block
 
 
-def launcher_config_file() -> Path | None:
-    """The `--config_file` of the `accelerate launch` that is an ancestor of this process, if there is one.
-
-    Accelerate hands only known names to its workers, but torchrun runs inside the launcher's own process.
-    """
-    import psutil
-
-    try:
-        parents = psutil.Process().parents()
-    except psutil.Error:
-        return None
-    for process in parents[:3]:
-        try:
-            found = config_file_of(process.cmdline())
-            if found is not None:
-                return Path(process.cwd(), found)
-        except psutil.Error:
-            continue
-    return None
-
-
-def config_file_of(arguments: list[str]) -> str | None:
-    """The value of `--config_file` in the command line of an Accelerate launcher; None for other commands."""
-    launched = False
-    for place, word in enumerate(arguments):
-        name, equals, value = word.partition("=")
-        if _is_launcher(word):
-            launched = True
-        elif launched and name in ("--config_file", "--config-file"):
-            return value if equals else "".join(arguments[place + 1 : place + 2]) or None
-        elif word.endswith(".py"):  # the script; what follows is its own
-            return None
-    return None
-
-
-def _is_launcher(word: str) -> bool:
-    return (
-        word == "accelerate.commands.launch"
-        or word.endswith("accelerate/commands/launch.py")
-        or Path(word).name in ("accelerate", "accelerate-launch")
-    )
-
-
-def _read_yaml(path: str | Path) -> Any:
+def read_yaml(path: str | Path) -> Any:
+    """Returns what a YAML file holds."""
     import yaml
 
     try:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.gpu.attention_costs import DRY, Sizes, tell_costs
 from benchmarks.gpu.report import Options, Report
-from hf_helix.operators.attention import CAUSAL, EVERYTHING, Exact, Kernel, Seen, TorchCpu, merge
-from hf_helix.operators.attention_kernels import cuda_kernels
+from hf_helix.operators.attention.kernels import cuda_kernels
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Exact, Kernel, Seen, TorchCpu, merge
 
 BARS = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """The error that a type may have, in parts of the norm."""

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import device_seconds, release
-from hf_helix.operators.attention import CAUSAL, EVERYTHING, FirstOf, Kernel, Seen
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, FirstOf, Kernel, Seen
+from hf_helix.operators.attention.ring_attention import DOCUMENTS, Block, Join
 from hf_helix.operators.base import Call
-from hf_helix.operators.ring import DOCUMENTS, Block, Join
-from hf_helix.operators.transport import Axis, SilentTransport
+from hf_helix.operators.communication.transport import Axis, SilentTransport
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.gpu.models import batches, targets, tiny
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import release
 from benchmarks.gpu.windows import deterministic, engine_on, silent_mesh
-from hf_helix.engine import Engine, Scale
+from hf_helix.engine.engine import Engine, Scale
 
 STEPS = 4
 CASES: tuple[tuple[str, str, dict[str, int], dict[str, Any], bool], ...] = (

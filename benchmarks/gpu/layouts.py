@@ -28,11 +28,12 @@ from torch import Tensor
 
 from benchmarks.gpu.models import Batch, batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on
-from hf_helix.engine import Engine, Scale
-from hf_helix.planning import pairing, search
-from hf_helix.runtime import profiler
-from hf_helix.runtime.liveness import start_watch
-from hf_helix.runtime.mesh import build_mesh
+from hf_helix.engine.engine import Engine, Scale
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.baselines import dhelix as pairing
+from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.failures.heartbeat import start_watch
+from hf_helix.tuning.measure import profiler
 
 STEPS = 3
 MICROBATCHES = 4  # of a step, over all data-parallel ranks

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.transport import SilentTransport, bytes_moved
+from hf_helix.operators.communication.transport import SilentTransport, bytes_moved
 
 SOURCE = """
 extern "C" __global__ void __launch_bounds__(1024, 1)

@@ -22,16 +22,16 @@ from transformers import LlamaConfig
 from benchmarks.gpu.links import LoneTransport, PacedTransport, Rate, holds
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import Budget, issue_and_run, release
-from hf_helix.operators.transport import Axis, Transport
+from hf_helix.engine.synthetic import Workload
+from hf_helix.operators.communication.transport import Axis, Transport
 from hf_helix.planning.profile import Profile
 from hf_helix.report.perfetto import write_perfetto
-from hf_helix.runtime.measure import forget_gradients, trace_window
-from hf_helix.runtime.mesh import Mesh, Pipe
-from hf_helix.runtime.profiler import measure_profile
+from hf_helix.runtime.distributed.mesh import Mesh, Pipe
+from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.strand import MicroBatch
-from hf_helix.runtime.tuning import baseline_runner, planned, predict_window
-from hf_helix.workload import Workload
+from hf_helix.tuning.autotune import baseline_runner, planned, predict_window
+from hf_helix.tuning.measure.overlap import forget_gradients, trace_window
+from hf_helix.tuning.measure.profiler import measure_profile
 
 ALONE = "computation alone"
 PLANS = ("dhelix", "search")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.windows import Local
-from hf_helix.planning.graph import Kind
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.streams import CpuStreams, CudaStreams, Event, Streams, Work
 
 CYCLES = 1.7e9

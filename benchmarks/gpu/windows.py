@@ -19,13 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.models import Batch, Made, on, targets
 from hf_helix import HelixConfig
-from hf_helix.direct_use import Instead
-from hf_helix.engine import Engine, Scale
-from hf_helix.operators.transport import Axis, SilentTransport, Transport
-from hf_helix.planning.graph import Kind
+from hf_helix.engine.engine import Engine, Scale
+from hf_helix.models.direct_use import Instead
+from hf_helix.operators.communication.transport import Axis, SilentTransport, Transport
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.rules import make_plan
-from hf_helix.runtime.mesh import Mesh, Pipe
+from hf_helix.runtime.distributed.mesh import Mesh, Pipe
 
 INSTEAD = Instead("the engine", "engine.save_pretrained(folder)")
 

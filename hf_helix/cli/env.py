@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_helix import __version__
 from hf_helix.cli.options import add_parser
+from hf_helix.version import __version__
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -91,7 +91,7 @@ def _folders() -> Iterator[tuple[str, str]]:
     try:
         from huggingface_hub.constants import HF_HOME
 
-        from hf_helix.cache import cache_root
+        from hf_helix.tuning.cache import cache_root
     except ImportError:
         return
     cases = sum(1 for _ in cache_root().glob("*/tuning.json"))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hf_helix.planning.pipeline.schedule_file import Schedule
     from hf_helix.planning.profile import Profile
-    from hf_helix.planning.schedule import Schedule
 
 
 def configuration_file(model: str) -> str:
@@ -40,8 +40,8 @@ def configuration_file(model: str) -> str:
 
 def profile_of(options: argparse.Namespace) -> Profile:
     """The profile that is planned or drawn with."""
-    from hf_helix.planning.profile import load_profile
-    from hf_helix.planning.recompute import recompute_profile
+    from hf_helix.planning.graph.recompute import recompute_profile
+    from hf_helix.planning.profile_file import load_profile
 
     profile = load_profile(options.profile)
     if options.recompute is not None:
@@ -71,6 +71,6 @@ def made_for(profile: Profile) -> tuple[str, dict[str, int]]:
 
 def schedule_for(profile: Profile, microbatches: int, name: str = "w") -> Schedule:
     """The schedule of a window on the ranks that a profile is for."""
-    from hf_helix.planning.scheduler import Scheduler, stage_costs
+    from hf_helix.planning.pipeline.scheduler import Scheduler, stage_costs
 
     return Scheduler(name, profile.layout.num_ranks, stage_costs(profile))(microbatches)

@@ -13,9 +13,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_helix import __version__
 from hf_helix.cli import env, models, plan, profile, show
 from hf_helix.cli.options import HelpFormatter
+from hf_helix.version import __version__
 
 COMMANDS = (profile, plan, show, models, env)
 

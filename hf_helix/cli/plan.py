@@ -17,9 +17,9 @@ from hf_helix.config import ABLATIONS, RECOMPUTE
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
-    from hf_helix.planning.plan import Plan
+    from hf_helix.planning.pipeline.schedule_file import Schedule
+    from hf_helix.planning.plans.plan import Plan
     from hf_helix.planning.profile import Profile
-    from hf_helix.planning.schedule import Schedule
 
 FASTEST = "fastest"
 EVERY = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
@@ -55,8 +55,8 @@ def add_command(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Predict every rule, print the table, save one plan."""
-    from hf_helix.planning.rules import predict_plan
-    from hf_helix.planning.search import lower_bound
+    from hf_helix.planning.plans.registry import predict_plan
+    from hf_helix.planning.plans.search import lower_bound
 
     profile = profile_of(options)
     schedule = schedule_for(profile, options.microbatches, options.schedule)
@@ -81,8 +81,8 @@ def run(options: argparse.Namespace) -> None:
 
 def plan_by(rule: str, profile: Profile, schedule: Schedule) -> Plan:
     """The plan that a rule makes from a profile for windows of a schedule."""
-    from hf_helix.planning.rules import make_plan
-    from hf_helix.report.progress import progress_bar
+    from hf_helix.planning.plans.registry import make_plan
+    from hf_helix.tuning.progress import progress_bar
 
     model, mesh = made_for(profile)
     with progress_bar() as progress:

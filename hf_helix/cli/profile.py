@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hf_helix.cli.files import configuration_file, schedule_for
 from hf_helix.cli.options import add_parser
 from hf_helix.config import AXES, RECOMPUTE
+from hf_helix.planning.profile_file import save_profile
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -81,7 +82,7 @@ def add_command(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure, in as many processes as the mesh needs: started by a launcher, or here by torchrun."""
-    from hf_helix.planning.scheduler import Scheduler
+    from hf_helix.planning.pipeline.scheduler import Scheduler
 
     Scheduler(options.schedule, options.pp_size)  # refused once, not by every process
     options.model = configuration_file(options.model)
@@ -112,8 +113,8 @@ def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
 
 
 def _choose_channels(options: argparse.Namespace) -> None:
-    from hf_helix.planning.profile import load_profile
-    from hf_helix.planning.search import greedy, predict
+    from hf_helix.planning.plans.search import greedy, predict
+    from hf_helix.planning.profile_file import load_profile
 
     best, shortest = "", float("inf")
     for channels in options.nccl_channels:
@@ -132,10 +133,10 @@ def _measure(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from hf_helix.environment import check_environment, load_eagerly
-    from hf_helix.report.progress import progress_bar
-    from hf_helix.runtime.profiler import measure_profile
-    from hf_helix.workload import Workload
+    from hf_helix.engine.synthetic import Workload
+    from hf_helix.runtime.environment import check_environment, load_eagerly
+    from hf_helix.tuning.measure.profiler import measure_profile
+    from hf_helix.tuning.progress import progress_bar
 
     if options.pp_size > 1:
         load_eagerly()
@@ -167,7 +168,7 @@ def _measure(options: argparse.Namespace) -> None:
             work.runner, window, about, progress=lambda share: progress("measuring operators", share)
         )
     if dist.get_rank() == 0:
-        profile.save(options.output)
+        save_profile(profile, options.output)
         print(f"{len(profile.times)} operators and {len(profile.pairs)} pairs: {options.output}")
     if options.trace:
         _write_trace(options.trace, work, window, profile)
@@ -176,9 +177,10 @@ def _measure(options: argparse.Namespace) -> None:
 
 def _write_trace(path: Path, work: Any, window: Any, profile: Profile) -> None:
     from hf_helix.report.perfetto import write_perfetto
-    from hf_helix.runtime.measure import over_ranks, trace_window
-    from hf_helix.runtime.mesh import rank
-    from hf_helix.runtime.tuning import planned
+    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.runtime.distributed.mesh import rank
+    from hf_helix.tuning.autotune import planned
+    from hf_helix.tuning.measure.overlap import trace_window
 
     runner = planned(work.runner, ["greedy"], profile, len(window))["greedy"]
     trace_window(runner, window)  # warms up

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hf_helix.cli.options import Commands
-    from hf_helix.planning.plan import Plan
+    from hf_helix.planning.pipeline.simulate import Simulated
+    from hf_helix.planning.plans.plan import Plan
     from hf_helix.planning.profile import Profile
-    from hf_helix.planning.simulate import Simulated
 
 PARTS = {"forward": "forward (F)", "input": "input gradient (I)", "weight": "weight gradients (W)"}
 # What only one kind of drawing reads.
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _show_profile(options: argparse.Namespace) -> None:
-    from hf_helix.planning.profile import load_profile
+    from hf_helix.planning.profile_file import load_profile
     from hf_helix.report import heatmap
 
     _refuse(options, (*OF_PLANS, *OF_PLANS_AND_SCHEDULES), "a profile")
@@ -129,8 +129,8 @@ def _show_profile(options: argparse.Namespace) -> None:
 
 
 def _show_plan(options: argparse.Namespace) -> None:
-    from hf_helix.planning.plan import load_plan
-    from hf_helix.planning.rules import predict_plan
+    from hf_helix.planning.plans.plan import load_plan
+    from hf_helix.planning.plans.registry import predict_plan
     from hf_helix.report.bars import bars_of_timeline
     from hf_helix.report.timeline import draw_timeline, text_timeline
 
@@ -166,8 +166,8 @@ def _show_strips(plans: Sequence[Plan], profile: Profile, options: argparse.Name
 
 
 def _show_schedule(options: argparse.Namespace) -> None:
-    from hf_helix.planning.pipeline import AUTO
-    from hf_helix.planning.schedule import PLACEMENT_OF
+    from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF
+    from hf_helix.planning.pipeline.select import AUTO
     from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
 
     if options.pp < 1:
@@ -188,7 +188,7 @@ def _show_schedule(options: argparse.Namespace) -> None:
 
 def _simulated(name: str, options: argparse.Namespace) -> tuple[str, Simulated]:
     """A schedule by name or file, and its label, run on a clock with the times of the command line."""
-    from hf_helix.planning.pipeline import simulate_layers
+    from hf_helix.planning.pipeline.select import simulate_layers
 
     times = {key: getattr(options, key) for key in (*PARTS, "transfer", "gain")}
     label, simulated = simulate_layers(name, options.pp, options.microbatches, options.layers, **times)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.lowered import LoweredWeights
-from hf_helix.planning.graph import Part
+from hf_helix.operators.linears.matmul_dtype import LoweredWeights
+from hf_helix.planning.graph.operator import Part
 
 Tensors = tuple[Tensor, ...]
 Work = Callable[[], object]
@@ -111,7 +111,7 @@ class SplitComputation(ABC):
 
     @property
     def trained(self) -> float:
-        """How much of W there is, see `hf_helix.planning.graph.Operator`."""
+        """How much of W there is, see `hf_helix.planning.graph.operator.Operator`."""
         return 1.0
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Tiling of units: the tensor operators of `hf_helix.planning.tiling`.
+"""Tiling of units: the tensor operators of `hf_helix.planning.plans.baselines.intra_batch`.
 
 In:   a unit, and a number of tiles.
 Out:  the unit with its tiled graphs. The same linears and collectives serve the tiles; new operators cut and join.
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
-from hf_helix.operators.collectives import Gather, Scatter
+from hf_helix.operators.communication.collectives import Gather, Scatter
 from hf_helix.operators.unit import TensorOperator, Unit
-from hf_helix.planning.graph import GraphPair, Part
-from hf_helix.planning.tiling import Site, sites, tile_graph
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.plans.baselines.intra_batch import Site, sites, tile_graph
 
 
 def tile_unit(unit: Unit, tiles: int) -> Unit:

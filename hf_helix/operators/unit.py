@@ -1,6 +1,6 @@
 """Units: what a rank holds of the model, in pieces that a plan can order.
 
-In:   the declaration of a decoder layer, of the embedding or of the head (see `hf_helix.adapters`).
+In:   the declaration of a decoder layer, of the embedding or of the head (see `hf_helix.models.registry`).
 Out:  its forward graph, the backward graph derived from it, the operators that the graphs name, and how its
       parameters are cut.
 Must hold: units of the same name have equal graphs, so one order serves them all.
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.base import Communication, Computation, SplitComputation
-from hf_helix.operators.experts import RouterMeter
-from hf_helix.planning.graph import GraphPair
-from hf_helix.planning.recompute import NONE, recomputed
+from hf_helix.operators.moe.dispatch import RouterMeter
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.graph.recompute import NONE, recomputed
 
 TP, EXPERTS = "tp", "experts"
 
@@ -122,7 +122,7 @@ class Unit:
         return self.graphs.forward.name
 
     def recomputed(self, mode: str, suffix: str = "") -> Unit:
-        """The unit that keeps less for backward, and runs that again, see `hf_helix.planning.recompute`.
+        """The unit that keeps less for backward, and runs that again, see `hf_helix.planning.graph.recompute`.
 
         Args:
             suffix: of the name of a unit that does.

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.planning.graph import Kind, Operator, Part
-from hf_helix.planning.window import Instruction, Layout
+from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Layout
 
 Times = Mapping[tuple[str, str], float]
 """Seconds of each operator, by the name of its unit and its entry in a plan."""

@@ -11,20 +11,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from hf_helix.planning.flow import flow_order
-from hf_helix.planning.graph import Kind, Part
-from hf_helix.planning.plan import BARRIER, Plan
-from hf_helix.planning.schedule import Schedule, Slot
-from hf_helix.planning.window import (
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.instructions import (
     BARRIER_INSTRUCTION,
     Instruction,
-    Key,
-    Layout,
     action_instructions,
     blocks_of,
     transfers_of,
     window_instructions,
 )
+from hf_helix.planning.layout import Key, Layout
+from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
+from hf_helix.planning.plans.list_scheduler import flow_order
+from hf_helix.planning.plans.plan import BARRIER, Plan
 
 
 def build_programs(

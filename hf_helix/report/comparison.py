@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_helix.planning.link import LinkSpeed
-from hf_helix.planning.speeds import Predicted, link_of, predict_speeds
+from hf_helix.link_speed import LinkSpeed
+from hf_helix.planning.plans.link_speeds import Predicted, link_of, predict_speeds
+from hf_helix.planning.profile_file import save_profile
 from hf_helix.report.strands import Strip, draw_strips, note_of, strips, text_strips
-from hf_helix.runtime.comparison import Comparison
-from hf_helix.runtime.effort import BASELINE
+from hf_helix.tuning.compare import Comparison
+from hf_helix.tuning.effort import BASELINE
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Speeds of links that are predicted, in parts of the one that was measured on."""
@@ -111,7 +112,7 @@ def save_comparison(found: Comparison, folder: str | Path) -> list[Path]:
     """
     paths = [Path(folder, f"plan.{suffix}") for suffix in ("json", "svg", "png")]
     found.plans[found.kept].save(paths[0])
-    found.profile.save(Path(folder, "profile.json"))
+    save_profile(found.profile, Path(folder, "profile.json"))
     for path in paths[1:]:
         draw_strips(strips_of(found), path, note_of(found.profile))
     return [*paths, Path(folder, "profile.json")]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.planning.graph import Kind, Operator, Part
+from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.profile import Name, Profile, named_operators
 from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, figure_file
 

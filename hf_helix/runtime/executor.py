@@ -16,10 +16,11 @@ from torch import Tensor
 
 from hf_helix.operators.base import Precision, explicit_gradients
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.graph import Kind, Operator, Part
-from hf_helix.planning.window import Instruction, Key
+from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Key
+from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.step import Step
-from hf_helix.runtime.strand import MicroBatch, Strand
 from hf_helix.runtime.streams import Event, Streams
 
 Kept = Mapping[int, Mapping[Key, Tensor]]

@@ -16,17 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.base import Precision
-from hf_helix.planning.plan import Plan
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Key
+from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.program import build_programs, validate_program
-from hf_helix.planning.schedule import Schedule, Slot
-from hf_helix.planning.scheduler import Scheduler
-from hf_helix.planning.window import Instruction, Key
+from hf_helix.runtime.distributed.groups import share_object
+from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.executor import Executor
-from hf_helix.runtime.gradients import Reduction
-from hf_helix.runtime.groups import share_object
-from hf_helix.runtime.mesh import Mesh, rank, world_size
+from hf_helix.runtime.grad_reduce import Reduction
+from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import Stage
-from hf_helix.runtime.strand import MicroBatch
 from hf_helix.runtime.streams import Streams
 
 

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from hf_helix.operators.communication.pipeline_p2p import Empty, Transfer, transfer_unit
 from hf_helix.operators.tiling import tile_unit
-from hf_helix.operators.transfer import Empty, Transfer, transfer_unit
 from hf_helix.operators.unit import Placement, Unit
-from hf_helix.planning.fold import FOLD, split_layers, stage_ranks
-from hf_helix.planning.graph import RECEIVE, SEND, Part, transfer_graphs
-from hf_helix.planning.plan import tile_pairs
-from hf_helix.planning.window import Layout
-from hf_helix.runtime.pipe import Pipe
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks
+from hf_helix.planning.plans.plan import tile_pairs
+from hf_helix.runtime.distributed.pipe import Pipe
 
 SINGLE = Pipe([0])
 
@@ -97,7 +98,7 @@ def place_units(
         units: of the whole model: the embedding, the layers, the head.
         pipe: the ranks of the pipeline; one if it is not given.
         empty: makes room for what goes from rank to rank.
-        placement: `fold` or `linear`, see `hf_helix.planning.fold`.
+        placement: `fold` or `linear`, see `hf_helix.planning.pipeline.placement`.
         head_cost, layers_per_stage: see `split_layers`.
 
     Raises:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.graph import Kind, Part
-from hf_helix.planning.window import Instruction
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.instructions import Instruction
 
 _METHODS = {
     Part.F: "forward",

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from hf_helix.planning.graph import Kind
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.trace import Span, Trace
 
 Work = Callable[[], object]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from hf_helix.planning.flow import Flow
-from hf_helix.planning.graph import Graph
-from hf_helix.planning.plan import BARRIER, Order, Plan, block_plan, entries, graphs_digest
+from hf_helix.planning.graph.operator import Graph
+from hf_helix.planning.plans.list_scheduler import Flow
+from hf_helix.planning.plans.plan import BARRIER, Order, Plan, block_plan, entries, graphs_digest
 from hf_helix.planning.profile import Profile
 
 BARRIERS = 0.05  # of all places

@@ -12,7 +12,7 @@ from support.more_jobs import build
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_helix import register_layer
-from hf_helix.adapters.dense import Dense
+from hf_helix.models.families.llama import Dense
 
 CAP = 0.3  # behind the head, as in Gemma 2
 

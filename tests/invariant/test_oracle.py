@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from hf_helix.planning.actions import Action, Slot, format_schedule
-from hf_helix.planning.builders import one_f_one_b, w_schedule
-from hf_helix.planning.fold import stage_ranks
-from hf_helix.planning.schedule import PLACEMENT_OF, build_schedule
+from hf_helix.planning.pipeline.actions import Action, Slot, format_schedule
+from hf_helix.planning.pipeline.named import one_f_one_b, w_schedule
+from hf_helix.planning.pipeline.placement import stage_ranks
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule
 from hf_helix.runtime.trace import Trace
 
 
@@ -113,7 +113,7 @@ def both(
     for count in window_sizes:
         theirs = through_torch(model, counts, schedule, batches_of(count))
         found.append({"ours": through_ours(trainer, schedule, count), "theirs": theirs})
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from invariant.classes import layouts_by_class
 
-from hf_helix.adapters import supported_models
 from hf_helix.cli.models import SUPPORTED
+from hf_helix.models.registry import supported_models
 
 
 def test_every_registered_class_is_listed() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from invariant.classes import GPTS
 from support import jobs
-from support.parity import compare_runs, compare_weights
+from support.comparisons import compare_runs, compare_weights
 
 Case = dict[str, Any]
 CLIPPED = {"max_grad_norm": 0.3}

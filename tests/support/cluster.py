@@ -1,7 +1,8 @@
 """A few real processes with a real gloo process group, kept alive over many tests.
 
-A job is a module-level function of `support.jobs`, or "module:function", called on every rank at once with the same
-arguments. Ranks are forked from one process that has imported everything, which takes it about eight seconds; that
+A job is a module-level function, or the name of one, "module:function" or "function" of `support.jobs`; it is called on
+every rank at once with the same arguments. Ranks import the module by its name, so that the jobs of a test may stand in
+its own file. Ranks are forked from one process that has imported everything, which takes it about eight seconds; that
 process runs no job and has no process group.
 """
 
@@ -13,11 +14,13 @@ import multiprocessing
 import os
 import socket
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 JOB_TIMEOUT = 240
+Job = str | Callable[..., Any]
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Cluster:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, job: str, **arguments: Any) -> list[Any]:
+    def run(self, job: Job, **arguments: Any) -> list[Any]:
         """The results of every rank; fails if one of them raised."""
         results = self.attempt(job, **arguments)
         failed = {rank: result for rank, result in enumerate(results) if isinstance(result, Failure)}
@@ -56,22 +59,23 @@ class Cluster:
             raise JobFailed("\n".join(f"rank {rank}: {failure.trace}" for rank, failure in failed.items()))
         return results
 
-    def errors(self, job: str, **arguments: Any) -> list[Failure]:
+    def errors(self, job: Job, **arguments: Any) -> list[Failure]:
         """The exceptions of every rank; fails if one of them did not raise."""
         results = self.attempt(job, **arguments)
         assert all(isinstance(result, Failure) for result in results), results
         return results
 
-    def attempt(self, job: str, **arguments: Any) -> list[Any]:
+    def attempt(self, job: Job, **arguments: Any) -> list[Any]:
+        name = job if isinstance(job, str) else f"{job.__module__}:{job.__name__}"
         for pipe in self._pipes:
-            pipe.send((job, arguments))
+            pipe.send((name, arguments))
         results: dict[int, Any] = {}
         while len(results) < self.size:
             pending = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
             ready = wait(pending, timeout=JOB_TIMEOUT)
             if not ready:
                 self.close()
-                raise JobFailed(f"{job} hangs on ranks {sorted(set(range(self.size)) - results.keys())}")
+                raise JobFailed(f"{name} hangs on ranks {sorted(set(range(self.size)) - results.keys())}")
             for pipe in ready:
                 results[self._pipes.index(pipe)] = pipe.recv()  # type: ignore[arg-type, union-attr]
         return [results[rank] for rank in range(self.size)]

@@ -7,8 +7,8 @@ from typing import Any
 from support.jobs import make_trainer
 from support.pipeline_jobs import make, runner_of, window_of
 
-from hf_helix.runtime.measure import _moved_by
-from hf_helix.runtime.memory import peak_bytes
+from hf_helix.tuning.measure.memory import peak_bytes
+from hf_helix.tuning.measure.overlap import _moved_by
 
 
 def measured(folder: str, helix: dict[str, Any], model: dict[str, Any], length: int, count: int) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def measured(folder: str, helix: dict[str, Any], model: dict[str, Any], length: 
         "sent": sum(transport.bytes_sent for transport in moved),
         "steps": sorted({move.name for transport in moved for move in transport.moved}),
     }
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 

@@ -11,8 +11,8 @@ from support.models import arguments, tiny
 from support.pipeline_jobs import batches_of, items_in, make, runner_of, whole_gradients, window_of
 from torch import Tensor
 
-from hf_helix.runtime.routers import router_entries
-from hf_helix.runtime.strand import derive_seed
+from hf_helix.runtime.microbatch import derive_seed
+from hf_helix.runtime.router_stats import router_entries
 
 
 def kept_in_order(chosen: Tensor, rows: int, num_experts: int, factor: float) -> Tensor:
@@ -93,8 +93,8 @@ def windows(
         window = window_of(trainer, 3, rows, lengths)
         losses = [loss.item() for loss in runner.train_window(window)]
         capped = trainer.helix_config.expert_capacity_factor is not None
-        entries = router_entries(runner.whole, trainer.mesh, capped)
+        entries = router_entries(runner.whole, trainer.helix.mesh, capped)
         found.append({"losses": losses, "gradients": whole_gradients(trainer), "entries": entries})
         trainer.model.zero_grad()
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found

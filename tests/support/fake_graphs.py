@@ -1,6 +1,6 @@
 """CUDA graphs on a CPU: work is written down as the operators that torch ran, and replayed into the same tensors.
 
-In:   work, as `hf_helix.runtime.graphs.CudaRecorder` takes it.
+In:   work, as `hf_helix.runtime.cuda_graphs.CudaRecorder` takes it.
 Out:  what it returned, every value of it poisoned as if nothing had run yet, and a graph that can be replayed.
 Must hold: a replay runs what was dispatched when the work was recorded, and nothing of the host's: whatever the host
 would decide anew in a window stays as it was. As on a GPU, the host may read no value while work is recorded.

@@ -23,8 +23,9 @@ from support.models import arguments, llama, sequences
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_helix import HelixTrainer, saving
-from hf_helix.resume import staging
+from hf_helix import HelixTrainer
+from hf_helix.checkpoint import atomic as staging
+from hf_helix.checkpoint import save as saving
 from hf_helix.runtime.executor import Executor
 
 OUT = "out"

@@ -8,13 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from hypothesis import strategies as st
 
 from hf_helix.config import RECOMPUTE
-from hf_helix.planning.flow import Flow
-from hf_helix.planning.graph import RECEIVE, SEND, Graph, GraphPair, Kind, Operator, Part, transfer_graphs
-from hf_helix.planning.plan import Plan, graphs_digest
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair, transfer_graphs
+from hf_helix.planning.graph.recompute import recomputed
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.schedule_file import Schedule, build_schedule
+from hf_helix.planning.plans.list_scheduler import Flow
+from hf_helix.planning.plans.plan import Plan, graphs_digest
 from hf_helix.planning.profile import Name, Profile, named_operators
-from hf_helix.planning.recompute import recomputed
-from hf_helix.planning.schedule import Schedule, build_schedule
-from hf_helix.planning.window import Instruction, Layout
 
 
 def compute(name: str, reads: str = "", writes: str = "", **options: object) -> Operator:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernel_count.py"
+from support.paths import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "kernel_count.py"
 spec = importlib.util.spec_from_file_location("kernel_count", SCRIPT)
 assert spec is not None
 assert spec.loader is not None

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from support.models import arguments
 from torch import Tensor
 
-from hf_helix.checkpoint import whole_parameter
-from hf_helix.operators.transfer import LanePassage
-from hf_helix.operators.transport import GlooTransport
+from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.operators.communication.pipeline_p2p import LanePassage
+from hf_helix.operators.communication.transport import GlooTransport
 from hf_helix.operators.unit import Placement
-from hf_helix.runtime import groups, mesh, sharding
+from hf_helix.runtime import sharded_optimizer as sharding
+from hf_helix.runtime.distributed import groups, mesh
 
 POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 

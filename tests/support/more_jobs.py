@@ -20,22 +20,23 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.operators.base import Call
-from hf_helix.operators.collectives import (
+from hf_helix.operators.communication.collectives import (
     Gather,
     GatherReplicated,
     Scatter,
     prepare_all_gather,
     prepare_reduce_scatter,
 )
-from hf_helix.operators.transport import GlooTransport
+from hf_helix.operators.communication.transport import GlooTransport
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, Unit
-from hf_helix.planning.fold import FOLD, stage_ranks
-from hf_helix.planning.graph import Graph, GraphPair, Part
-from hf_helix.runtime import gradients
-from hf_helix.runtime.agreement import agree_on_number
-from hf_helix.runtime.memory import Tally
-from hf_helix.runtime.mesh import Mesh, build_mesh
+from hf_helix.planning.graph.operator import Graph, Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
+from hf_helix.runtime import grad_reduce as gradients
+from hf_helix.runtime.distributed.agreement import agree_on_number
+from hf_helix.runtime.distributed.mesh import Mesh, build_mesh
 from hf_helix.runtime.streams import make_streams
+from hf_helix.tuning.measure.memory import Tally
 
 # -- collectives and gradients -----------------------------------------------------------------------------------
 

@@ -6,13 +6,13 @@ import contextlib
 import os
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from support import pipeline_jobs
+from support.paths import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding_a_model.md"
+PAGE = ROOT / "docs" / "adding_a_model.md"
 
 
 def blocks() -> list[str]:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from support.pipeline_jobs import batches_of, reference
-from transformers import AutoModelForCausalLM
 
 KINDS = ("dense", "left", "right", "packed")
 LENGTHS = (33, 16, 21)  # two of them do not divide
@@ -115,25 +113,3 @@ def check(
         for name, gradient in ranks[0][place]["gradients"].items():
             assert gradient is not None
             np.testing.assert_array_equal(gradient, ranks[0][0]["gradients"][name], err_msg=f"{plan}: {name}")
-
-
-# -- training against the stock Trainer ----------------------------------------------------------------------------
-
-
-def compare_runs(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    """The same steps and learning rates; losses, norms and evaluation as near as layouts are in fp32."""
-    assert result["steps"] == expected["steps"] >= 12
-    assert result["rates"] == expected["rates"]
-    np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
-    np.testing.assert_allclose(result["eval"], expected["eval"], rtol=0, atol=1e-5)
-
-
-def compare_weights(folder: str, expected_folder: str) -> None:
-    """Both load as plain Transformers checkpoints with the same names and nearly the same values."""
-    ours = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    theirs = AutoModelForCausalLM.from_pretrained(expected_folder).state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        distance = torch.linalg.vector_norm(ours[name].double() - weight.double())
-        assert distance <= 1e-4 * torch.linalg.vector_norm(weight.double()), name

@@ -8,10 +8,10 @@ from typing import Any
 from support.pipeline_jobs import make, runner_of, window_of
 
 from hf_helix import HelixTrainer
-from hf_helix.planning.graph import Part
-from hf_helix.runtime.measure import trace_window
-from hf_helix.runtime.memory import peak_bytes
+from hf_helix.planning.graph.operator import Part
 from hf_helix.runtime.runner import Runner
+from hf_helix.tuning.measure.memory import peak_bytes
+from hf_helix.tuning.measure.overlap import trace_window
 
 Step = tuple[str, int, int, str, str]
 """A computation that ran: part, micro-batch, virtual stage, unit, operator. The part is F, W, or I for any other."""
@@ -53,7 +53,7 @@ def traced(
         runner = runner_of(trainer, rule, schedule)
         trace = trace_window(runner, window_of(trainer, count, rows=1, lengths=(5,)))
         found.append(steps_of(runner, trace.events))
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 
@@ -66,5 +66,5 @@ def peaks(
     for rule, schedule, count in cases:
         window = window_of(trainer, count, rows=1, lengths=(length,))
         found.append(peak_bytes(runner_of(trainer, rule, schedule), window))
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found

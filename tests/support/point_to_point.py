@@ -16,8 +16,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from hf_helix.planning.cost import _passage
-from hf_helix.planning.graph import Kind, Part
-from hf_helix.planning.window import Instruction, Layout
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Layout
 
 Way = tuple[int, int, bool]
 """The rank that sends, the one that receives, whether it is of a backward pass."""

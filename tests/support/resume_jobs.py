@@ -20,7 +20,7 @@ from support.tuning_jobs import hasty
 from transformers import TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.runtime.gradients import gradient_norm
+from hf_helix.runtime.grad_reduce import gradient_norm
 
 # Four steps in an epoch of 16 samples: a run of six is interrupted in the first one and goes on into the second.
 TRAINING = {
@@ -127,15 +127,15 @@ def run_into_bad_gradients(folder: str) -> None:
     def spoil(*given: Any) -> Any:
         return gradient_norm(*given) * (1.0 if next(steps) == 0 else torch.inf)
 
-    with mock.patch("hf_helix.engine.gradient_norm", spoil):
+    with mock.patch("hf_helix.engine.engine.gradient_norm", spoil):
         trainer.train()
 
 
 ROOM = {
-    "for the model": "hf_helix.saving.write_slice",
-    "for states": "hf_helix.resume.states.FileSystemWriter.write_data",
-    "for generators": "hf_helix.resume.hooks.generators",
-    "on the disk": "hf_helix.resume.staging._sync",
+    "for the model": "hf_helix.checkpoint.save.write_slice",
+    "for states": "hf_helix.checkpoint.optimizer_state.FileSystemWriter.write_data",
+    "for generators": "hf_helix.integrations.trainer.checkpoints.generators",
+    "on the disk": "hf_helix.checkpoint.atomic._sync",
 }
 
 

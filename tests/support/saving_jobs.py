@@ -17,8 +17,9 @@ import torch.distributed as dist
 from support.models import arguments, tiny
 from transformers import TrainerCallback
 
-from hf_helix import HelixConfig, HelixTrainer, safetensors_file
-from hf_helix.runtime.memory import Tally
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.checkpoint import safetensors_file
+from hf_helix.tuning.measure.memory import Tally
 
 
 def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> dict[str, dict[str, int]]:
@@ -35,9 +36,9 @@ def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> 
             trainer = HelixTrainer(model=model, args=arguments(name), helix_config=HelixConfig(**case["helix"]))
             counter = Tally(model.parameters())
             with counted() as written, counter:
-                trainer._engine.save_pretrained(name, case.get("size"))
+                trainer.helix.save_pretrained(name, case.get("size"))
             found[name] = {"written": sum(written), "peak": counter.peak}
-            trainer._engine.close()
+            trainer.helix.close()
     return found
 
 

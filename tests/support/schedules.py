@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from hf_helix.planning.schedule import PLACEMENT_OF, Schedule, Slot
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, Slot
 
 SIZES = [(ranks, batches) for ranks in range(1, 5) for batches in range(1, 10)]
 every_size = pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)

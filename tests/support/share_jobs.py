@@ -17,9 +17,10 @@ from support.models import sequences, tiny
 from support.tuning_jobs import hasty
 
 from hf_helix import HelixConfig, HelixPlugin
-from hf_helix.engine import Engine
-from hf_helix.runtime import effort, tuning
-from hf_helix.runtime.effort import FULL, QUICK, SHORT, Effort
+from hf_helix.engine.engine import Engine
+from hf_helix.tuning import autotune as tuning
+from hf_helix.tuning import effort
+from hf_helix.tuning.effort import FULL, QUICK, SHORT, Effort
 
 MODEL = {"num_hidden_layers": 4, "attention_dropout": 0.1}
 
@@ -57,8 +58,8 @@ def counted(cache: str, costs: dict[Effort, float]) -> Iterator[tuple[list[int],
         mock.patch.dict(os.environ, {"HELIX_CACHE": cache}),
         mock.patch.object(tuning, "measure_profile", measure),
         mock.patch.object(dist, "all_gather_object", all_gather_object),
-        mock.patch("hf_helix.tuner.tuning_cost", cost),
-        mock.patch("hf_helix.tuner.Pace", pace),
+        mock.patch("hf_helix.tuning.tuner.tuning_cost", cost),
+        mock.patch("hf_helix.tuning.tuner.Pace", pace),
         mock.patch.object(Engine, "train_window", train_for_a_second),
         hasty(),
         contextlib.redirect_stdout(io.StringIO()) as output,
@@ -90,7 +91,7 @@ def train(
         "gathered": [count for _, count in steps],
         "effort": trainer.tuning and trainer.tuning.effort,
         "rule": trainer.plan.rule,
-        "schedule": trainer.runner.scheduler.name,
+        "schedule": trainer.helix.runner.scheduler.name,
         "eval": trainer.evaluate()["eval_loss"],
         "said": said(output),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],

@@ -7,10 +7,12 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 from hf_helix.planning.cost import Timeline, simulate, work_of
-from hf_helix.planning.graph import Graph, GraphPair, Kind, Operator
+from hf_helix.planning.graph.operator import Graph, Kind, Operator
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import Instruction, window_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.schedule_file import build_schedule
 from hf_helix.planning.profile import Name, Pair, Profile
-from hf_helix.planning.schedule import build_schedule
-from hf_helix.planning.window import Instruction, Layout, window_instructions
 from hf_helix.report.bars import Bar
 
 SVG = "{http://www.w3.org/2000/svg}"

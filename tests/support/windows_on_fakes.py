@@ -17,14 +17,14 @@ from support.fake_cuda import FakeCuda
 from support.models import tiny
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hf_helix.engine.synthetic import Workload
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.planning.rules import make_plan
-from hf_helix.runtime.mesh import build_mesh, forget_meshes
+from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes
+from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.sharding import ShardedOptimizer
-from hf_helix.runtime.strand import MicroBatch
+from hf_helix.runtime.sharded_optimizer import ShardedOptimizer
 from hf_helix.runtime.streams import CudaStreams
-from hf_helix.workload import Workload
 
 CPU = torch.device("cpu")
 MICROBATCHES = 3

@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.models import tiny
 
-from hf_helix.adapters import family_of
-from hf_helix.adapters.builder import Sharing
-from hf_helix.adapters.sequence import SequenceCut
-from hf_helix.operators.transport import Axis, SilentTransport
-from hf_helix.planning.graph import Kind
+from hf_helix.models.builder import Sharing
+from hf_helix.models.registry import family_of
+from hf_helix.models.sequence_sharding import SequenceCut
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.planning.graph.operator import Kind
 
 GPT2: dict[str, Any] = {"family": "gpt2"}
 NEOX: dict[str, Any] = {"family": "gpt_neox"}

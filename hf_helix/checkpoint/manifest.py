@@ -1,0 +1,185 @@
+"""What a checkpoint says of itself, and whether a run can go on from it.
+
+In:   the model, the layout and the optimizer of a run; a checkpoint's folder.
+Out:  `helix_state.json`, written last, so that a folder with it is complete; an error that names what does not fit.
+Must hold: a checkpoint is judged before anything of it is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hf_helix.checkpoint.optimizer_state import Held
+from hf_helix.runtime.distributed.groups import gather_objects
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.version import __version__
+
+NAME = "helix_state.json"
+FORMAT = 1
+_DATA = (".safetensors", ".distcp", ".metadata", ".pt")  # files that are read, and never edited by hand
+
+# Of every parameter: its shape, its type, whether it is trained, and the optimizer's group that it is in.
+Parameters = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of `helix_state.json`.
+
+    Attributes:
+        model: its class.
+        parameters: of the whole model, by name.
+        layout: sizes of dp, pp, cp, tp and ep.
+        samples: what an optimizer step takes, by factors.
+        optimizer: its class; None where the checkpoint holds the model only.
+        files: sizes in bytes of the files that a resumed run reads.
+    """
+
+    model: str
+    parameters: Parameters
+    layout: dict[str, int]
+    samples: dict[str, int]
+    optimizer: str | None
+    files: dict[str, int] = dataclasses.field(default_factory=dict)
+    hf_helix: str = __version__
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Into a folder in which everything else is written."""
+        found = (path for path in sorted(folder.rglob("*")) if path.name.endswith(_DATA))
+        files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+        text = json.dumps(dataclasses.asdict(dataclasses.replace(self, files=files)), indent=1)
+        (folder / NAME).write_text(text + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Of a complete checkpoint.
+
+        Raises:
+            ValueError: it is none, or one of another version; or files are missing or cut short.
+        """
+        if not folder.is_dir():
+            raise ValueError(
+                f"resume_from_checkpoint={str(folder)!r} is not a folder; give one that HelixTrainer has saved, such "
+                "as 'output_dir/checkpoint-500', or True for the last one in output_dir"
+            )
+        path = folder / NAME
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} has no {NAME}: it was not saved by HelixTrainer, or not completely; resume from another "
+                "checkpoint, or start from its weights with from_pretrained(folder)"
+            )
+        try:
+            data = json.loads(path.read_text())
+            if data["format"] != FORMAT:
+                raise ValueError(
+                    f"{path} has format {data['format']}, written by hf_helix {data['hf_helix']}; this one reads "
+                    f"format {FORMAT}"
+                )
+            found = cls(**data)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} cannot be read ({error!r}); resume from another checkpoint") from error
+        found._check_files(folder)
+        return found
+
+    def _check_files(self, folder: Path) -> None:
+        problems = []
+        for name, size in self.files.items():
+            path = folder / name
+            if not path.is_file():
+                problems.append(f"{name} is missing")
+            elif path.stat().st_size != size:
+                problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
+        if problems:
+            raise ValueError(f"{folder} is damaged: {_few(problems)}; resume from another checkpoint")
+
+    def check_run(self, folder: Path, run: Manifest, skips_data: bool) -> None:
+        """Whether a run that describes itself so can go on from here.
+
+        Args:
+            skips_data: whether the data go on where they were.
+
+        Raises:
+            ValueError: says what the checkpoint has and what the run has.
+        """
+        if self.optimizer is None:
+            raise ValueError(
+                f"{folder} holds the model only (save_only_model=True), and cannot be resumed; save with "
+                "save_only_model=False, or start from its weights: from_pretrained(folder), and train() without it"
+            )
+        if problems := _differences(self.parameters, run.parameters, ("shape", "dtype", "trained")):
+            raise ValueError(
+                f"{folder} was saved from another model, a {self.model} (this one is a {run.model}): {_few(problems)}; "
+                "build the model as it was, or resume from another checkpoint"
+            )
+        if skips_data and math.prod(self.samples.values()) != math.prod(run.samples.values()):
+            raise ValueError(
+                f"{folder}: a step took {_factors(self.samples)} samples, and would take {_factors(run.samples)}, so "
+                "the data would not go on where they were; change per_device_train_batch_size or "
+                "gradient_accumulation_steps so that the products are equal, or use ignore_data_skip=True"
+            )
+
+    def check_optimizer(self, folder: Path, run: Manifest) -> None:
+        """The same of the optimizer, once there is one.
+
+        Raises:
+            ValueError: says which parameters differ.
+        """
+        if self.optimizer != run.optimizer:
+            raise ValueError(
+                f"{folder} has the states of the optimizer {self.optimizer}, and this run uses {run.optimizer}; use "
+                "the same `optim`, or start from its weights: from_pretrained(folder), and train() without it"
+            )
+        if problems := _differences(self.parameters, run.parameters, ("group",)):
+            raise ValueError(
+                f"{folder} has the optimizer's states of another set of parameters: {_few(problems)}; freeze the same "
+                "parameters and give the same groups, or start from its weights with from_pretrained(folder)"
+            )
+
+
+def describe_parameters(
+    held: Mapping[nn.Parameter, Held], mesh: Mesh, optimizer: Optimizer | None = None
+) -> Parameters:
+    """Every parameter of the model, also those that other pipeline ranks hold. Collective."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+    mine: Parameters = {
+        place.name: {
+            "shape": list(place.whole_shape(parameter)),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "trained": parameter.requires_grad,
+            "group": group_of.get(parameter),
+        }
+        for parameter, place in held.items()
+    }
+    if mesh.pipe.group is None:
+        return mine
+    return {name: about for part in gather_objects(mine, mesh.pipe.ranks) for name, about in part.items()}
+
+
+def _differences(saved: Parameters, present: Parameters, keys: tuple[str, ...]) -> list[str]:
+    found = [f"it has {name}" for name in saved if name not in present]
+    found += [f"it has no {name}" for name in present if name not in saved]
+    for name in present:
+        for key in keys if name in saved else ():
+            if saved[name][key] != present[name][key]:
+                found.append(f"{name} has {key} {saved[name][key]}, here {present[name][key]}")
+    return found
+
+
+def _few(problems: list[str], most: int = 3) -> str:
+    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+    return ", ".join(problems[:most] + more)
+
+
+def _factors(factors: Mapping[str, int]) -> str:
+    return f"{math.prod(factors.values())} ({' x '.join(f'{name} {factor}' for name, factor in factors.items())})"

@@ -1,0 +1,255 @@
+"""An optimizer's states in torch's distributed checkpoint (DCP), in terms of whole parameters.
+
+In:   an optimizer over the slices that this rank holds, with the parameters' names and places.
+Out:  a folder to which every rank writes its part; from it, the states of whatever slices another layout has.
+Must hold: what several ranks hold is written once; a state of its parameter's shape is cut as the parameter and lies in
+the folder with its place in the whole, so that any layout finds its part; a state that no other layout could use is
+refused there by name; the optimizer is left alone until everything has been read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.unit import Placement
+from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.sharded_optimizer import ShardedOptimizer
+from hf_helix.runtime.stage import Stage
+
+GROUPS = "param_groups"
+_NOT_OPTIONS = ("params", "param_names")  # of a parameter group
+
+Offset = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter as this rank holds it: its name in the model, and its place on the ranks it is cut over."""
+
+    name: str
+    placement: Placement
+    axis: Axis
+
+    @property
+    def mark(self) -> str:
+        """Marks a state that belongs to this slice alone."""
+        is_cut = self.placement.dim is not None and self.axis.size > 1
+        return f"@{self.axis.rank}of{self.axis.size}" if is_cut else ""
+
+    def whole_shape(self, local: Tensor) -> torch.Size:
+        """Of what this rank holds a part of."""
+        return torch.Size(self.placement.whole_shape(local.shape))
+
+    def pieces(self, local: Tensor) -> dict[Offset, Tensor]:
+        """What this rank holds, by its place in the whole; a view for each block that is cut by itself."""
+        dim = self.placement.dim
+        if dim is None:
+            return {(0,) * local.dim(): local}
+        bounds = self.placement.bounds(self.axis.size, self.axis.rank)
+        parts = local.split([last - first for first, last in bounds], dim)
+        offsets = [tuple(first if d == dim else 0 for d in range(local.dim())) for first, _ in bounds]
+        return {offset: part for offset, part in zip(offsets, parts, strict=True) if part.numel()}
+
+
+def held_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Parameter, Held]:
+    """The parameters that this rank holds, those of other pipeline ranks left out."""
+    placements, owners = stage.all_placements, stage.owners
+    return {
+        parameter: Held(name, placements[parameter], mesh.axis_of(placements[parameter]))
+        for name, parameter in model.named_parameters()
+        if owners.get(parameter) == stage.rank
+    }
+
+
+class Slice(Tensor):
+    """What DCP takes for the whole tensor, of which this rank writes or reads some pieces (`_Checkpointable`)."""
+
+    local: Tensor
+    _pieces: dict[Offset, Tensor]
+
+    @staticmethod
+    def __new__(cls, held: Held, local: Tensor) -> Slice:
+        whole = held.whole_shape(local)
+        made = Tensor._make_wrapper_subclass(cls, whole, dtype=local.dtype, device=local.device)
+        made.local, made._pieces = local, held.pieces(local)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        raise NotImplementedError(f"{func} of a slice: it only stands for a tensor in a checkpoint")
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offset), piece.shape) for offset, piece in self._pieces.items()]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._chunks()
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        items = []
+        for chunk, piece in zip(self._chunks(), self._pieces.values(), strict=True):
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(piece), self.size())
+            items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._pieces[tuple(index.offset)]
+
+
+def save_states(optimizer: Optimizer, held: Mapping[nn.Parameter, Held], folder: Path) -> None:
+    """Write the states of an optimizer and the options of its parameter groups. Collective.
+
+    Raises:
+        RuntimeError: on every rank, naming the rank that could not write, and why.
+    """
+    found: dict[str, Any] = {
+        GROUPS: [
+            {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups
+        ]
+    }
+    inner = stepped(optimizer)
+    for parameter in _parameters(inner):
+        place = held.get(parameter)
+        for key, value in inner.state.get(parameter, {}).items() if place else ():
+            assert place is not None
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                found[f"{place.name}/{key}"] = value
+            elif value.shape == parameter.shape:
+                found[f"{place.name}/{key}"] = Slice(place, value)
+            else:
+                found[f"{place.name}/{key}{place.mark}"] = value
+    with _failures_named("writing the optimizer's states"):
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        save(found, storage_writer=FileSystemWriter(folder), planner=planner, process_group=control_group())
+
+
+def load_states(optimizer: Optimizer, held: Mapping[nn.Parameter, Held], folder: Path) -> None:
+    """Give an optimizer the states that `save_states` has written, on whatever layout. Collective.
+
+    Raises:
+        ValueError: a state that only the layout that has written it can use.
+        RuntimeError: on every rank, naming the rank that could not read, and why.
+    """
+    inner = stepped(optimizer)
+    parameters = _parameters(inner)
+    wanted: dict[str, Any] = {GROUPS: None}  # what DCP fills
+    found: dict[nn.Parameter, dict[str, Any]] = {}  # the same, by parameter
+    for parameter, key, name, saved in _saved_states(parameters, held, folder):
+        if isinstance(saved, BytesStorageMetadata):
+            wanted[name] = None
+        else:
+            wanted[name] = _room_for(parameter, held[parameter], name, saved)
+        found.setdefault(parameter, {})[key] = name
+    with _failures_named("reading the optimizer's states"):
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        load(wanted, storage_reader=FileSystemReader(folder), planner=planner, process_group=control_group())
+    values = {
+        parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in found.items()
+    }
+    _put(inner, parameters, values, wanted[GROUPS])
+    for group, options in zip(optimizer.param_groups, wanted[GROUPS], strict=True):
+        group.update(options)
+
+
+def stepped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has this rank's states: with ZeRO-1, the one inside."""
+    return optimizer.optim if isinstance(optimizer, ShardedOptimizer) else optimizer
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """In the order of the numbers in its `state_dict`."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _saved_states(
+    parameters: list[nn.Parameter], held: Mapping[nn.Parameter, Held], folder: Path
+) -> Iterator[tuple[nn.Parameter, str, str, Any]]:
+    """What the folder has for this rank's parameters: parameter, state, name in the folder, description.
+
+    Raises:
+        ValueError: a state that is neither cut as its parameter nor of this slice.
+    """
+    by_name = {held[parameter].name: parameter for parameter in parameters if parameter in held}
+    for name, saved in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+        owner, _, key = name.rpartition("/")
+        parameter = by_name.get(owner)
+        if parameter is None:
+            continue
+        key, _, mark = key.partition("@")
+        place = held[parameter]
+        if isinstance(saved, BytesStorageMetadata) or not saved.size or saved.size == place.whole_shape(parameter):
+            yield parameter, key, name, saved
+        elif mark.partition("of")[2] != place.mark.partition("of")[2]:
+            raise ValueError(
+                f"the optimizer's state {key!r} of {owner} has the shape {list(saved.size)}, and the parameter "
+                f"{list(place.whole_shape(parameter))}, so it cannot be cut for another tp_size or ep_size; resume "
+                "with those of the checkpoint"
+            )
+        elif mark == place.mark.removeprefix("@"):
+            yield parameter, key, name, saved
+
+
+def _room_for(parameter: nn.Parameter, place: Held, name: str, saved: Any) -> Tensor:
+    """Where DCP puts a state that it reads."""
+    dtype = saved.properties.dtype
+    if "@" in name or not saved.size or saved.size != place.whole_shape(parameter):
+        return torch.zeros(saved.size, dtype=dtype)
+    return Slice(place, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+
+
+def _local(value: Any) -> Any:
+    return value.local if isinstance(value, Slice) else value
+
+
+def _put(
+    optimizer: Optimizer,
+    parameters: list[nn.Parameter],
+    values: Mapping[nn.Parameter, dict[str, Any]],
+    groups: list[dict[str, Any]],
+) -> None:
+    """As `load_state_dict`, which would round states to the type of the parameter."""
+    mine = optimizer.state_dict()["param_groups"]
+    numbers = dict(zip(parameters, (number for group in mine for number in group["params"]), strict=True))
+    state = {numbers[parameter]: dict(found) for parameter, found in values.items()}
+    filled = [{**group, **options} for group, options in zip(mine, groups, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": filled})
+    for parameter, found in values.items():
+        kept = optimizer.state[parameter]
+        for key, value in found.items():
+            if isinstance(value, Tensor) and kept[key].dtype != value.dtype:
+                kept[key] = value.to(kept[key].device)
+
+
+@contextlib.contextmanager
+def _failures_named(what: str) -> Iterator[None]:
+    """DCP's own error, which is no `Exception`, shows tracebacks of every rank."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise RuntimeError(f"{what} failed on rank {rank}: {type(cause).__name__}: {cause}") from cause

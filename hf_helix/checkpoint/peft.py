@@ -1,0 +1,112 @@
+"""A cut PEFT model <-> PEFT's own files.
+
+In:   a `PeftModel` whose weights are cut over the ranks; a folder.
+Out:  `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained(base, folder)` loads; or
+      what is in them, in the cut model.
+Must hold: PEFT says what is saved, under which names, and writes it; only that much is gathered. Nothing is loaded
+before every rank has found that it fits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.models.direct_use import names_allowed
+from hf_helix.runtime.distributed.agreement import agree_on_success
+from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
+from hf_helix.runtime.stage import Stage
+
+FILE = "adapter_model.safetensors"
+
+Names = dict[str, dict[str, str]]
+"""By adapter: the name of a tensor in its file, and that of the weight in the model."""
+
+
+def save_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
+    """Write every adapter of a model as `PeftModel.save_pretrained` does. Collective; rank 0 writes."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    placements, owners, tensors = stage.all_placements, stage.owners, {}
+    kept = {name for names in _names(model, list(weights)).values() for name in names.values()}
+    for name, weight in weights.items():
+        if name in kept and mesh.holds_first_copy(placements[weight]):
+            whole = whole_parameter(weight, placements[weight], mesh, owners[weight])
+            if whole is not None:
+                tensors[name] = whole.cpu()
+    if rank() == 0:
+        with names_allowed():
+            type(model).save_pretrained(model, str(folder), state_dict=tensors)  # its own is refused, see `direct_use`
+    if world_size() > 1:
+        dist.barrier(control_group())
+
+
+@torch.no_grad()
+def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
+    """Read what `save_adapters` wrote, from any layout, into the adapters of a cut model. Collective.
+
+    Raises:
+        ValueError: on every rank, before anything is written: a file is missing or damaged, or holds other tensors.
+    """
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    files = {_file(folder, adapter): names for adapter, names in _names(model, list(weights)).items()}
+    error: Exception | None = None
+    try:
+        for path, names in files.items():
+            _check(path, names, {name: stage.all_placements[weights[name]] for name in names.values()}, weights)
+    except Exception as problem:
+        error = problem
+    agree_on_success(error)
+    for path, names in files.items():
+        with safe_open(path, "pt") as file:
+            for key, name in names.items():
+                weight = weights[name]
+                if stage.owners[weight] == stage.rank:
+                    placement = stage.all_placements[weight]
+                    axis = mesh.axis_of(placement)
+                    weight.copy_(placement.cut(file.get_tensor(key), axis.size, axis.rank))
+
+
+def _file(folder: str | Path, adapter: str) -> Path:
+    """Where PEFT puts an adapter."""
+    return Path(folder, FILE) if adapter == "default" else Path(folder, adapter, FILE)
+
+
+def _check(path: Path, names: dict[str, str], placements: dict[str, Any], weights: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; give a folder to which the adapters of this model were saved")
+    try:
+        with safe_open(path, "pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    except Exception as problem:
+        raise ValueError(f"{path} cannot be read ({problem}); give another folder") from problem
+    strange = sorted(found.keys() ^ names.keys())
+    if strange:
+        where = "the model has no place for it" if strange[0] in found else "it is not there"
+        raise ValueError(f"{path} does not fit the adapters of this model: {strange[0]}: {where}")
+    for key, name in names.items():
+        held = tuple(weights[name].shape)
+        wanted = placements[name].whole_shape(held) if weights[name].numel() else found[key]  # of other ranks: unknown
+        if found[key] != wanted:
+            raise ValueError(f"{path}: {key} is {list(found[key])} there, and {list(wanted)} in the model")
+
+
+def _names(model: Any, names: list[str]) -> Names:
+    """Of all weights those that PEFT keeps: of adapters, of `modules_to_save`, of embeddings that it trained. What rank
+    0 says counts: PEFT may ask the Hub. Collective."""
+    box: list[Names] = [{}]
+    if rank() == 0:
+        from peft import get_peft_model_state_dict
+
+        own = {name: name for name in names}  # it selects by key, whatever the values are
+        with names_allowed():
+            for adapter in model.peft_config:
+                box[0][adapter] = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
+    if world_size() > 1:
+        dist.broadcast_object_list(box, src=0, group=control_group())
+    return box[0]

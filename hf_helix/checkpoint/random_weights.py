@@ -1,0 +1,129 @@
+"""Models on the meta device, and random weights that every rank draws for what it holds.
+
+In:   a checkpoint folder's configuration, or a model on the meta device that is cut.
+Out:  the model; parameters and buffers of this rank, on its device.
+Must hold: a seed gives the same weights on every layout of ranks; no rank ever has the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from hf_helix.checkpoint.load import places_of
+from hf_helix.checkpoint.materialize import materialize
+from hf_helix.checkpoint.reader import Checkpoint, some
+from hf_helix.runtime.distributed.agreement import agree_on_text
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.stage import Stage
+
+
+def outline_of(folder: str | os.PathLike[str], dtype: Any = "auto", **options: Any) -> Any:
+    """The causal language model of a checkpoint folder on the meta device, else as `from_pretrained` makes it.
+
+    Args:
+        dtype: of the parameters; "auto" for what `config.json` names, or else that of the first tensor.
+        options: what `AutoModelForCausalLM.from_config` takes, such as `attn_implementation`.
+
+    Raises:
+        ValueError: it is no folder with a `config.json`.
+    """
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"model={str(folder)!r} is no folder with a config.json on this host; download a model first, `hf download "
+            "NAME --local-dir FOLDER`, or give a model that is made already"
+        )
+    config = AutoConfig.from_pretrained(path)
+    if dtype == "auto":
+        dtype = config.dtype or Checkpoint(path).dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    if (path / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+@torch.no_grad()
+def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage, mesh: Mesh, seed: int) -> None:
+    """Draw a model on the meta device at random, layer by layer, as its own `_init_weights` does.
+
+    Every layer, and every module outside of the layers, has random numbers of its own, from `seed` and its name: the
+    weights do not depend on the layout. They are not those that a model made whole gets from this seed, whose modules
+    draw one after the other.
+
+    Args:
+        layers: the decoder layers of the model, each drawn as a whole.
+
+    Raises:
+        ValueError: a module draws weights that another one holds.
+    """
+    agree_on_text(f"seed={seed}", "seeds")
+    outline = copy.deepcopy(model)  # on the meta device, too: it takes no room
+    pieces = _pieces_of(model, layers)
+    _check_pieces(outline, pieces)
+    materialize(model, stage, mesh)
+    places = places_of(model, stage, mesh)
+    # One room for all pieces: what is made and freed piece by piece leaves gaps that the allocator does not use again.
+    most = max(sum(weight.numel() for weight in outline.get_submodule(piece).parameters()) for piece in pieces)
+    room = torch.empty(most, dtype=model.dtype)
+    for piece in pieces:
+        names = [name for name, _ in model.get_submodule(piece).named_parameters(piece)]
+        names = [name for name in names if places[name].mine and places[name].name == name]
+        if not names:
+            continue
+        with torch.random.fork_rng(devices=[]):
+            # `torch.manual_seed` would seed the generators of GPUs as well, which are not set back here.
+            own = int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big")
+            torch.default_generator.manual_seed(own)
+            _move_in(outline.get_submodule(piece), room).apply(outline._init_weights)
+        for name in names:
+            places[name].copy(outline.get_parameter(name), model.get_parameter(name))
+
+
+def _pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
+    """The modules that are drawn each by itself: the layers, and outside of them whatever holds parameters."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        own = any(True for _ in module.parameters(recurse=False))
+        if not _is_inside(name, found) and (own or any(module is layer for layer in layers)):
+            found.append(name)
+    return found
+
+
+def _move_in(piece: nn.Module, room: Tensor) -> nn.Module:
+    """Give the parameters of a module places in the room, from its start."""
+    start = 0
+    for weight in piece.parameters():
+        swap_tensors(weight, nn.Parameter(room[start : start + weight.numel()].view(weight.shape)))
+        start += weight.numel()
+    return piece
+
+
+def _is_inside(name: str, pieces: Sequence[str]) -> bool:
+    return any(not piece or name == piece or name.startswith(f"{piece}.") for piece in pieces)
+
+
+def _check_pieces(outline: Any, pieces: Sequence[str]) -> None:
+    """Raise ValueError if what encloses the pieces draws some of their weights, too."""
+    weights = dict(outline.named_parameters())
+    before = {name: weight._version for name, weight in weights.items()}
+    for name, module in outline.named_modules():
+        if not _is_inside(name, pieces):
+            outline._init_weights(module)
+    drawn = [name for name, weight in weights.items() if weight._version != before[name]]
+    if drawn:
+        raise ValueError(
+            f"{type(outline).__name__}._init_weights draws {some(drawn)} from a module around the layers, so the model "
+            "cannot be drawn layer by layer; save one that is made whole, and start from its folder (weights=...)"
+        )

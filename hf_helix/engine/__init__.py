@@ -1,0 +1,1 @@
+"""The cut model on a rank."""

@@ -1,0 +1,203 @@
+"""What cannot be run: models, declarations and batches, refused by name.
+
+In:   a model, the placements of a family's declaration, a batch.
+Out:  nothing, or an error that says what was given and what works.
+Must hold: nothing is changed before it is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_helix.config import HelixConfig
+from hf_helix.models.builder import Additions
+from hf_helix.models.peft import adapter_weights, base_of, check_adapters
+from hf_helix.models.registry import family_of
+from hf_helix.operators.unit import Placement
+from hf_helix.runtime.distributed.mesh import check_world, rank, world_size
+from hf_helix.runtime.input_ranges import Limits
+from hf_helix.runtime.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+
+def check_model(model: Any, additions: Additions, weights: str | Path | None = None) -> None:
+    """Refuse models that are not whole, plain and in fp32 or bf16, or that additions and weights do not suit.
+
+    Raises:
+        ValueError: says what the model is and how to load it.
+    """
+    if getattr(model, "_is_cut_by_helix", False):
+        raise ValueError(
+            "the model was cut by an earlier HelixTrainer or HelixPlugin.prepare; save it with trainer.save_model(...) "
+            "or model.save_pretrained(...), and load it with from_pretrained(folder) for the next one"
+        )
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        raise ValueError(
+            "the model was loaded with a distributed_config, so Transformers has cut it already; "
+            "load it without one, HelixTrainer cuts it"
+        )
+    if additions.label_smoothing and getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ValueError(
+            f"label_smoothing_factor={additions.label_smoothing} with a model whose loss has a part for the balance "
+            "of its experts, which the stock Trainer then leaves out; use label_smoothing_factor=0.0, or "
+            "model.config.output_router_logits = False"
+        )
+    _check_device(model, weights)
+    check_adapters(model)
+    family_of(base_of(model))
+    dtype, may_differ = base_of(model).dtype, adapter_weights(model)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}, and torch.float32 and torch.bfloat16 are built; load the "
+                "model with from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
+            )
+        if parameter.dtype != dtype and parameter not in may_differ:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}, others are {dtype}; load the model with one type for "
+                "all: from_pretrained(..., dtype=torch.float32), or dtype=torch.bfloat16"
+            )
+
+
+def check_sizes(model: Any, config: HelixConfig) -> None:
+    """Refuse a `tp_size` that does not divide the processes or the model's heads, with values that divide both.
+
+    Args:
+        model: that will be cut, if it is there already and is of a known family; anything else is looked at later.
+
+    Raises:
+        ValueError: names the values that work.
+    """
+    try:
+        family, options = family_of(base_of(model)), base_of(model).config
+    except (ValueError, AttributeError):
+        return
+
+    def fits(size: int) -> bool:
+        try:
+            family.check(options, size)
+        except ValueError:
+            return False
+        return True
+
+    world = world_size()
+    check_world(world, config.tp_size, config.pp_size, config.cp_size, config.ep_size, fits)
+    try:
+        family.check(options, config.tp_size)
+    except ValueError as error:
+        share = world // (config.pp_size * config.cp_size)
+        works = [str(size) for size in range(1, share + 1) if share % size == 0 and fits(size)]
+        raise ValueError(f"{error} (with {world} processes: {', '.join(works)})") from error
+
+
+def limits_of(base: Any) -> Limits:
+    """How far ids, labels and positions may reach: the rows of the tables of a model that is whole."""
+    rope = getattr(base.config, "rope_parameters", None) or {}
+    is_plain = rope.get("rope_type", "default") == "default"  # others are for longer sequences than those trained on
+    return Limits(
+        ids=base.get_input_embeddings().weight.shape[0],
+        labels=base.get_output_embeddings().weight.shape[0],
+        positions=family_of(base).num_positions(base),
+        trained_length=getattr(base.config, "max_position_embeddings", None) if is_plain else None,
+    )
+
+
+def say_what_surprises(model: Any) -> None:
+    """Warn on rank 0 of what is right and may not be meant."""
+    if rank() != 0:
+        return
+    if any(parameter.requires_grad and parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
+        logger.warning(
+            "the trained weights are torch.bfloat16, and so are gradients and the optimizer's states, as in the stock "
+            "Trainer; for fp32 weights load the model with dtype=torch.float32, and train with bf16=True"
+        )
+
+
+def _check_device(model: Any, weights: str | Path | None) -> None:
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    make = 'with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)'
+    if empty and real:
+        raise ValueError(
+            f"parameter {empty[0]} is on the meta device, and {real[0]} is not; make all of them there ({make}), or "
+            "none: from_pretrained(folder)"
+        )
+    if empty and hasattr(model, "peft_config"):
+        raise ValueError(
+            "a model with PEFT adapters is on the meta device, and no folder has both its weights and the adapters'; "
+            "load the base model with from_pretrained(folder), and put the adapters on that"
+        )
+    if real and weights is not None:
+        raise ValueError(
+            f"weights={str(weights)!r} is for a model on the meta device, and this one has weights of its own; leave "
+            f"it out, or use {make}"
+        )
+
+
+def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placement]) -> None:
+    """Refuse a family's declaration that leaves parameters out: they would be neither trained nor saved.
+
+    Raises:
+        ValueError: names them.
+    """
+    stray = [name for name, parameter in model.named_parameters() if parameter not in placements]
+    if stray:
+        raise ValueError(
+            f"the declaration of {type(model).__name__} has no operator for {', '.join(stray)}; declare the module "
+            "that holds them with Builder.local, column_parallel or row_parallel"
+        )
+
+
+def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
+    """Refuse to train nothing, or what was frozen when the model was cut: its gradient is not in the plan.
+
+    Args:
+        stage: of the model.
+        was_trained: whether any weight was trained then, on any rank.
+
+    Raises:
+        ValueError: names the first such weight, and what to do.
+    """
+    if not was_trained:
+        raise ValueError(
+            "no weight of the model is trained; load adapters with PeftModel.from_pretrained(model, folder, "
+            "is_trainable=True), or call requires_grad_(True) on weights before HelixTrainer is made"
+        )
+    stray = [name for name, parameter in model.named_parameters() if parameter not in stage.all_placements]
+    if stray:
+        raise ValueError(f"{stray[0]} was added after the model was cut; add adapters before HelixTrainer is made")
+    frozen = {
+        parameter
+        for unit in stage.model.values()
+        for op in unit.graphs.forward.operators
+        if op.split and not op.trained
+        for parameter in getattr(unit.operators[op.of], "parameters", ())
+    }
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter in frozen:
+            raise ValueError(
+                f"{name} is trained, and was frozen when the model was cut; call requires_grad_(True) before "
+                "HelixTrainer is made"
+            )
+
+
+def check_batch(batch: Mapping[str, Any]) -> None:
+    """Refuse batches that cannot be trained on.
+
+    Raises:
+        ValueError: says what the batch holds and what makes the missing part.
+    """
+    missing = [name for name in ("input_ids", "labels") if name not in batch]
+    if "labels" in missing and "shift_labels" in batch:
+        missing.remove("labels")
+    if missing:
+        raise ValueError(
+            f"the batch has no {' and no '.join(missing)}, only {', '.join(batch)}; use a collator that makes them, "
+            "such as DataCollatorForLanguageModeling(tokenizer, mlm=False)"
+        )

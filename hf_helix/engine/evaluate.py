@@ -1,0 +1,64 @@
+"""What evaluation does before and after the runner.
+
+In:   a batch; what a rank found of it: logits of its tokens and its slice of the vocabulary, figures of its samples.
+Out:  the batch in pieces that run beside each other; whole logits; the figures of every sample once.
+Must hold: every rank of a group that shares the batch gets the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_helix.models.sequence_sharding import SequenceCut
+from hf_helix.operators.communication.collectives import prepare_all_gather
+from hf_helix.operators.unit import cut_bounds
+from hf_helix.operators.vocab_parallel import IGNORED
+from hf_helix.runtime.runner import Runner
+
+
+def pieces_of(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, Any]]:
+    """The rows of a batch in as many micro-batches as keep every rank of the pipeline and two strands busy."""
+    mesh, rows = runner.mesh, len(batch["input_ids"])
+    most = min(rows, runner.scheduler.most or rows)
+    count = min(most, 2 * mesh.pipe.size) if mesh.batch_group is not None else 1
+    if count < 2:
+        return [batch]
+    cut = {
+        name: value.tensor_split(count) if isinstance(value, Tensor) and value.dim() and len(value) == rows else None
+        for name, value in batch.items()
+    }
+    return [
+        {name: batch[name] if parts is None else parts[place] for name, parts in cut.items()} for place in range(count)
+    ]
+
+
+def count_targets(batch: Mapping[str, Any]) -> Tensor:
+    """The number of tokens of a batch that count in its loss; a scalar."""
+    targets = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
+    return (targets != IGNORED).sum()
+
+
+def whole_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:
+    """[tokens, batch, slice] of every rank to [batch, sequence, vocabulary]. Collective.
+
+    Args:
+        head: the weight that made them.
+    """
+    tp, cp = runner.mesh.tp, runner.mesh.cp
+    if tp.size > 1:
+        length = runner.stage.model[runner.stage.head].placements[head].length
+        lengths = [last - first for first, last in (cut_bounds(length, tp.size, r) for r in range(tp.size))]
+        padded = nn.functional.pad(logits, (0, max(lengths) - logits.shape[-1]))
+        gathered, work = prepare_all_gather(tp, padded)
+        work()
+        blocks = gathered.chunk(tp.size)
+        logits = torch.cat([block[..., :length] for block, length in zip(blocks, lengths, strict=True)], -1)
+    if cp.size > 1:
+        gathered, work = prepare_all_gather(cp, logits)
+        work()
+        logits = cut.join(gathered)
+    return logits.transpose(0, 1).contiguous()

@@ -1,0 +1,111 @@
+"""Which layers are recomputed: what a user says in the words of Transformers and of `HelixConfig`, together.
+
+In:   training arguments, the option `recompute`, and a model that may have checkpointing switched on.
+Out:  a mode for every layer, see `hf_helix.planning.graph.recompute`.
+Must hold: nothing that was asked for is dropped: what contradicts itself or is not built is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_helix.config import HelixConfig
+from hf_helix.operators.unit import Unit
+from hf_helix.planning.graph.recompute import FULL, NONE
+
+EVERY = "every_n_layers"
+_NAMES = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name of the first
+
+# Of what `torch.utils.checkpoint` and Transformers take, what changes nothing here.
+_WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
+    "use_reentrant": (True, False),  # there is no checkpoint function: operators run again by themselves
+    "preserve_rng_state": (True,),
+    "offload": (False,),
+}
+
+
+def asked_by(args: Any) -> dict[str, Any] | None:
+    """The options of activation checkpointing if training arguments ask for it, under either name."""
+    for name in _NAMES:
+        if getattr(args, name, None):
+            return dict(getattr(args, f"{name}_kwargs", None) or {})
+    return None
+
+
+def problems_of(args: Any, config: HelixConfig) -> list[str]:
+    """Why training arguments cannot be honoured, one text each."""
+    given = asked_by(args)
+    if given is None:
+        return []
+    name = next(name for name in _NAMES if getattr(args, name, None))
+    problems = []
+    if config.recompute == NONE:
+        problems.append(
+            f"{name}=True: use {name}=False, or leave out recompute='none' of HelixConfig, which contradicts it"
+        )
+    problems += [f"{name}_kwargs={given!r}: use {name}_kwargs=None: {why}" for why in _problems_of_options(given)]
+    return problems
+
+
+def modes_of(layers: Sequence[nn.Module], given: Mapping[str, Any] | None, config: HelixConfig) -> list[str]:
+    """The mode of every layer.
+
+    Args:
+        layers: of the model; `model.gradient_checkpointing_enable()` leaves its mark on them.
+        given: see `asked_by`.
+
+    Raises:
+        ValueError: what was switched on in the model contradicts the configuration, or is not built.
+    """
+    marked = [bool(getattr(layer, "gradient_checkpointing", False)) for layer in layers]
+    if given is not None:
+        every = int(given.get(EVERY, 1))
+        marked = [place % every == 0 for place in range(len(layers))]
+    elif any(marked):
+        _check_marks(layers, config)
+    elif config.recompute is not None:
+        marked = [True] * len(layers)
+    return [(config.recompute or FULL) if mark else NONE for mark in marked]
+
+
+def recompute_units(units: Sequence[Unit], modes: Sequence[str]) -> list[Unit]:
+    """The units with every layer recomputed by its mode. Where some layers are and some are not, those get a name of
+    their own, since units of one name have equal graphs."""
+    left = iter(modes)
+    suffix = "_again" if len(set(modes)) > 1 else ""
+    return [unit.recomputed(next(left), suffix) if unit.graphs.forward.repeats else unit for unit in units]
+
+
+def _check_marks(layers: Sequence[nn.Module], config: HelixConfig) -> None:
+    how = "gradient checkpointing was switched on in the model (model.gradient_checkpointing_enable())"
+    if config.recompute == NONE:
+        raise ValueError(f"{how}, and recompute='none' contradicts it; use recompute=None, or do not switch it on")
+    for layer in layers:
+        function = getattr(layer, "_gradient_checkpointing_func", checkpoint)
+        options = dict(function.keywords) if isinstance(function, partial) else {}
+        plain = (function.func if isinstance(function, partial) else function) is checkpoint
+        problems = _problems_of_options(options) if plain else ["its function is not torch's checkpoint"]
+        if problems:
+            raise ValueError(
+                f"{how} in a way that is not built: {'; '.join(problems)}; leave it out and use "
+                "TrainingArguments(gradient_checkpointing=True)"
+            )
+
+
+def _problems_of_options(given: Mapping[str, Any]) -> list[str]:
+    every = given.get(EVERY, 1)
+    problems = []
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        problems.append(f"{EVERY} must be a whole number of at least 1, got {every!r}")
+    for key, value in given.items():
+        if key != EVERY and value not in _WITHOUT_EFFECT.get(key, ()):
+            problems.append(
+                f"{key}={value!r} is not built: operators run again by themselves, with the same random numbers; give "
+                f"{EVERY} and use_reentrant only"
+            )
+    return problems

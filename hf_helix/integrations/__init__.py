@@ -1,0 +1,1 @@
+"""The doors: the Trainer of Transformers, and Accelerate."""

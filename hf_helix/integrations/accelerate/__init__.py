@@ -1,0 +1,1 @@
+"""Accelerate: the plugin, a training loop of one's own, and the options of the launcher."""

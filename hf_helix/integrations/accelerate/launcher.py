@@ -1,0 +1,92 @@
+"""Where a run finds its options: an argument, a plugin, the environment, or the YAML of `accelerate launch`.
+
+In:   what the script was given, and the command line of the launcher.
+Out:  a `HelixConfig`.
+Must hold: the first of the four ways that is used counts; where none is, the error shows all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from hf_helix.config import HelixConfig, has_helix_block, read_yaml
+
+CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
+
+WHERE = f"""Give the options in one of these ways (the first that is found counts):
+  1. HelixTrainer(..., helix_config=HelixConfig(tp_size=2))
+  2. TrainingArguments(..., parallelism_config=HelixPlugin(HelixConfig(tp_size=2)))
+  3. {CONFIG_FILE_VARIABLE}=helix.yaml in the environment; the file holds `tp_size: 2`
+  4. the YAML of `accelerate launch --config_file ...`:
+       parallelism_config:
+         helix:
+           tp_size: 2"""
+
+
+def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> HelixConfig:
+    """The configuration of a run, by precedence: argument, plugin, environment, YAML of the launcher.
+
+    Raises:
+        ValueError: it is given nowhere; shows every way to give it.
+    """
+    for config in (given, plugin):
+        if config is not None:
+            if not isinstance(config, HelixConfig):
+                raise TypeError(f"helix_config must be a HelixConfig, got {type(config).__name__}: {config!r}")
+            return config
+    path = os.environ.get(CONFIG_FILE_VARIABLE)
+    if path:
+        return HelixConfig.from_file(path)
+    launched = launcher_config_file()
+    if launched is not None:
+        options = read_yaml(launched)
+        if has_helix_block(options):
+            return HelixConfig.from_mapping(options["parallelism_config"]["helix"], str(launched))
+        if isinstance(options, Mapping) and options.get("parallelism_config"):
+            raise ValueError(f"no helix options were given: {launched} has parallelism_config without helix: {WHERE}")
+    raise ValueError(f"no helix options were given. {WHERE}")
+
+
+def launcher_config_file() -> Path | None:
+    """The `--config_file` of the `accelerate launch` that is an ancestor of this process, if there is one.
+
+    Accelerate hands only known names to its workers, but torchrun runs inside the launcher's own process.
+    """
+    try:
+        parents = psutil.Process().parents()
+    except psutil.Error:
+        return None
+    for process in parents[:3]:
+        try:
+            found = config_file_of(process.cmdline())
+            if found is not None:
+                return Path(process.cwd(), found)
+        except psutil.Error:
+            continue
+    return None
+
+
+def config_file_of(arguments: list[str]) -> str | None:
+    """The value of `--config_file` in the command line of an Accelerate launcher; None for other commands."""
+    launched = False
+    for place, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if _is_launcher(word):
+            launched = True
+        elif launched and name in ("--config_file", "--config-file"):
+            return value if equals else "".join(arguments[place + 1 : place + 2]) or None
+        elif word.endswith(".py"):  # the script; what follows is its own
+            return None
+    return None
+
+
+def _is_launcher(word: str) -> bool:
+    return (
+        word == "accelerate.commands.launch"
+        or word.endswith("accelerate/commands/launch.py")
+        or Path(word).name in ("accelerate", "accelerate-launch")
+    )

@@ -1,0 +1,274 @@
+"""A training loop of one's own around Accelerate: what `HelixPlugin.prepare` does and returns.
+
+In:   an `Accelerator` made with the plugin; of the loop a whole model, its optimizer, data loaders and scheduler.
+Out:  a model that trains windows of micro-batches, and the rest as Accelerate prepares it.
+Must hold: weights go as in the same loop around the unsplit model; what the `Accelerator` would now do wrongly is done
+right or is an error that says what to do instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils.logging import get_logger
+
+from hf_helix.config import HelixConfig
+from hf_helix.engine.checks import check_batch
+from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.evaluate import count_targets
+from hf_helix.integrations.accelerate.checks import check_loader
+from hf_helix.integrations.metrics import gather_samples
+from hf_helix.integrations.optimizers import check_optimizer
+from hf_helix.models.direct_use import Instead
+from hf_helix.runtime.distributed.agreement import agree_on_number, agree_on_text
+from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.environment import check_environment
+from hf_helix.runtime.failures.heartbeat import start_watch, watched
+from hf_helix.runtime.notices import say
+from hf_helix.tuning.tuner import options_of
+from hf_helix.upstream.check import check_class
+
+logger = get_logger(__name__)
+
+USE_INSTEAD = Instead(
+    "model.train_window(batches) or model.evaluate(batch) of what HelixPlugin.prepare returned",
+    "save_pretrained(folder) of what HelixPlugin.prepare returned",
+)
+
+# Methods of the Accelerator that would do something else than their name says.
+REFUSED = {
+    "backward": "model.train_window(batches) has run backward already; leave it out",
+    "accumulate": "a window is all micro-batches of an optimizer step; use `for window in model.windows(dataloader):`",
+    "unwrap_model": "model.save_pretrained(folder) saves it whole, and model.module is the Transformers model",
+    "save_model": "it would write this rank's part; use model.save_pretrained(folder)",
+    "get_state_dict": "it would be this rank's part; use model.save_pretrained(folder)",
+    "save_state": "resuming a loop is not built yet; use model.save_pretrained(folder)",
+    "load_state": "resuming a loop is not built yet; use from_pretrained(folder) before prepare()",
+}
+
+
+def prepare(
+    accelerator: Any,
+    objects: Sequence[Any],
+    config: HelixConfig,
+    mesh: Mesh,
+    seed: int | None,
+    weights: str | Path | None,
+) -> list[Any]:
+    """Does what `HelixPlugin.prepare` says. Collective.
+
+    Args:
+        accelerator: one that `check_accelerator` has passed.
+        objects: what the script gives: at most one model, and optimizers, schedulers and data loaders.
+        config: the options.
+        mesh: the layout of the ranks.
+        seed: of the training; None for torch's own.
+        weights: a checkpoint folder for a model on the meta device; None for random weights.
+
+    Returns:
+        The prepared objects, in the order given.
+
+    Raises:
+        ValueError: names what cannot be honoured, and what works.
+    """
+    models = [given for given in objects if isinstance(given, nn.Module)]
+    if len(models) > 1:
+        names = ", ".join(type(model).__name__ for model in models)
+        raise ValueError(
+            f"HelixPlugin.prepare takes one model, got {names}; give every model an Accelerator of its own"
+        )
+    for given in objects:
+        if isinstance(given, torch.optim.Optimizer):
+            check_optimizer(given, models[0] if models else None, config)
+        if isinstance(given, DataLoader):
+            check_loader(given, accelerator, mesh.dp_size)
+    model = _cut(accelerator, models[0], config, mesh, seed, weights) if models else None
+    optimizers = {
+        id(given): accelerator.prepare_optimizer(given) for given in objects if isinstance(given, torch.optim.Optimizer)
+    }
+
+    def one(given: Any) -> Any:
+        if isinstance(given, nn.Module):
+            return model
+        if isinstance(given, DataLoader):
+            return accelerator.prepare_data_loader(given)
+        if isinstance(given, LRScheduler):
+            optimizer = optimizers.get(id(given.optimizer), given.optimizer)
+            return _Scheduler(given, optimizer, mesh.dp_size, accelerator)
+        return optimizers.get(id(given), given)
+
+    return [one(given) for given in objects]
+
+
+def _cut(
+    accelerator: Any, model: Any, config: HelixConfig, mesh: Mesh, seed: int | None, weights: str | Path | None
+) -> HelixModel:
+    for notice in check_environment(config.pp_size):
+        logger.warning(notice)
+    steps, mixed = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
+    about = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\nseed given: {seed}"
+    agree_on_text(f"{options_of(config)}\n{about}", "options")
+    start_watch()
+    chosen = [torch.initial_seed() if seed is None else seed]
+    if dist.is_initialized():
+        dist.broadcast_object_list(chosen, src=0, group=control_group())
+    engine = Engine(
+        model,
+        config,
+        mesh,
+        seed=chosen[0],
+        microbatches=steps,
+        instead=USE_INSTEAD,
+        products=torch.bfloat16 if mixed == "bf16" else None,
+        weights=weights,
+    )
+    model.to(accelerator.device)
+    model._is_accelerate_prepared = True  # nothing is left to wrap
+    cut = HelixModel(engine, accelerator)
+    for name, instead in REFUSED.items():
+        setattr(accelerator, name, _refuse(f"accelerator.{name}", instead))
+    accelerator.clip_grad_norm_ = cut._clip
+    accelerator.gather_for_metrics = cut._gather
+    return cut
+
+
+class HelixModel:
+    """A cut model in a loop: trains windows, clips, evaluates and saves. Every method is collective.
+
+    Attributes:
+        module: the Transformers model; its parameters are those that the optimizer holds, cut in place.
+        engine: the plan in use, and what can be measured: `engine.plan`, `engine.measure_overlap()`, ...
+    """
+
+    def __init__(self, engine: Engine, accelerator: Any) -> None:
+        self.engine = engine
+        self.module: Any = engine.model
+        self._accelerator = accelerator
+        self._step = 0
+
+    def windows(self, batches: Iterable[Any]) -> Iterator[list[Any]]:
+        """A data loader in lists of `gradient_accumulation_steps` batches; the last may be shorter."""
+        batches = iter(batches)
+        while window := list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps)):
+            yield window
+        with watched():
+            agree_on_number(0, self.engine.mesh.device, self.engine.extents([]))  # elsewhere there may be a window
+
+    def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Forward and backward of the micro-batches of an optimizer step; gradients are added to `parameter.grad`.
+
+        Args:
+            batches: what the data loader gives: `input_ids`, `labels` and, where there are, `attention_mask`,
+                `position_ids`. Any number of them.
+
+        Returns:
+            The mean loss of all their tokens that have a label, over all ranks; the gradient is that of this mean.
+
+        Raises:
+            ValueError: no batch, a batch without labels, or ranks that do not belong together.
+        """
+        mesh = self.engine.mesh
+        with watched():
+            self.engine.limits.judge(agree_on_number(len(batches), mesh.device, self.engine.extents(batches)))
+            if not batches:
+                raise ValueError("train_window needs the batches of an optimizer step, such as [batch]; got none")
+            batches = [self._checked(batch) for batch in batches]
+            items = sum(count_targets(batch) for batch in batches)
+            assert isinstance(items, Tensor)
+            if mesh.dp_group is not None:
+                dist.all_reduce(items, group=mesh.dp_group)
+            scale = Scale(mesh.dp_size / items, 1 / len(batches))
+            found = self.engine.tune(batches, scale, self._step)
+            if found is not None:
+                say(f"{found.verdict} (details: print(model.engine.tuning))")
+            loss = torch.stack(self.engine.train_window(batches, scale, self._step)).sum()
+            if mesh.dp_group is not None:
+                dist.all_reduce(loss, group=mesh.dp_group)
+                loss = loss / mesh.dp_size
+        self._step += 1
+        return loss
+
+    def evaluate(self, batch: Mapping[str, Any], logits: bool = False) -> CausalLMOutput:
+        """Forward only, as `model(**batch)` of the unsplit model: the mean loss of the batch and, if asked, its logits.
+
+        Data-parallel ranks have batches of their own, and so losses: `accelerator.gather_for_metrics` collects them.
+        """
+        with watched():
+            batch = self._checked(batch)
+            found, whole = self.engine.evaluate(batch, Scale(1 / count_targets(batch)), self._step, keep_logits=logits)
+        return CausalLMOutput(loss=found, logits=whole)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradient of the whole model down to a norm of `max_norm`; the norm before, on every rank."""
+        with watched():
+            return self.engine.clip_gradients(max_norm)
+
+    def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
+        """Write an ordinary Hugging Face checkpoint, as the method of Transformers would of the unsplit model."""
+        self.engine.save_pretrained(folder, max_shard_size)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the model: this rank's part of each, empty where another rank of the pipeline holds it."""
+        return self.module.parameters()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"a model that HelixPlugin.prepare has cut cannot be called directly; use {USE_INSTEAD.calling}"
+        )
+
+    def _checked(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        check_batch(batch)
+        return send_to_device(batch, self.engine.mesh.device)
+
+    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """`accelerator.clip_grad_norm_`, whose norm would be that of this rank's part."""
+        given = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        if norm_type != 2 or given != {id(parameter) for parameter in self.parameters()}:
+            raise ValueError(
+                f"accelerator.clip_grad_norm_ with norm_type={norm_type} and {len(given)} parameters: of a cut model, "
+                "the 2-norm of all its parameters is built; use model.clip_grad_norm_(max_norm)"
+            )
+        return self.clip_grad_norm_(max_norm)
+
+    def _gather(self, data: Any, use_gather_object: bool = False) -> Any:
+        """`accelerator.gather_for_metrics`, which would count every rank that shares a batch."""
+        if use_gather_object:
+            raise ValueError("gather_for_metrics(use_gather_object=True) is not built: gather tensors")
+        with watched():
+            return gather_samples(data, self.engine.mesh, self._accelerator.gradient_state)
+
+
+@check_class
+class _Scheduler(AcceleratedScheduler):
+    """As Accelerate's, which steps once for each process; here ranks that share a batch count once."""
+
+    def __init__(self, scheduler: LRScheduler, optimizer: Any, dp_size: int, accelerator: Any) -> None:
+        linked = accelerator.step_scheduler_with_optimizer
+        super().__init__(scheduler, optimizer, step_with_optimizer=linked, split_batches=True)
+        self._steps = dp_size if linked and not accelerator.split_batches else 1
+        accelerator._schedulers.append(self)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        for _ in range(self._steps):
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+                super().step(*args, **kwargs)
+
+
+def _refuse(name: str, instead: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{name} does not go with a model that HelixPlugin.prepare has cut: {instead}")
+
+    return refuse

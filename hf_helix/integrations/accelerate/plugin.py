@@ -1,0 +1,174 @@
+"""The layout and the options, as Accelerate takes them.
+
+In:   a `HelixConfig`.
+Out:  a `ParallelismConfig` that the stock `Accelerator` and `TrainingArguments` take, and the mesh.
+Must hold: Accelerate gives the ranks of one batch the same data and counts them once, and wraps, shards and moves
+nothing itself. Accelerate has no registry for plugins; a subclass of `ParallelismConfig` is the one way in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_helix.config import HelixConfig
+from hf_helix.integrations.accelerate.checks import check_accelerator
+from hf_helix.integrations.accelerate.launcher import resolve_config
+from hf_helix.integrations.accelerate.loop import prepare
+from hf_helix.runtime.distributed.mesh import Mesh, build_mesh, check_joined
+from hf_helix.runtime.environment import load_eagerly
+from hf_helix.runtime.failures.endings import is_launched
+from hf_helix.runtime.failures.heartbeat import install_hook
+from hf_helix.runtime.failures.restarts import separate_starts
+from hf_helix.upstream.check import check_class
+
+
+def _launched_as_pipeline() -> bool:
+    """Whether the environment or the launcher's YAML, which are known before CUDA starts, ask for a pipeline."""
+    try:
+        return resolve_config(None, None).pp_size > 1
+    except (TypeError, ValueError):
+        return False  # whoever needs the options says what is wrong with them
+
+
+def _prepare_process() -> None:
+    """Does what must come before training arguments or the Accelerator make the process group and start CUDA.
+
+    Both do so before anything of ours is called, so it is done on import. This is all that importing hf_helix changes
+    outside of it, beside `CUDA_DEVICE_MAX_CONNECTIONS`: one function of torch after a restart (see `separate_starts`),
+    and in a launched process the exception hook and the loading of kernels.
+    """
+    separate_starts()
+    if is_launched():
+        install_hook()  # options are checked before there is anything else of ours
+        if _launched_as_pipeline():
+            load_eagerly()
+
+
+_prepare_process()
+
+
+@check_class
+class HelixPlugin(ParallelismConfig):
+    """Hand it to `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
+
+    Args:
+        config: the options; or give them as keywords, `HelixPlugin(tp_size=2)`. Without any, they come from the
+            environment or the launcher's YAML (see `hf_helix.config`).
+    """
+
+    def __init__(self, config: HelixConfig | None = None, **options: Any) -> None:
+        if config is not None and options:
+            raise ValueError(f"give HelixPlugin a HelixConfig or keywords, not both; got {config} and {options}")
+        self.config = HelixConfig.from_mapping(options, "HelixPlugin") if options else resolve_config(config, None)
+        self.mesh: Mesh | None = None
+        if self.config.pp_size > 1:
+            load_eagerly()
+        # To Accelerate, `tp_size` is the number of ranks that share a batch.
+        super().__init__(
+            dp_replicate_size=1,
+            dp_shard_size=1,
+            tp_size=self.config.ranks_per_batch,
+            cp_size=1,
+            cp_backend="torch",
+            sp_size=1,
+            sp_backend="deepspeed",
+        )
+
+    @property
+    def tp_enabled(self) -> bool:
+        """False: Accelerate must not look for DTensor parameters."""
+        return False
+
+    @property
+    def cp_enabled(self) -> bool:
+        """False: Accelerate must not switch to FSDP."""
+        return False
+
+    def build_mesh(self, device: torch.device | str) -> Mesh:
+        """The mesh of this run, built on first use. Collective."""
+        if self.mesh is None:
+            config, device = self.config, torch.device(device)
+            if device.type == "cuda" and device.index is None:  # Accelerate names the kind only
+                device = torch.device("cuda", torch.cuda.current_device())
+            sizes = config.pp_size, config.cp_size, config.ep_size
+            self.mesh = build_mesh(config.tp_size, device, *sizes, config.cross_node, config.link)
+        return self.mesh
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """The dimensions by which Accelerate hands out batches."""
+        return self.build_mesh(device_type).device_mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """As the stock method, which cannot return None twice."""
+        if device_type is None:
+            return self.mesh.device_mesh if self.mesh else None
+        return self.build_device_mesh(device_type)
+
+    def prepare(
+        self, accelerator: Any, *objects: Any, seed: int | None = None, weights: str | Path | None = None
+    ) -> Any:
+        """As `accelerator.prepare`, with the model cut over the ranks. Collective.
+
+        Args:
+            accelerator: made with this plugin, `Accelerator(parallelism_config=plugin, ...)`. Its mixed precision and
+                `gradient_accumulation_steps` count.
+            objects: one ordinary Transformers model, and any number of optimizers of its parameters that have not taken
+                a step, schedulers and data loaders.
+            seed: randomness of the training (dropout, routers) derives from it; torch's own (`set_seed`) without it.
+            weights: a checkpoint folder that a model on the meta device starts from; without it, such a model starts at
+                random.
+
+        Returns:
+            The objects in the order given: for the model, a `hf_helix.integrations.accelerate.loop.HelixModel`.
+
+        Raises:
+            ValueError: what cannot be honoured, with what works.
+        """
+        check_accelerator(accelerator, self, self.config.pp_size)
+        mesh = self.build_mesh(accelerator.device)
+        prepared = prepare(accelerator, objects, self.config, mesh, seed, weights)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def to_json(self) -> dict[str, Any]:
+        """The options, for logs and trackers."""
+        return {"helix": asdict(self.config)}
+
+    def __repr__(self) -> str:
+        return f"HelixPlugin({self.config})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Process groups stay behind when training arguments are saved."""
+        return {**self.__dict__, "mesh": None, "device_mesh": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HelixPlugin:
+        """A copy of the arguments refers to the same groups."""
+        return self
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        check_joined(accelerator.num_processes)
+
+
+_LAYOUT = ("parallelism_config", "device_mesh")
+
+
+def shared_layout() -> dict[str, Any]:
+    """The layout that all Accelerators of this process share."""
+    return {name: AcceleratorState._shared_state.get(name) for name in _LAYOUT}
+
+
+def keep_layout(accelerator: Any, plugin: HelixPlugin, shared: dict[str, Any]) -> None:
+    """Give an Accelerator a layout of its own, so that trainers of several layouts can live in one process.
+
+    Args:
+        shared: what the other Accelerators go on with.
+    """
+    own = plugin, plugin.build_device_mesh(accelerator.device)
+    accelerator.state.__dict__ = {**accelerator.state.__dict__, **dict(zip(_LAYOUT, own, strict=True))}
+    AcceleratorState._shared_state.update(shared)

@@ -1,0 +1,133 @@
+"""Optimizers: which ones update every element by itself, so that they may hold parameters that are cut.
+
+In:   a configuration, and the optimizer of a Trainer or of a loop.
+Out:  nothing, or an error that names the optimizer, the reason and one that works.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from hf_helix.config import HelixConfig
+
+# Optimizers that treat every element by itself, so that a slice is updated as it would be in the whole.
+ELEMENTWISE_OPTIMIZERS = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "sgd",
+    "adagrad",
+    "rmsprop",
+    "schedule_free_adamw",
+    "schedule_free_sgd",
+    "schedule_free_radam",
+)
+
+ELEMENTWISE_CLASSES = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+)
+
+_ELEMENTWISE_NAMES = ", ".join(kind.__name__ for kind in ELEMENTWISE_CLASSES)
+
+# Optimizers that look at one whole matrix at a time, so that it matters only whether matrices are cut.
+TENSORWISE_OPTIMIZERS = ("adafactor",)
+
+# Optimizers that update parameters inside autograd's backward, which runs operator by operator here.
+FUSED_OPTIMIZERS = (
+    "lomo",
+    "adalomo",
+    "galore_adamw_layerwise",
+    "galore_adamw_8bit_layerwise",
+    "galore_adafactor_layerwise",
+    "apollo_adamw_layerwise",
+)
+
+
+def cuts_of(config: HelixConfig, tensorwise: bool = False) -> str:
+    """Why an optimizer that looks beyond single elements cannot be used; empty if it can.
+
+    Args:
+        tensorwise: it looks at one whole tensor at a time.
+    """
+    sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size} | ({} if tensorwise else {"pp_size": config.pp_size})
+    given = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    given += ["shard_optimizer=True"] if config.shard_optimizer else []
+    if not given:
+        return ""
+    return f"it may look at more than single elements, and with {' and '.join(given)} a rank holds only a part"
+
+
+def check_trainers_optimizer(trainer: Any) -> None:
+    """Refuses an optimizer of a Trainer that does not update every element by itself, where parameters are cut."""
+    config, given = trainer.helix_config, trainer.optimizer_cls_and_kwargs
+    cuts = cuts_of(config)
+    makers = [kind for kind in type(trainer).__mro__ if "create_optimizer" in vars(kind)]
+    if cuts and any(kind is not Trainer and not kind.__module__.startswith("hf_helix.") for kind in makers):
+        raise ValueError(
+            f"{type(trainer).__name__} overrides create_optimizer: {cuts}; remove the override, and use "
+            f"optimizers=(...) or optimizer_cls_and_kwargs=(...) with one of {_ELEMENTWISE_NAMES}"
+        )
+    if given:
+        _check_optimizer_class("optimizer_cls_and_kwargs", given[0], config)
+    if trainer.optimizer is not None:
+        _check_new_optimizer("optimizers", trainer.optimizer, config, "TrainingArguments(optim=...)")
+
+
+def _check_optimizer_class(option: str, kind: Any, config: HelixConfig) -> None:
+    cuts = cuts_of(config)
+    if cuts and not _is_elementwise(kind):
+        raise ValueError(
+            f"{option}=({getattr(kind, '__name__', kind)}, ...): {cuts}; use one of {_ELEMENTWISE_NAMES}, or say "
+            "`elementwise = True` in the class if it treats every element by itself"
+        )
+
+
+def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig, instead: str) -> None:
+    """An optimizer that was made before the model is cut."""
+    kind = type(optimizer)
+    _check_optimizer_class(option, kind, config)
+    if optimizer.state and cuts_of(config):
+        raise ValueError(
+            f"{option}=({kind.__name__}, ...) has taken steps on the whole model, and its states cannot be cut; give a "
+            "new one"
+        )
+    if config.shard_optimizer:
+        raise ValueError(
+            f"{option}=({kind.__name__}, ...) was given, and shard_optimizer=True makes its own; use {instead}, or "
+            "shard_optimizer=False"
+        )
+
+
+def _is_elementwise(kind: Any) -> bool:
+    listed = isinstance(kind, type) and issubclass(kind, ELEMENTWISE_CLASSES)
+    return listed or bool(getattr(kind, "elementwise", False))
+
+
+def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
+    """Refuse an optimizer of a loop that cannot go on with a part of the model.
+
+    Args:
+        model: whose parameters it must hold; None where it is not given.
+
+    Raises:
+        ValueError: says which can.
+    """
+    _check_new_optimizer("optimizer", optimizer, config, "HelixTrainer")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if model is None or not held <= {id(parameter) for parameter in model.parameters()}:
+        raise ValueError(
+            f"optimizer=({type(optimizer).__name__}, ...) holds parameters that are not the model's; make it from "
+            "model.parameters(), and give both to one call of HelixPlugin.prepare"
+        )

@@ -1,0 +1,1 @@
+"""The Trainer of Transformers, and of TRL, on a cut model."""

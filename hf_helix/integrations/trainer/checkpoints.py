@@ -1,0 +1,330 @@
+"""The Trainer's checkpoints: what is saved, where it lies meanwhile, and how a run goes on from it.
+
+In:   a trainer whose model is cut, and what its stock methods are called with.
+Out:  `checkpoint-N` folders with an ordinary Hugging Face model, the optimizer's states and everything else that a run
+      needs to go on, on the same layout or on another.
+Must hold: a checkpoint is either whole or not there; one that cannot be used is refused before anything is loaded or
+written; counters, rotation, uploads and the choice of the best model stay the stock Trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shutil
+import uuid
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
+from transformers.utils.logging import get_logger
+
+from hf_helix.checkpoint import atomic as staging
+from hf_helix.checkpoint.interrupts import prepare_for_interrupts
+from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
+from hf_helix.checkpoint.optimizer_state import Held, held_parameters, load_states, save_states, stepped
+from hf_helix.checkpoint.rng import Generators, generators, set_generators
+from hf_helix.engine.engine import Engine
+from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
+from hf_helix.runtime.distributed.mesh import rank
+from hf_helix.runtime.failures.finite_check import Health
+from hf_helix.runtime.failures.heartbeat import watched
+
+logger = get_logger(__name__)
+
+OPTIMIZER = "optimizer"  # the folder of its states
+GENERATORS = "helix_rng_{}.pt"
+_CHECKPOINT = re.compile(rf"{staging.PREFIX}-(\d+)")
+
+
+class CheckpointHooks:
+    """The part of `HelixTrainerMixin` that saves and resumes."""
+
+    # What the Trainer and the rest of the mixin provide.
+    model: Any
+    args: TrainingArguments
+    state: Any
+    optimizer: Any
+    lr_scheduler: Any
+    processing_class: Any
+    data_collator: Any
+    train_dataset: Any
+    helix: Engine
+    _health: Health
+
+    _staging: str | None = None  # where a checkpoint is written before it is complete
+    _push_waits = False  # for the checkpoint to have its place
+    _resumed: Manifest | None = None  # the checkpoint that this run goes on from
+    _first_epoch: Path | None = None  # the same, until its data go on
+    _epoch_generators: Generators | None = None  # as they were when the present epoch began
+
+    # -- going on ------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method. A checkpoint may come from another layout (docs/checkpoints.md).
+
+        Raises:
+            ValueError: the checkpoint is damaged, or of another model, optimizer or batch; or `output_dir` cannot be
+                written. Nothing has been loaded or written then.
+        """
+        self._health = Health(self.args.device)
+        prepare_for_interrupts(self)
+        with watched():
+            folder = self._find_checkpoint(resume_from_checkpoint)
+            if self.args.save_strategy != SaveStrategy.NO:
+                self._check_output_dir()
+            output = super().train(folder, *args, **kwargs)  # type: ignore[misc]
+            self._health.check()
+            return output
+
+    def _find_checkpoint(self, given: Any) -> str | None:
+        """The folder to go on from, fit for this run. Collective."""
+        self._resumed = self._first_epoch = None
+        if given is None or given is False:
+            return None
+        self._check_stream()
+        run = self._describe()
+
+        def find() -> tuple[str, Manifest]:
+            folder = self._last_checkpoint() if given is True else Path(given)
+            manifest = Manifest.read(folder)
+            manifest.check_run(folder, run, skips_data=not self.args.ignore_data_skip)
+            return str(folder), manifest
+
+        folder, self._resumed = decide_on_rank_0(find)
+        self._first_epoch = Path(folder)
+        return folder
+
+    def _check_stream(self) -> None:
+        """Accelerate 1.15 forgets which ranks share a batch when it skips what a stream has given already."""
+        is_stream = isinstance(self.train_dataset, torch.utils.data.IterableDataset)
+        handed_out = getattr(self.args.accelerator_config, "dispatch_batches", None) is not False
+        if is_stream and handed_out and self.helix.mesh.batch_group is not None and not self.args.ignore_data_skip:
+            raise ValueError(
+                "resume_from_checkpoint with an iterable dataset whose batches rank 0 hands out: ranks that share a "
+                "batch would get different ones; use accelerator_config={'dispatch_batches': False}, so that every "
+                "rank reads the stream, or ignore_data_skip=True"
+            )
+
+    def _last_checkpoint(self) -> Path:
+        """The newest complete one in `output_dir`."""
+        folder = Path(self.args.output_dir or ".")
+        staging.recover(folder, _is_complete)
+        steps = {int(found[1]): path for path in folder.glob("*") if (found := _CHECKPOINT.fullmatch(path.name))}
+        for _, path in sorted(steps.items(), reverse=True):
+            if (path / NAME).is_file():
+                return path
+            logger.warning(f"{path} has no {NAME}, so it is not complete or not by HelixTrainer; looking further")
+        raise ValueError(
+            f"No valid checkpoint found in output directory ({folder}): resume_from_checkpoint=True needs one that "
+            "HelixTrainer has saved there; use resume_from_checkpoint=None to start anew"
+        )
+
+    def _describe(self, optimizer: Any = None) -> Manifest:
+        """This run, as a checkpoint would describe it. Collective."""
+        args, mesh, options = self.args, self.helix.mesh, self.args.accelerator_config
+        per_step = {
+            "per_device_train_batch_size": args.train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "data-parallel ranks": 1 if getattr(options, "split_batches", False) else mesh.dp_size,
+        }
+        parameters = describe_parameters(self._held(), mesh, optimizer)
+        name = type(stepped(optimizer)).__name__ if optimizer is not None else None
+        return Manifest(type(self.helix.model).__name__, parameters, dict(mesh.sizes), per_step, name)
+
+    def _held(self) -> dict[nn.Parameter, Held]:
+        return held_parameters(self.helix.model, self.helix.runner.whole, self.helix.mesh)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Each rank reads its slices of the model. Collective."""
+        self.helix.load_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """As the stock method; each rank reads its slices. Collective."""
+        best = self.state.best_model_checkpoint
+        logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
+        self.helix.load_weights(best)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self._resumed is not None
+        optimizer, folder = _unwrapped(self.optimizer), Path(checkpoint)
+        self._resumed.check_optimizer(folder, self._describe(optimizer))
+        load_states(optimizer, self._held(), folder / OPTIMIZER)
+        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method. The order of the data may come from generators, so an epoch that is resumed begins with
+        what it began with.
+        """
+        if self._first_epoch is not None:
+            set_generators(self._read_generators(self._first_epoch)["epoch"])
+            self._first_epoch = None
+        self._epoch_generators = generators()
+        return super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            set_generators(self._read_generators(Path(checkpoint))["now"])
+
+    def _read_generators(self, folder: Path) -> dict[str, Generators]:
+        """This rank's; on another layout rank 0's, since ranks that share a batch must draw alike."""
+        assert self._resumed is not None
+        alike = self._resumed.layout == self.helix.mesh.sizes
+        return torch.load(folder / GENERATORS.format(rank() if alike else 0), weights_only=True)
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def _check_output_dir(self) -> None:
+        """Refuse a folder in which checkpoints could not be saved. Collective."""
+        folder = Path(self.args.output_dir or ".")
+        needed = self._least_bytes(self._describe())
+        probe = decide_on_rank_0(lambda: _probe(folder, needed))
+        # The model can go through rank 0, but optimizer states come from all ranks, and all ranks read.
+        is_shared = not self.args.save_only_model or self.args.load_best_model_at_end
+        lost = f"output_dir={str(folder)!r} is not the folder that rank 0 has written to; give one that all hosts share"
+        agree_on_success(ValueError(lost) if is_shared and not probe.exists() else None)
+        if rank() == 0:
+            probe.unlink()
+
+    def _least_bytes(self, run: Manifest) -> int:
+        """What a checkpoint takes at least: the weights that are trained, with the two averages of AdamW's."""
+        with_averages = str(getattr(self.args.optim, "value", self.args.optim)).startswith("adamw_torch")
+        factor = 3 if with_averages and not self.args.save_only_model else 1
+        trained = [about for about in run.parameters.values() if about["trained"]]
+        return factor * sum(math.prod(p["shape"]) * getattr(torch, p["dtype"]).itemsize for p in trained)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As the stock method, in a folder aside that takes its place when it is complete. Collective."""
+        folder = super()._get_output_dir(trial)  # type: ignore[misc]
+        name = f"{staging.PREFIX}-{self.state.global_step}"
+        with watched():
+            self._health.check()
+            decide_on_rank_0(lambda: staging.recover(Path(folder), _is_complete))
+            self._staging, self._push_waits = os.path.join(folder, staging.STAGING), False
+            aside = Path(self._staging, name)
+            try:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                self._note_best(folder)
+                agree_on_success(None)  # every rank has written its part
+                manifest = self._describe(None if self.args.save_only_model else _unwrapped(self.optimizer))
+                decide_on_rank_0(lambda: self._publish(aside, Path(folder), manifest))
+            except BaseException:
+                if rank() == 0:  # unless it was complete but for its place, what there is goes
+                    with contextlib.suppress(OSError):
+                        staging.recover(Path(folder), _is_complete)
+                raise
+            finally:
+                self._staging = None
+        if self._push_waits:
+            super()._push_from_checkpoint(os.path.join(folder, name))  # type: ignore[misc]
+        if self.args.should_save:
+            rotate_checkpoints(folder, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+
+    def _note_best(self, folder: str) -> None:
+        """Where the best checkpoint will lie: the stock method looks for it aside."""
+        best = self.state.best_global_step
+        path = os.path.join(folder, f"{staging.PREFIX}-{best}")
+        if best and (best == self.state.global_step or os.path.exists(path)):
+            self.state.best_model_checkpoint = path
+
+    def _publish(self, aside: Path, folder: Path, manifest: Manifest) -> None:
+        self.state.save_to_json(os.path.join(aside, TRAINER_STATE_NAME))
+        staging.publish(aside, folder, lambda: manifest.write(aside))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._staging or super()._get_output_dir(trial)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As the stock method, once the checkpoint has its place: uploads read it while training goes on."""
+        if self._staging is None:
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+        else:
+            self._push_waits = True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the stock method, on every rank: that of Transformers 5.17 writes on rank 0 alone. Collective."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """An ordinary Hugging Face checkpoint, every rank writing what it holds. Collective."""
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        assert folder is not None
+        self.helix.save_pretrained(folder)
+        if self.args.should_save:
+            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if processing is not None:
+                processing.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Each rank writes its part of the optimizer's states. Collective."""
+        save_states(_unwrapped(self.optimizer), self._held(), Path(output_dir, OPTIMIZER))
+        if self.args.should_save:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Please also save or load the state of the optimizer")
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        now = generators()
+        at_end = self.state.epoch is not None and self.state.epoch == int(self.state.epoch)
+        found = {"now": now, "epoch": now if at_end else self._epoch_generators}
+        torch.save(found, os.path.join(output_dir, GENERATORS.format(rank())))
+
+
+def make_output_dir(args: TrainingArguments) -> None:
+    """As the stock Trainer, which would fail on rank 0 alone. Collective.
+
+    Raises:
+        ValueError: on every rank, if it cannot be made.
+    """
+
+    def make() -> None:
+        if args.should_save:
+            try:
+                os.makedirs(args.output_dir or ".", exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"output_dir={args.output_dir!r} cannot be made ({error}); give another") from error
+
+    decide_on_rank_0(make)
+
+
+def _probe(folder: Path, needed: int) -> Path:
+    """A file that rank 0 could write."""
+    probe = folder / f"_probe-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(bytes(4096))
+    except OSError as error:
+        raise ValueError(f"output_dir={str(folder)!r} cannot be written ({error}); give another folder") from error
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        probe.unlink()
+        raise ValueError(
+            f"output_dir={str(folder)!r} has {free / 1e9:.3f} GB of room, and a checkpoint needs {needed / 1e9:.3f} GB "
+            "or more; make room, give another folder, or use save_strategy='no'"
+        )
+    return probe
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        Manifest.read(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Without Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -1,0 +1,162 @@
+"""What cannot be honoured, refused by name before any training.
+
+In:   training arguments, a trainer.
+Out:  nothing, or an error that names the option, the reason and a value that works.
+Must hold: no argument of the stock Trainer is silently ignored; docs/training_arguments.md says of each what becomes of
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_helix.config import HelixConfig
+from hf_helix.engine.recompute import problems_of
+from hf_helix.integrations.accelerate.checks import launch_problems
+from hf_helix.integrations.accelerate.plugin import HelixPlugin
+from hf_helix.integrations.optimizers import (
+    ELEMENTWISE_OPTIMIZERS,
+    FUSED_OPTIMIZERS,
+    TENSORWISE_OPTIMIZERS,
+    check_trainers_optimizer,
+    cuts_of,
+)
+from hf_helix.integrations.trainer.overrides import check_overrides
+from hf_helix.runtime.distributed.mesh import check_joined
+
+# Field, whether its value is refused, what to do instead.
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("fp16", bool, "fp16=False: gradients would leave its range without a loss scaler over all ranks; use bf16=True"),
+    ("fp16_full_eval", bool, "fp16_full_eval=False: it would cast the model that is trained"),
+    ("bf16_full_eval", bool, "bf16_full_eval=False: it would cast the model that is trained"),
+    ("deepspeed", bool, "deepspeed=None: hf_helix cuts the model itself"),
+    ("fsdp", bool, "fsdp=None: hf_helix cuts the model itself"),
+    (
+        "torch_compile",
+        bool,
+        "torch_compile=False, operators are issued one by one; HelixConfig(compile=True)",
+    ),
+    ("auto_find_batch_size", bool, "auto_find_batch_size=False: ranks would find different sizes"),
+    ("use_liger_kernel", bool, "use_liger_kernel=False: it replaces the layers that hf_helix cuts"),
+    ("torch_empty_cache_steps", bool, "torch_empty_cache_steps=None: memory is planned"),
+    ("save_on_each_node", bool, "save_on_each_node=False: the ranks write one checkpoint together"),
+    ("enable_jit_checkpoint", bool, "enable_jit_checkpoint=False: ranks would save at different steps"),
+    ("debug", bool, "debug=[]: modules are not called, so their hooks would never run"),
+    ("eval_use_gather_object", bool, "eval_use_gather_object=False: metrics are gathered as tensors"),
+    ("label_names", lambda names: names not in (None, ["labels"]), "label_names=None: labels are named labels"),
+    ("ddp_find_unused_parameters", bool, "ddp_find_unused_parameters=None: no DistributedDataParallel is made"),
+    ("ddp_broadcast_buffers", bool, "ddp_broadcast_buffers=None: no DistributedDataParallel is made"),
+    ("ddp_static_graph", bool, "ddp_static_graph=None: no DistributedDataParallel is made"),
+    ("ddp_bucket_cap_mb", bool, "ddp_bucket_cap_mb=None: no DistributedDataParallel is made"),
+)
+
+
+def check_arguments(args: Any, config: HelixConfig) -> None:
+    """Refuse training arguments that cannot be honoured.
+
+    Raises:
+        ValueError: names every such argument and a value that works.
+    """
+    check_joined(args.world_size)
+    problems = [
+        f"{name}={getattr(args, name)!r}: use {instead}"
+        for name, bad, instead in _REFUSED
+        if bad(getattr(args, name, None))
+    ]
+    if args.mixed_precision not in ("no", "bf16") and not args.fp16:
+        problems.append(
+            f"mixed_precision={args.mixed_precision!r} of the launcher: use `mixed_precision: bf16`, or 'no'; fp16 "
+            "would need a loss scaler over all ranks"
+        )
+    problems += _problems_of_optim(str(getattr(args.optim, "value", args.optim)), config)
+    problems += _problems_of_batches(args, config)
+    problems += problems_of(args, config)
+    problems += launch_problems(config.pp_size, args.device, args.full_determinism)
+    if args.n_gpu > 1:
+        problems.append(
+            f"{args.n_gpu} GPUs in one process: use one process per GPU, "
+            f"`accelerate launch --num_processes {args.n_gpu}`"
+        )
+    plugin = args.parallelism_config
+    if plugin is not None and not isinstance(plugin, HelixPlugin) and plugin.total_size > 1:
+        problems.append(f"parallelism_config={plugin!r}: use HelixPlugin(...), or none")
+    if problems:
+        raise ValueError("HelixTrainer cannot honour these training arguments:\n  " + "\n  ".join(problems))
+
+
+def _problems_of_optim(name: str, config: HelixConfig) -> list[str]:
+    if name in ELEMENTWISE_OPTIMIZERS:
+        return []
+    use = f"use optim='adamw_torch', or another of {', '.join(ELEMENTWISE_OPTIMIZERS[1:])}"
+    if name in FUSED_OPTIMIZERS:
+        return [f"optim={name!r}: {use}: it updates parameters in a backward pass of the whole model, which never runs"]
+    cuts = cuts_of(config, tensorwise=name in TENSORWISE_OPTIMIZERS)
+    return [f"optim={name!r}: {use}: {cuts}"] if cuts else []
+
+
+def _problems_of_batches(args: Any, config: HelixConfig) -> list[str]:
+    """Of how samples are shared out. Only data-parallel ranks get different ones."""
+    problems = []
+    options, dp_size = args.accelerator_config, args.world_size // config.ranks_per_batch
+    if (options.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
+        problems.append(
+            "accelerator_config={'gradient_accumulation_kwargs': {'sync_each_batch': True}}: use 'sync_each_batch': "
+            "False: gradients are summed over the ranks once, beside the backward of the last micro-batches"
+        )
+    if dp_size > 1 and not options.even_batches:
+        problems.append(
+            f"accelerator_config={{'even_batches': False}} with {dp_size} data-parallel ranks: use 'even_batches': "
+            "True: ranks must run as many batches"
+        )
+    if dp_size > 1 and options.dispatch_batches:
+        problems.append(
+            f"accelerator_config={{'dispatch_batches': True}} with {dp_size} data-parallel ranks: use "
+            "'dispatch_batches': False: every rank would get the same batches"
+        )
+    if config.ranks_per_batch > 1 and args.train_sampling_strategy == "batch_rebalance":
+        problems.append(
+            f"train_sampling_strategy='batch_rebalance' with {config.ranks_per_batch} ranks for a batch: use "
+            "train_sampling_strategy='group_by_length': it would give each of them a batch of its own"
+        )
+    return problems
+
+
+def check_evaluation(dataset: Any, dp_size: int) -> None:
+    """Refuse data whose samples could not be counted once.
+
+    Raises:
+        ValueError: says which data sets can.
+    """
+    if dp_size > 1 and isinstance(dataset, torch.utils.data.IterableDataset):
+        raise ValueError(
+            f"evaluation on an iterable dataset with {dp_size} data-parallel ranks: its last batch is filled up, and "
+            "without a length nobody knows with how many samples; use a dataset with a length, such as list(dataset)"
+        )
+
+
+def check_trainer(trainer: Any, args: Any) -> None:
+    """Refuse what can only be seen once the Trainer is built.
+
+    Raises:
+        ValueError: as `check_arguments`.
+    """
+    check_overrides(trainer)
+    check_trainers_optimizer(trainer)
+    accelerator = trainer.accelerator
+    if accelerator.mixed_precision != args.mixed_precision:
+        raise ValueError(
+            f"an Accelerator was made before with mixed_precision={accelerator.mixed_precision!r}, and the training "
+            f"arguments say {args.mixed_precision!r}; make it after, or give both the same"
+        )
+    repeats = args.accelerator_config.dispatch_batches is not False and trainer.helix.mesh.dp_size > 1
+    if repeats and isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):
+        raise ValueError(
+            "an iterable dataset with several data-parallel ranks needs "
+            "accelerator_config={'dispatch_batches': False}; otherwise every rank would get the same batches"
+        )
+    evaluated = trainer.eval_dataset
+    for dataset in evaluated.values() if isinstance(evaluated, dict) else [evaluated]:
+        check_evaluation(dataset, trainer.helix.mesh.dp_size)

@@ -1,0 +1,119 @@
+"""Evaluation and prediction under the stock Trainer.
+
+In:   the batches of the stock evaluation loop.
+Out:  losses, logits and labels as the stock Trainer's, each sample once.
+Must hold: outputs that the stock Trainer would hand out beside the logits are refused before the first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_helix.engine.engine import Engine
+from hf_helix.integrations.metrics import gather_samples
+from hf_helix.integrations.trainer.checks import check_evaluation
+from hf_helix.integrations.trainer.overrides import check_overrides
+from hf_helix.runtime.failures.finite_check import Health
+from hf_helix.runtime.failures.heartbeat import watched
+
+# Flags of a model's configuration, and the outputs beside the logits that they add.
+_OUTPUTS = {
+    "output_hidden_states": ("hidden_states",),
+    "output_attentions": ("attentions",),
+    "output_router_logits": ("aux_loss", "router_logits"),
+    "use_cache": ("past_key_values",),
+}
+
+
+def check_outputs(config: Any, ignore_keys: Sequence[str] | None) -> None:
+    """Refuse to predict where the stock Trainer would hand out more than logits.
+
+    Args:
+        config: of the model.
+        ignore_keys: outputs that are not wanted; None for those that the configuration names.
+
+    Raises:
+        ValueError: names the flag, and what to set.
+    """
+    if ignore_keys is None:
+        ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+    for flag, names in _OUTPUTS.items():
+        wanted = [name for name in names if name not in ignore_keys]
+        if getattr(config, flag, False) and wanted:
+            raise ValueError(
+                f"model.config.{flag}=True: predictions would hold {' and '.join(wanted)} beside the logits, which "
+                f"HelixTrainer does not collect; set model.config.{flag} = False, or leave them out with "
+                f"ignore_keys={sorted({*ignore_keys, *wanted})} (ignore_keys_for_eval in train())"
+            )
+
+
+class EvaluationHooks:
+    """The part of `HelixTrainerMixin` that evaluates."""
+
+    # What the Trainer and the rest of the mixin provide.
+    args: Any
+    model: Any
+    state: Any
+    accelerator: Any
+    compute_metrics: Any
+    helix: Engine
+    _health: Health
+    loss_scale: Callable[[Any], Any]
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """As the stock method; a rank that fails is named.
+
+        Raises:
+            ValueError: the data, or outputs beside the logits, cannot be evaluated.
+        """
+        check_overrides(self)
+        check_evaluation(getattr(dataloader, "dataset", None), self.helix.mesh.dp_size)
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if not loss_only:
+            check_outputs(self.model.config, ignore_keys)
+        with watched():
+            self._health.check()
+            given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            return super().evaluation_loop(*given)  # type: ignore[misc]
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Tensor | None]:
+        """Forward only. Logits are gathered over the vocabulary where somebody reads them. Collective."""
+        keeps = not prediction_loss_only and "logits" not in (ignore_keys or ())
+        if not prediction_loss_only:
+            check_outputs(self.model.config, ignore_keys)
+        batch = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        labels = batch.get("labels")
+        scale = self.loss_scale(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[attr-defined]
+        found, logits = self.helix.evaluate(batch, scale, self.state.global_step, keep_logits=keeps)
+        loss = None if labels is None else found
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, logits if keeps else (), labels
+
+    @property
+    def gather_function(self) -> Callable[[Any], Any]:
+        """What evaluation collects metrics with: over the data-parallel ranks, each sample once."""
+        return self._gather_for_metrics
+
+    @gather_function.setter
+    def gather_function(self, value: Any) -> None:
+        """The stock Trainer sets its own, which counts every rank that shares a batch."""
+
+    def _gather_for_metrics(self, data: Any) -> Any:
+        return gather_samples(data, self.helix.mesh, self.accelerator.gradient_state)

@@ -1,0 +1,211 @@
+"""The take-over: from the stock Trainer's loop over micro-batches to windows of the engine.
+
+In:   the micro-batches that the stock loop fetches for an optimizer step, and its calls of `training_step`.
+Out:  the loss of every micro-batch, and complete gradients.
+Must hold: what a call of `training_step` is given is what was fetched; a call outside of `train()` is a window of one
+micro-batch; no call returns a loss that was not computed.
+
+`get_batch_samples` keeps the window, the first `training_step` of it hands all of it to the engine, and every call
+returns the loss of its own micro-batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import trainer as stock_trainer
+
+from hf_helix.config import HelixConfig
+from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.evaluate import count_targets
+from hf_helix.integrations.trainer.evaluation import check_outputs
+from hf_helix.integrations.trainer.overrides import check_overrides
+from hf_helix.runtime.distributed.agreement import agree_on_number
+from hf_helix.runtime.failures.finite_check import Health
+from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.notices import say
+from hf_helix.tuning.cache import export
+
+_COUNT = "get_model_param_count"
+
+
+class Window:
+    """The micro-batches of an optimizer step, as they were fetched.
+
+    Attributes:
+        losses: of every micro-batch, once the window has run.
+        place: how many of them `training_step` has returned.
+    """
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = list(batches)
+        self.losses: Tensor | None = None
+        self.place = 0
+        self._contents = [_contents(batch) for batch in self.batches]
+
+    def holds(self, inputs: Any) -> bool:
+        """Whether these are the next micro-batch, and nobody has changed it since it was fetched."""
+        mine, given = self._contents[self.place], _contents(inputs)
+        return mine.keys() == given.keys() and all(
+            value is mine[name][0] and version == mine[name][1] for name, (value, version) in given.items()
+        )
+
+
+def _contents(batch: Any) -> dict[Any, tuple[Any, int]]:
+    """What a batch holds, with how often each tensor was written in place."""
+    named = batch.items() if isinstance(batch, Mapping) else [(None, batch)]
+    return {
+        name: (value, value._version if isinstance(value, Tensor) and not value.is_inference() else 0)
+        for name, value in named
+    }
+
+
+class WindowHooks:
+    """The part of `HelixTrainerMixin` that trains."""
+
+    # What the Trainer and the rest of the mixin provide.
+    args: Any
+    state: Any
+    model: Any
+    optimizer: Any
+    compute_metrics: Any
+    helix: Engine
+    helix_config: HelixConfig
+    _health: Health
+
+    _window: Window | None = None
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method.
+
+        Raises:
+            ValueError: something was put in the place of what is never called.
+        """
+        check_overrides(self)
+        self._window = None  # an earlier run may have been stopped inside of one
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method, whose log says how many parameters it trains, by a function that counts tensors."""
+        if self.compute_metrics is not None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
+            check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
+        names: dict[str, Any] = vars(stock_trainer)
+        stock = names[_COUNT]
+        names[_COUNT] = lambda model, trainable_only=False: self.helix.sizes.count(trainable_only)
+        try:
+            return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            names[_COUNT] = stock
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective."""
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        with watched():
+            states = torch.cat((self._health.state().reshape(1), self.helix.extents(batches)))
+            found = agree_on_number(len(batches), device, states)
+            self._health.judge([state for state, *_ in found])
+            self.helix.limits.judge([reach for _, *reach in found])
+        samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
+        self._window = Window(samples)
+        return samples, num_items
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of a micro-batch; its loss. The first call of a window runs all of it.
+
+        Outside of `train()`, the micro-batch is a window of its own, whose gradients are added to those that are there.
+        Collective.
+
+        Raises:
+            RuntimeError: in `train()`, with other micro-batches in the window, this one is not as it was fetched.
+        """
+        window = self._window
+        if window is None:
+            self.helix.check_extents(inputs)
+            return self._run_window([inputs], self._scale_of_one(inputs, num_items_in_batch))[0]
+        if len(window.batches) == 1:
+            if not window.holds(inputs):
+                self.helix.check_extents(inputs)
+            window.batches = [inputs]
+        elif not window.holds(inputs):
+            raise RuntimeError(
+                f"{type(self).__name__}.training_step got another micro-batch than was fetched, or a changed one: "
+                "the micro-batches of an optimizer step run together, so a change would come too late for the "
+                "others; change batches in the data collator, or use gradient_accumulation_steps=1"
+            )
+        if window.losses is None:
+            window.losses = self._run_window(window.batches, self.loss_scale(num_items_in_batch))
+        loss = window.losses[window.place]
+        window.place += 1
+        if window.place == len(window.batches):
+            self._window = None
+        return loss
+
+    def _run_window(self, batches: Sequence[Any], scale: Scale) -> Tensor:
+        """The loss of every micro-batch, with gradients. Collective."""
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # schedule-free optimizers have a mode, too
+        ready = [self._prepare_inputs(batch) for batch in batches]  # type: ignore[attr-defined]
+        step = self.state.global_step
+        if self._window is not None:
+            self._tune(ready, scale, step)
+        losses = torch.stack(self.helix.train_window(ready, scale, step))
+        # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
+        has_labels = scale.tokens.isfinite()
+        self._health.note_losses(losses.where(has_labels, 0.0), step + 1)
+        return losses
+
+    def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
+        """Let the engine choose a plan, if it is time to; what it finds is said and written. Collective."""
+        steps_left = self.state.max_steps - step
+        found = self.helix.tune(batches, scale, step, steps_left if steps_left > 0 else None)
+        if found is not None and self.args.process_index == 0:
+            folder = Path(str(self.args.output_dir), "helix")
+            try:
+                export(folder, found, self.helix.plan.to_json())
+                say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
+            except OSError as error:
+                say(f"{found.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
+
+    def loss_scale(self, num_items: Any) -> Scale:
+        # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
+        # the count by the ranks that share a batch, also where it has not summed over them.
+        averages = self.args.average_tokens_across_devices
+        factor = self.helix.mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
+        tokens = torch.as_tensor(
+            factor if num_items is None else factor / num_items, dtype=torch.float32, device=self.args.device
+        )
+        return Scale(tokens, self.helix.mesh.dp_size if averages else 1.0)
+
+    def _scale_of_one(self, inputs: Mapping[str, Any], num_items: Any) -> Scale:
+        """Without a number of tokens, the stock Trainer takes the mean of the micro-batch, as a part of its window."""
+        if num_items is not None:
+            return self.loss_scale(num_items)
+        part = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
+        return Scale((part / count_targets(inputs)).to(self.args.device), part)
+
+    def _check_window_ran(self) -> None:
+        """Refuse to step on gradients that are not those of the window.
+
+        Raises:
+            RuntimeError: a subclass has trained on its own.
+        """
+        if self._window is not None and self._window.losses is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.training_step does not call super().training_step(model, inputs, "
+                "num_items_in_batch), which runs the micro-batches of an optimizer step together; call it, and use "
+                "the loss that it returns"
+            )
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.helix.clip_gradients(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        self._check_window_ran()
+        norm = self.helix.gradient_norm() if grad_norm is None else grad_norm
+        self._health.note_norm(norm)
+        return norm

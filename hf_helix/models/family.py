@@ -1,0 +1,233 @@
+"""What a model family declares: the way from a Transformers model and its batches to units and their side inputs.
+
+In:   an ordinary Transformers causal language model and the axes that it is cut over.
+Out:  the units of the embedding, of every decoder layer and of the head, and the side inputs of a batch.
+Must hold: what a family does not say is as in Llama.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_helix.models.batch_form import document_ends, form_of, starts_of
+from hf_helix.models.builder import Additions, Builder, Sharing
+from hf_helix.models.sequence_sharding import SequenceCut, documents_of
+from hf_helix.operators.attention.ring_attention import ABSENT, DOCUMENTS
+from hf_helix.operators.base import Tensors
+from hf_helix.operators.unit import Unit
+from hf_helix.operators.vocab_parallel import IGNORED
+from hf_helix.planning.graph.operator import Graph
+from hf_helix.planning.graph.pair import GraphPair
+
+
+class Family(ABC):
+    """What a model family declares. A family needs `layer` and, where it differs from Llama, the rest.
+
+    Attributes:
+        model_class: name of the Transformers class, such as "LlamaForCausalLM".
+    """
+
+    model_class: str
+
+    @abstractmethod
+    def layer(self, b: Builder, layer: Any) -> Unit:
+        """Declare one decoder layer: value `x` [sequence shard, batch, hidden] in, the same out."""
+
+    def layers(self, model: Any) -> Sequence[nn.Module]:
+        """The decoder layers in order."""
+        return model.model.layers
+
+    def final_norm(self, model: Any) -> nn.Module:
+        """What lies between the last layer and the head."""
+        return model.model.norm
+
+    def embedding(self, b: Builder, model: Any) -> Unit:
+        """Declare the way from side inputs `ids`, and `places`, the positions of these tokens, to the first layer."""
+        x = b.lookup("lookup", model.get_input_embeddings())
+        return b.build(b.scatter("scatter", x))
+
+    def head(self, b: Builder, model: Any) -> Unit:
+        """Declare the way from the last layer to the loss."""
+        return b.build(self.loss(b, model, b.input("x")))
+
+    def loss(self, b: Builder, model: Any, x: str) -> str:
+        """Declare norm, head and loss of the tokens. Whatever a model does to its logits stands before `b.loss`."""
+        h = b.norm("norm", self.final_norm(model), x)
+        h = b.gather("gather", h)
+        head = model.get_output_embeddings()
+        (logits,) = b.column_parallel("head", {"logits": head}, h)
+        return b.loss("loss", logits, head.weight.shape[0])
+
+    def check(self, config: Any, tp_size: int) -> None:
+        """Raise ValueError, naming the option and a value that works, if the model cannot be cut so."""
+        heads = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
+        check_cuts(tp_size, heads, {name: getattr(config, name) for name in ("vocab_size", "intermediate_size")})
+
+    def check_context(self, model: Any) -> None:
+        """Raise ValueError if the attention of the model cannot be cut over context-parallel ranks."""
+        raise ValueError(
+            f"cp_size above 1 is not built for {type(model).__name__}: its declaration has no attention over a shared "
+            "sequence (Builder.shared_attention); use cp_size=1 and tp_size or pp_size instead"
+        )
+
+    def check_experts(self, model: Any, sharing: Sharing) -> None:
+        """Raise ValueError if the model's experts cannot be shared so."""
+        for name, given in (("ep_size", sharing.ep_size > 1), ("expert_capacity_factor", sharing.capacity_factor)):
+            if given:
+                usual = "1" if name == "ep_size" else "None"
+                raise ValueError(
+                    f"{name} is given, and {type(model).__name__} has no experts; use {name}={usual}, or a model with "
+                    "experts, such as PhimoeForCausalLM"
+                )
+
+    def units(self, model: Any, sharing: Sharing, additions: Additions | None = None) -> list[Unit]:
+        """Every unit of the model in forward order: the embedding, the layers, the head."""
+        self.check(model.config, sharing.tp.size)
+        self.check_experts(model, sharing)
+        if sharing.cp.size > 1:
+            self.check_context(model)
+        found = [self.embedding(Builder("embedding", "embedding", sharing, additions=additions), model)]
+        for index, layer in enumerate(self.layers(model)):
+            b = Builder(self.kind_of(layer), f"layers.{index}", sharing, repeats=True)
+            found.append(self.layer(b, layer))
+        found.append(self.head(Builder("head", "head", sharing, additions=additions), model))
+        return told_apart(found)
+
+    def kind_of(self, layer: Any) -> str:
+        """The name of the units of such layers; layers of one name have equal graphs where they train the same."""
+        return "layer"
+
+    def loss_adds_up(self, model: Any) -> bool:
+        """Whether the loss of a batch is the sum of what its rows bring by themselves."""
+        return True
+
+    def side_modules(self, model: Any) -> Sequence[nn.Module]:
+        """The submodules that are called to make side inputs, such as a rope."""
+        return ()
+
+    def num_positions(self, model: Any) -> int | None:
+        """The rows of a table of positions; None where any position has an embedding."""
+        return None
+
+    def empty(self, model: Any, tp_size: int) -> Callable[[Mapping[str, Any]], Tensors]:
+        """From the side inputs of a micro-batch, room for what a layer hands on: [sequence shard, batch, hidden].
+
+        Called before the model is cut.
+        """
+        weight = model.get_input_embeddings().weight
+        hidden, dtype = weight.shape[1], weight.dtype
+
+        def make(side: Mapping[str, Any]) -> Tensors:
+            ids = side["ids"]
+            return (torch.empty(ids.shape[0] // tp_size, ids.shape[1], hidden, dtype=dtype, device=ids.device),)
+
+        return make
+
+    def head_cost(self, model: Any) -> float:
+        """The work of head and loss in layers, by the sizes of their matrices."""
+        layer = next(iter(self.layers(model)))
+        matrices = sum(weight.numel() for weight in layer.parameters() if weight.dim() > 1)
+        return float(model.get_output_embeddings().weight.numel() / matrices)
+
+    def side_inputs(
+        self,
+        model: Any,
+        batch: Mapping[str, Any],
+        cut: SequenceCut,
+        loss_scale: Tensor,
+        batch_scale: float = 1.0,
+    ) -> dict[str, Any]:
+        """The tensors of a micro-batch that carry no gradient: of this rank's tokens, sequence first.
+
+        Args:
+            batch: what the data collator made: `input_ids` [batch, sequence] and, where given, `attention_mask`,
+                `position_ids`, `labels` or `shift_labels`.
+            cut: which tokens are this rank's; a sequence that does not divide is padded.
+            loss_scale: what the summed loss of the tokens is multiplied with.
+            batch_scale: what a loss of the batch as a whole is multiplied with.
+        """
+        ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+        targets = batch.get("shift_labels")
+        if targets is None:
+            labels = batch.get("labels")
+            targets = torch.full_like(ids, IGNORED) if labels is None else labels
+            targets = functional.pad(targets[:, 1:], (0, 1), value=IGNORED)
+        counted = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0) if positions is None else positions
+        found = {
+            "ids": cut.take(ids, 1).t().contiguous(),
+            "places": cut.take(counted, 1).t(),
+            "targets": cut.take(targets, 1, IGNORED).t().contiguous(),
+            "length": ids.shape[1],
+            "loss_scale": loss_scale,
+        }
+        form = form_of(batch)
+        if cut.cp_size == 1:
+            documents = starts_of(counted).cumsum(1) if form.starts_anew and mask is None else None
+            found["ends"] = document_ends(counted, form) if form.starts_anew and len(ids) == 1 else {}
+            seen = mask if form.is_masked else None
+            return {**found, **self.attention_inputs(model, ids, seen, counted, documents)}
+        documents = documents_of(ids, mask, positions, form)
+        if documents is not None:
+            extra = cut.padded(ids.shape[1]) - ids.shape[1]
+            documents = functional.pad(documents, (0, extra), value=ABSENT)
+        return {**found, DOCUMENTS: documents, **self.context_inputs(model, ids, counted, cut)}
+
+    @abstractmethod
+    def attention_inputs(
+        self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
+    ) -> dict[str, Any]:
+        """Masks and positions in the form that the layers' attention takes them, of the length without padding.
+
+        Args:
+            mask: hides some of the tokens; None where none is hidden.
+            documents: of every token [batch or 1, sequence], where the batch is packed; tokens see those of their own.
+        """
+
+    def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
+        """What layers need of the positions of this rank's tokens. Computed for the whole sequence, then cut."""
+        return {}
+
+
+def told_apart(units: Sequence[Unit]) -> list[Unit]:
+    """Units of one name have equal graphs: those that train other weights than the first of a name get a number."""
+    known: dict[str, list[Graph]] = {}
+    found = []
+    for unit in units:
+        graph = unit.graphs.forward
+        alike = known.setdefault(graph.name, [])
+        if graph not in alike:
+            alike.append(graph)
+        number = alike.index(graph)
+        if number:
+            unit = replace(unit, graphs=GraphPair.of(replace(graph, name=f"{graph.name}.{number + 1}")))
+        found.append(unit)
+    return found
+
+
+def check_cuts(tp_size: int, heads: Mapping[str, int], lengths: Mapping[str, int]) -> None:
+    """Raise ValueError unless every rank gets as many heads, and a part of every dimension that is cut.
+
+    Args:
+        heads: numbers of heads, by what they are called.
+        lengths: of dimensions, by their options.
+    """
+    if any(count % tp_size for count in heads.values()):
+        works = [size for size in range(1, min(heads.values()) + 1) if not any(n % size for n in heads.values())]
+        counts = " and ".join(f"{count} {name}" for name, count in heads.items())
+        raise ValueError(
+            f"tp_size={tp_size} must divide the model's {counts}; values that work: {', '.join(map(str, works))}"
+        )
+    shortest = min(lengths.values())
+    if shortest < tp_size:
+        given = ", ".join(f"{name}={length}" for name, length in lengths.items())
+        raise ValueError(
+            f"tp_size={tp_size} leaves ranks without a row of a dimension of {shortest} ({given}); "
+            f"use tp_size={shortest} or less"
+        )

@@ -1,0 +1,196 @@
+"""A model's own code: a family declares what Transformers' classes compute, so what stands in their place must be seen.
+
+In:   a model, and the submodules that its declared operators call as they are (norms, activations, routers).
+Out:  nothing, or an error that names every hook, patch or class that would never run, and what to do.
+Must hold: what operators call may be anybody's code, hooks included. Everything else runs operator by operator, so its
+`forward` must be the one that the family declares. What Transformers and PEFT put there by themselves passes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from hf_helix.models.family import Family
+
+OWN = ("transformers", "torch", "peft")
+"""Packages whose classes a declaration describes."""
+
+PATCHING = (*OWN, "trl")
+"""Packages that may replace a `forward` on an instance: TRL's fused head computes the same loss, for a method of its
+trainers that is never called, and passes every other call on."""
+
+KERNELS = "kernels"
+"""The package of the Hub's kernels, which Transformers puts in the place of its own forwards if asked to."""
+
+MOST = 5
+"""Problems that an error shows."""
+
+_HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+
+
+def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Module]) -> None:
+    """Refuse hooks and code that would never run.
+
+    Args:
+        model: as it was given, perhaps a `PeftModel`.
+        base: the Transformers model, which is inside it then.
+        called: the submodules that operators call.
+
+    Raises:
+        ValueError: names them, and what to do.
+    """
+    runs = {id(module) for given in called for module in given.modules()}
+    is_own = getattr(transformers, family.model_class, None) is None
+    problems = [*_problems_of_loss(base, is_own)]
+    for name, module in model.named_modules():
+        if id(module) not in runs:
+            where = f"model.{name}" if name else "model"
+            problems += _problems_of_hooks(where, module)
+            problems += _problems_of_forward(where, module, is_own, bool(getattr(base, "use_kernels", False)))
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            problems.append(
+                f"model.{name} has a hook on its gradient: remove it (handle.remove()); gradients are those of parts "
+                "of a weight, and complete only when training_step returns"
+            )
+    if problems:
+        more = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
+        raise ValueError(
+            f"{type(model).__name__} does more than its declaration says, which would never run, since a model is not "
+            "called but run operator by operator:\n  " + "\n  ".join([*problems[:MOST], *more])
+        )
+
+
+def check_class(model: Any, model_class: str) -> None:
+    """Refuse a class that has the name of one of Transformers, and nothing else of it.
+
+    Raises:
+        ValueError: names both.
+    """
+    declared, kind = getattr(transformers, model_class, None), type(model)
+    if declared is not None and not isinstance(model, declared):
+        raise ValueError(
+            f"{kind.__module__}.{kind.__name__} has the name of {declared.__module__}.{model_class}, which is the one "
+            "that is declared, and is not made of it; give the class another name, and declare it in a family of its "
+            "own (docs/adding_a_model.md)"
+        )
+
+
+def _problems_of_loss(base: Any, is_own: bool) -> Iterator[str]:
+    """A loss that is not computed: any but that of causal language models."""
+    given = vars(base).get("_loss_function")
+    of_type = LOSS_MAPPING.get(str(getattr(base, "loss_type", None)), ForCausalLMLoss)
+    owner = _owner(type(base), "loss_function")
+    if given not in (None, ForCausalLMLoss):
+        yield (
+            f"model.loss_function is {_named(given)}: the loss is computed over a cut vocabulary, and is "
+            "Transformers' ForCausalLMLoss; leave model.loss_function as it is, or use the stock Trainer"
+        )
+    elif given is None and of_type is not ForCausalLMLoss:
+        yield (
+            f"model.loss_type={base.loss_type!r} asks for {_named(of_type)}: the loss is computed over a cut "
+            "vocabulary, and is Transformers' ForCausalLMLoss; use loss_type='ForCausalLM'"
+        )
+    elif owner is not None and not is_own and _root(owner.__module__) not in OWN:
+        yield f"{owner.__name__}.loss_function overrides that of Transformers: remove the override"
+
+
+def _problems_of_hooks(where: str, module: nn.Module) -> Iterator[str]:
+    for kind, words in _HOOKS.items():
+        for hook in vars(module)[kind].values():
+            if _root(_home(hook)) not in OWN:
+                yield f"{where} has a {words}, {_named(hook)}: remove it (handle.remove())"
+
+
+def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: bool) -> Iterator[str]:
+    """Code in the place of a `forward`: on this instance, in its class, or a class of somebody else's.
+
+    Args:
+        is_own: the model is of no class of Transformers, so that its family declares the user's own.
+        kernels: Transformers was asked to use kernels of the Hub.
+    """
+    kind = type(module)
+    named = f"{kind.__module__}.{kind.__qualname__}"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        yield f"{where} was compiled: leave out .compile(), operators are issued one by one"
+    if hasattr(module, "_hf_hook"):
+        yield (
+            f"{where} has a hook of Accelerate ({type(module._hf_hook).__name__}): load the model without device_map, "
+            "or call accelerate.hooks.remove_hook_from_submodules(model)"
+        )
+        return
+    given = vars(module).get("forward")
+    if given is not None:
+        of_hub = kernels and hasattr(kind, "kernel_layer_name")
+        if not of_hub and not getattr(given, "is_refusal", False) and _root(_home(given)) not in PATCHING:
+            yield (
+                f"{where}.forward was replaced by {_named(given)}: pass the model without the patch, or declare what "
+                "it computes in a family of your own (docs/adding_a_model.md)"
+            )
+        return
+    owner = _owner(kind, "forward")
+    if owner in (None, nn.Module):
+        return
+    assert owner is not None
+    if not is_own and _root(owner.__module__) not in OWN:
+        yield (
+            f"{where} is a {named} with a forward of its own: use the class of Transformers, or declare this one in a "
+            "family of your own (docs/adding_a_model.md)"
+        )
+    elif not _is_written_there(vars(owner)["forward"], owner):
+        yield (
+            f"{owner.__module__}.{owner.__qualname__}.forward was replaced by {_named(vars(owner)['forward'])}: load "
+            "the model without the patch, or declare what it computes in a family of your own (docs/adding_a_model.md)"
+        )
+
+
+def _is_written_there(function: Any, owner: type) -> bool:
+    """Whether a method is the one in the class's source, under decorators of known packages only.
+
+    `functools.wraps` copies names, so what counts is where the code of each wrapper is.
+    """
+    known = {*OWN, _root(owner.__module__), KERNELS}
+    while _root(_home(function)) in known:
+        if not hasattr(function, "__wrapped__"):
+            home = _home(function)
+            return home == owner.__module__ or (_root(home) == KERNELS and hasattr(owner, "kernel_layer_name"))
+        function = function.__wrapped__
+    return False
+
+
+def _owner(kind: type, name: str) -> type | None:
+    """The class that a method comes from."""
+    return next((base for base in kind.__mro__ if name in vars(base)), None)
+
+
+def _plain(function: Any) -> Any:
+    """Without `functools.partial` and binding."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__func__", function)
+
+
+def _home(function: Callable[..., Any]) -> str:
+    """The module in which the code of a function or of a callable object stands."""
+    found = _plain(function)
+    return str(found.__globals__["__name__"] if hasattr(found, "__globals__") else type(found).__module__)
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _named(function: Any) -> str:
+    found = _plain(function)
+    return f"{_home(found)}.{getattr(found, '__qualname__', type(found).__qualname__)}"

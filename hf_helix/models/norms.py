@@ -1,0 +1,48 @@
+"""RMS norms of Transformers by torch's own kernel, where a device has one.
+
+In:   a norm of a decoder and what it is called with.
+Out:  its value: what the module itself computes, or the same mathematics by `torch.nn.functional.rms_norm`.
+Must hold: only a module that is known to compute `weight * (x / rms(x))`, and that nobody has patched, replaced or
+hooked, is left uncalled. The result has the type that the module would give it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_helix.models.stock_modules import is_untouched
+from hf_helix.operators.explicit import alike
+
+NAMES = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
+"""Classes that are alike. Others of the name differ: that of Gemma multiplies with 1 + weight."""
+
+DEVICES = {"cuda"}
+"""Where torch has a kernel, one forward and two backward, for what the modules do in 7 and 16. On a CPU it computes the
+same steps as the modules, in another order."""
+
+
+def normed(module: Any, value: Tensor) -> Tensor:
+    """`module(value)`, fused where that is the same. `torch.compile` fuses what the module itself does."""
+    if not torch.compiler.is_compiling() and is_fused(module, value):
+        return rms_norm(value, module.weight, module.variance_epsilon)
+    return module(value)
+
+
+def is_fused(module: nn.Module, value: Tensor) -> bool:
+    """Whether torch has a kernel for what a module computes on the device of a value."""
+    return value.device.type in DEVICES and is_rms_norm(module)
+
+
+def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMS norm over the last dimension, computed in fp32. It rounds once, where the modules round twice in bf16."""
+    value, weight = alike(value, weight)
+    return functional.rms_norm(value, weight.shape, weight, epsilon).to(value.dtype)  # autocast may give a higher type
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether a module computes what `rms_norm` does, and nothing else."""
+    return is_untouched(module, NAMES)

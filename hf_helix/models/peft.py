@@ -1,0 +1,210 @@
+"""PEFT: what it wraps a model and its submodules in, as declarations see it.
+
+In:   a model, perhaps inside a `PeftModel`; a submodule, perhaps with LoRA beside it or kept for `modules_to_save`.
+Out:  the Transformers model, the plain submodule that computes, the adapters beside it, and everything that is cut
+      with it; or an error that names what cannot be cut.
+Must hold: PEFT's names stay. Which adapters are switched on is looked up whenever they run. Without peft there is no
+such model, so it is not imported before there is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_helix.operators.linears.low_rank import LowRank
+from hf_helix.upstream.check import check_package
+
+LORA = "get_peft_model(model, LoraConfig(...))"
+
+# What is refused of LoraConfig besides what PEFT marks as variants of LoRA, and what works instead.
+_REFUSED = {
+    "use_dora": "its magnitudes need the norms of whole rows; use use_dora=False",
+    "target_parameters": "experts are cut as they are; use target_modules with linears, such as those of attention",
+    "trainable_token_indices": "rows of a cut table are not picked out; use modules_to_save=['embed_tokens']",
+    "layer_replication": "layers would share weights; leave it out",
+    "ensure_weight_tying": "matrices that share memory would be cut apart; use ensure_weight_tying=False",
+    "use_qalora": "quantised weights cannot be cut; use use_qalora=False, and load the model in fp32 or bf16",
+    "megatron_config": "hf_helix cuts the model itself; leave it out",
+}
+
+
+def is_peft(model: Any) -> bool:
+    """Whether a model is a `PeftModel`."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def base_of(model: Any) -> Any:
+    """The Transformers model inside a PEFT model; any other model itself."""
+    return model.get_base_model() if is_peft(model) else model
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A linear or an embedding, and what PEFT put around it.
+
+    Attributes:
+        copies: all plain ones, which are cut alike; besides the first, those of adapters with `modules_to_save`.
+        lora: PEFT's layer of adapters; None without any.
+        wrapper: PEFT's choice between the copies; None where there is one.
+    """
+
+    copies: tuple[Any, ...]
+    lora: Any = None
+    wrapper: Any = None
+
+    @property
+    def module(self) -> Any:
+        """The plain one that computes."""
+        if self.wrapper is None or self.wrapper.disable_adapters:
+            return self.copies[0]
+        active, kept = self.wrapper.active_adapters, self.wrapper.modules_to_save
+        return kept[active[0]] if active and all(name in kept for name in active) else self.copies[0]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.module.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.module.bias
+
+    @property
+    def projection(self) -> Any:
+        """What has the weight that counts: itself where PEFT chooses, otherwise the plain one, which is quicker."""
+        return self if self.wrapper is not None else self.copies[0]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the weight is [features in, features out]."""
+        return isinstance(self.copies[0], Conv1D)
+
+    def adapters(self) -> list[LowRank]:
+        """Those that are switched on."""
+        if self.lora is None or self.lora.disable_adapters:
+            return []
+        return [self._adapter(name) for name in self.lora.active_adapters if name in self.lora.scaling]
+
+    def all_adapters(self) -> list[LowRank]:
+        """Also those that are switched off: they are cut and saved all the same."""
+        return [] if self.lora is None else [self._adapter(name) for name in self.lora.scaling]
+
+    def _adapter(self, name: str) -> LowRank:
+        lora, scaling = self.lora, float(self.lora.scaling[name])
+        if name in lora.lora_embedding_A:
+            return LowRank(lora.lora_embedding_A[name], lora.lora_embedding_B[name], None, scaling)
+        dropout, up = lora.lora_dropout[name], lora.lora_B[name]
+        share = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+        return LowRank(lora.lora_A[name].weight, up.weight, up.bias, scaling, share)
+
+
+def opened(module: Any, label: str) -> Opened:
+    """What is inside a submodule that a declaration cuts.
+
+    Raises:
+        ValueError: it is neither plain nor one of PEFT's that can be cut.
+    """
+    if hasattr(module, "modules_to_save"):
+        found = Opened((module.original_module, *module.modules_to_save.values()), wrapper=module)
+    elif hasattr(module, "lora_A"):
+        found = Opened((module.get_base_layer(),), lora=module)
+    else:
+        found = Opened((module,))
+    for plain in found.copies:
+        if type(plain) not in (nn.Linear, Conv1D, nn.Embedding):
+            raise ValueError(
+                f"{label}: a projection is a {type(plain).__module__}.{type(plain).__name__}, and this version cuts "
+                f"plain torch.nn.Linear and Transformers' Conv1D, also with LoRA beside them: {LORA}; load the model "
+                "without quantization_config, or merge the adapters"
+            )
+    return found
+
+
+def adapter_weights(model: Any) -> set[Tensor]:
+    """The weights of adapters, which may have another type than the model."""
+    peft = sys.modules.get("peft")
+    layers = [m for m in model.modules() if peft is not None and isinstance(m, peft.tuners.lora.LoraLayer)]
+    return {p for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()}
+
+
+def check_adapters(model: Any) -> None:
+    """Refuse what PEFT offers beyond LoRA that can be cut.
+
+    Raises:
+        ValueError: names the options or layers, and what works.
+        UpstreamChanged: PEFT has changed.
+    """
+    check_package("peft")
+    peft = sys.modules.get("peft")
+    problems = list(_problems(model, peft)) if peft is not None else []
+    if problems:
+        raise ValueError("HelixTrainer cannot cut these adapters:\n  " + "\n  ".join(problems))
+
+
+def _problems(model: Any, peft: Any) -> Iterator[str]:
+    if isinstance(model, peft.PeftMixedModel):
+        yield f"a {type(model).__name__} mixes kinds of adapters: use LoRA alone, {LORA}"
+    elif not is_peft(model):
+        if any(isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer) for module in model.modules()):
+            yield (
+                f"the {type(model).__name__} has adapters inside and no PeftModel around it: hand over the PeftModel "
+                f"itself, made by {LORA} or PeftModel.from_pretrained(model, folder, is_trainable=True), or merge the "
+                "adapters with merge_and_unload()"
+            )
+    else:
+        of_configs = [p for name, config in model.peft_config.items() for p in _problems_of_config(name, config)]
+        yield from of_configs or _problems_of_layers(model, peft)  # layers would say the same once more
+
+
+def _problems_of_config(name: str, config: Any) -> Iterator[str]:
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        yield f"adapter {name!r} is made by {type(config).__name__} ({kind}): only LoRA is built, use {LORA}"
+        return
+    variants = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
+    for option in dict.fromkeys((*_REFUSED, *variants)):
+        value = getattr(config, option, None)
+        if value:
+            why = _REFUSED.get(option, "only LoRA without variants is built; leave it out")
+            yield f"adapter {name!r} has {option}={value!r}: {why}"
+
+
+def _problems_of_layers(model: Any, peft: Any) -> Iterator[str]:
+    quantised = getattr(base_of(model), "hf_quantizer", None)
+    if quantised is not None:
+        yield f"the model is quantised ({type(quantised).__name__}): load it without quantization_config"
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+            yield from _problems_of_layer(name, module, peft.tuners.lora)
+        elif isinstance(module, peft.utils.other.ModulesToSaveWrapper):
+            if next(module.original_module.children(), None) is not None:
+                yield f"{name} is kept whole by modules_to_save: name the linears, norms or embeddings inside it"
+        elif isinstance(module, peft.utils.other.AuxiliaryTrainingWrapper):
+            yield f"{name} is a {type(module).__name__}: use target_modules and modules_to_save only"
+
+
+def _problems_of_layer(name: str, layer: Any, lora: Any) -> Iterator[str]:
+    known = {lora.Linear: (nn.Linear, Conv1D), lora.Embedding: (nn.Embedding,)}
+    base = layer.get_base_layer()
+    if type(base) not in known.get(type(layer), ()):
+        kinds = " over a ".join(f"{type(each).__module__}.{type(each).__name__}" for each in (layer, base))
+        yield (
+            f"{name} is a {kinds}: only adapters of plain linears and embeddings can be cut; load the model without "
+            "quantization_config, or leave the layer out of target_modules"
+        )
+    elif layer.lora_variant:
+        variants = ", ".join(type(variant).__name__ for variant in layer.lora_variant.values())
+        yield f"{name} has the variant {variants}: only LoRA without variants is built"
+    elif layer.merged:
+        yield (
+            f"{name} has merged adapters ({', '.join(layer.merged_adapters)}): call model.unmerge_adapter(), or go on "
+            "with model.merge_and_unload()"
+        )

@@ -1,0 +1,38 @@
+"""Modules that compute what their class is known for, and nothing else.
+
+In:   a submodule of a model, and names of classes of Transformers.
+Out:  whether its kernels may be called without it.
+Must hold: a module that anybody has patched, replaced or hooked is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+from hf_helix.operators.segment import has_hooks
+
+SILU = frozenset({"SiLUActivation"})
+
+
+def is_silu(module: nn.Module) -> bool:
+    """Whether a module computes `silu(x)`, and nothing else."""
+    return is_untouched(module, SILU)
+
+
+def is_untouched(module: nn.Module, names: Collection[str]) -> bool:
+    """Whether a module is of one of these classes of Transformers, as Transformers wrote it and without hooks."""
+    kind: Any = type(module)
+    if kind.__name__ not in names or not _is_of_transformers(kind, kind.forward) or "forward" in vars(module):
+        return False
+    return not has_hooks(module)
+
+
+@lru_cache
+def _is_of_transformers(kind: Any, forward: Any) -> bool:
+    """Of a class and its present `forward`."""
+    written_in = getattr(forward, "__globals__", {}).get("__name__")
+    return kind.__module__.startswith("transformers.") and written_in == kind.__module__

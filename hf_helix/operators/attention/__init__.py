@@ -1,0 +1,1 @@
+"""Attention: partial attention with its log-sum-exp, its kernels, the ring over ranks, rotary embedding."""

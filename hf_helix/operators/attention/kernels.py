@@ -1,0 +1,245 @@
+"""The attention kernels of CUDA that return the log-sum-exp, and which of them serves where.
+
+In:   as of `hf_helix.operators.attention.partial`, on a CUDA device.
+Out:  the same; memory grows with the number of tokens, and not with its square.
+Must hold: a kernel takes only what it computes right, forward and backward; who switches one of torch's kernels off
+(`torch.nn.attention.sdpa_kernel`), or asks for deterministic ones, gets no other.
+
+What each takes, the fastest first (signatures as of torch 2.11 to 2.13):
+
+    kernel      types             heads up to  sees                                     GPUs
+    Cudnn       bf16, fp16        128          everything, causal; 64 tokens or more    compute capability 9 and 10
+    Flash       bf16, fp16        256 (192)    windows, too                             8.0 and more (8.6, 8.9, 12: 192)
+    Efficient   fp32, fp16, bf16  any          any mask, which it reads from memory     7.0 and more (bf16: 8.0)
+    Exact       any               any          any; all products of queries and keys    any
+
+The backward passes of Flash and Efficient add with atomics unless `torch.use_deterministic_algorithms(True)` is called;
+that of Cudnn always may, so it steps back then.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_helix.operators.attention.partial import Exact, FirstOf, Fused, Kernel, Seen, TorchCpu
+from hf_helix.operators.base import Tensors
+
+aten = torch.ops.aten
+
+Capability = tuple[int, int]
+HALF = (torch.float16, torch.bfloat16)
+
+SHORTEST = 64
+"""Tokens below which cuDNN's attention gains nothing; it refuses some short ones, and torch does not survive that."""
+
+ROWS, COLUMNS = 32, 16
+"""What `Efficient` fills a log-sum-exp and the rows of a mask up to a multiple of."""
+
+
+class Cudnn(Fused):
+    """The kernel of cuDNN, which is made for Hopper and Blackwell."""
+
+    multiple = 8
+
+    def __init__(self, capability: Capability) -> None:
+        self._serves = capability[0] in (9, 10) and torch.backends.cudnn.is_available()
+
+    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
+        return (
+            self._serves
+            and seen.is_plain
+            and q.dtype in HALF
+            and q.shape[-1] <= 128
+            and min(q.shape[2], k.shape[2]) >= SHORTEST
+            and torch.backends.cuda.cudnn_sdp_enabled()
+            and not torch.are_deterministic_algorithms_enabled()
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, seen.causal, False, scale=scale)
+        return o, lse.view(q.shape[:3])
+
+    def _differentiate(
+        self, gradient: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Seen, scale: float
+    ) -> Tensors:
+        # torch finds a graph of cuDNN by the strides of q, k and v alone, so those of the others must not vary.
+        gradient, o, lse = (value.contiguous() for value in (gradient, o, lse.unsqueeze(-1)))
+        seed = q.new_empty((), dtype=torch.long)  # of the dropout that there is not
+        return tuple(
+            aten._scaled_dot_product_cudnn_attention_backward(
+                gradient, q, k, v, o, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, seen.causal,
+                scale=scale,
+            )
+        )  # fmt: skip
+
+
+class Flash(Fused):
+    """The flash attention of torch, which knows windows."""
+
+    multiple = 8
+    grouped = True
+
+    def __init__(self, capability: Capability) -> None:
+        self._most = 0 if capability < (8, 0) else 192 if capability[0] == 12 or (8, 6) <= capability < (9, 0) else 256
+
+    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
+        return (
+            q.dtype in HALF
+            and seen.mask is None
+            and q.shape[-1] <= self._most
+            and torch.backends.cuda.flash_sdp_enabled()
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+        sizes, windows = (q.shape[2], k.shape[2]), self._windows(q, k, seen)
+        q, k, v = (value.transpose(1, 2) for value in (q, k, v))
+        o, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, *sizes, 0.0, seen.causal, False, scale=scale, **windows
+        )
+        return o.transpose(1, 2), lse
+
+    def _differentiate(
+        self, gradient: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Seen, scale: float
+    ) -> Tensors:
+        sizes, windows = (q.shape[2], k.shape[2]), self._windows(q, k, seen)
+        gradient, o, q, k, v = (value.transpose(1, 2) for value in (gradient, o, q, k, v))
+        state = q.new_empty(2, dtype=torch.uint64)  # of the dropout that there is not
+        parts = aten._flash_attention_backward(
+            gradient, q, k, v, o, lse.contiguous(), None, None, *sizes, 0.0, seen.causal, state, state[:1],
+            scale=scale, **windows,
+        )  # fmt: skip
+        return tuple(part.transpose(1, 2) for part in parts)
+
+    def _windows(self, q: Tensor, k: Tensor, seen: Seen) -> dict[str, int]:
+        if seen.window is None:
+            return {}
+        right = 0 if seen.causal else -1
+        return {"window_size_left": reach(seen, q.shape[2], k.shape[2]), "window_size_right": right}
+
+
+class Efficient(Fused):
+    """The memory-efficient attention of torch: fp32, and any mask, which it takes as something to add."""
+
+    multiple = 8
+
+    def __init__(self, capability: Capability) -> None:
+        halves = HALF if capability >= (8, 0) else (torch.float16,)
+        self._types = (torch.float32, *halves) if capability >= (7, 0) else ()
+
+    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
+        return q.dtype in self._types and seen.blank is None and torch.backends.cuda.mem_efficient_sdp_enabled()
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+        bias = self._bias(q, k, seen)
+        o, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, 0.0, seen.causal and bias is None, scale=scale
+        )
+        lse = lse[..., : q.shape[2]]
+        if bias is None:
+            return o, lse
+        nothing = lse < self._low(q) / 2
+        return o.masked_fill(nothing.unsqueeze(-1), 0.0), lse.masked_fill(nothing, -torch.inf)
+
+    def _differentiate(
+        self, gradient: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Seen, scale: float
+    ) -> Tensors:
+        bias = self._bias(q, k, seen)
+        # Rows that see nothing, and those that only fill up, have the weights zero.
+        lse = functional.pad(lse.masked_fill(lse == -torch.inf, torch.inf), (0, -q.shape[2] % ROWS), value=torch.inf)
+        # In half precision the kernel reads o as if it lay so, whatever its strides are.
+        o = o.transpose(1, 2).contiguous().transpose(1, 2)
+        seed = q.new_empty((), dtype=torch.long)  # of the dropout that there is not
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            gradient, q, k, v, bias, o, lse, seed, seed, 0.0, (True, True, True, False),
+            seen.causal and bias is None, scale=scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def _bias(self, q: Tensor, k: Tensor, seen: Seen) -> Tensor | None:
+        """What hides keys from queries, added to their products [batch, heads, queries, keys]."""
+        queries, keys = q.shape[2], k.shape[2]
+        hidden = None if seen.is_plain else seen.hides(queries, keys, q.device)
+        if hidden is None:
+            return None
+        room = q.new_zeros(q.shape[0], 1, queries, keys + -keys % COLUMNS)[..., :keys]
+        room.masked_fill_(hidden.reshape(-1, 1, queries, keys), self._low(q))
+        return room.expand(-1, q.shape[1], -1, -1)
+
+    def _low(self, q: Tensor) -> float:
+        # With minus infinity, rows that see nothing would give no numbers.
+        return -3e4 if q.dtype is torch.float16 else -1e30
+
+
+class FlashAttention(Kernel):
+    """The flash-attn package, for half precision."""
+
+    def __init__(self) -> None:
+        interface: Any = import_module("flash_attn.flash_attn_interface")
+        self._forward = interface._flash_attn_forward
+        self._backward = interface._flash_attn_backward
+
+    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
+        return q.dtype in HALF and seen.mask is None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+        left = reach(seen, q.shape[2], k.shape[2])
+        q, k, v = (value.transpose(1, 2) for value in (q, k, v))
+        o, lse, *_ = self._forward(
+            q, k, v, 0.0, scale, causal=seen.causal, window_size_left=left, window_size_right=-1,
+            softcap=0.0, alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+        return o.transpose(1, 2), lse
+
+    def backward(
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
+    ) -> Tensors:
+        left = reach(seen, q.shape[2], k.shape[2])
+        gradient, q, k, v, o = (value.transpose(1, 2).contiguous() for value in (gradient, q, k, v, o))
+        dq, dk, dv = (torch.empty_like(value) for value in (q, k, v))
+        self._backward(
+            gradient, q, k, v, o, lse.contiguous(), dq, dk, dv, 0.0, scale, causal=seen.causal,
+            window_size_left=left, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return tuple(value.transpose(1, 2) for value in (dq, dk, dv))
+
+
+KERNELS = ("eager", "sdpa", "flash_attention_2")
+"""The attention implementations of Transformers that have a kernel here."""
+
+
+def kernel_for(implementation: str, device: torch.device) -> Kernel:
+    """The kernel that stands for an attention implementation of Transformers.
+
+    Raises:
+        ValueError: it gives no log-sum-exp; names those that do.
+    """
+    if implementation not in KERNELS:
+        raise ValueError(
+            f"attn_implementation={implementation!r} gives no log-sum-exp, by which attention over a cut sequence is "
+            f"put together; with cp_size above 1 use one of {', '.join(KERNELS)}"
+        )
+    if implementation == "flash_attention_2" and find_spec("flash_attn") is None:
+        raise ValueError("attn_implementation='flash_attention_2' needs the package flash-attn; use 'sdpa'")
+    if implementation == "eager":
+        return Exact(averages=True)
+    own = (FlashAttention(),) if implementation == "flash_attention_2" else ()
+    if device.type == "cuda":
+        return FirstOf(*own, *cuda_kernels(torch.cuda.get_device_capability(device)))
+    return FirstOf(*own, TorchCpu()) if device.type == "cpu" else FirstOf(*own)
+
+
+def cuda_kernels(capability: Capability) -> tuple[Kernel, ...]:
+    """Those of torch that a GPU of this compute capability has, the fastest first."""
+    return Cudnn(capability), Flash(capability), Efficient(capability)
+
+
+def reach(seen: Seen, queries: int, keys: int) -> int:
+    """How many keys back a query sees, as flash attention counts: the last query stands at the last key."""
+    return -1 if seen.window is None else keys - queries - seen.apart + seen.window - 1

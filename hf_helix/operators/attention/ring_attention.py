@@ -1,0 +1,276 @@
+"""Attention over a sequence that several ranks share (context parallelism), as operators.
+
+In:   this rank's queries, keys and values; further keys and values come round the ring, step by step.
+Out:  the attention of its queries over the whole sequence.
+Must hold: the sequence is cut in 2c parts, and rank r holds the parts r and 2c-1-r, so that every rank has as much of
+the causal triangle; keys and values of another rank never outlive the block that reads them, backward fetches them
+anew; softmax statistics are merged in fp32.
+
+Forward, block i attends to the keys of rank r-i while step i+1 of the ring brings those of rank r-i-1. Backward runs
+through the blocks from the last to the first, and the gradients of keys and values go back the way these came, each
+step beside the next block: 2(c-1) steps against the 2c-1 of rings that carry gradients onward (paper, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Kernel, Seen, merge
+from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
+from hf_helix.operators.communication.transport import Axis
+from hf_helix.planning.graph.operator import Part
+
+DOCUMENTS = "documents"
+"""Side input: the document of every token [batch, whole sequence], or one of the marks below; None where there is but
+one document."""
+
+PADDING, ABSENT = -1, -2
+"""A token that is padding, and one that was added to make the sequence divide."""
+
+Meeting = tuple[slice, slice, Seen]
+"""Some of a rank's queries, some of another's keys, and what of these is hidden from those."""
+
+
+class Step(Communication):
+    """Keys and values to the next rank of the ring, from the one before; gradients the other way."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        value = inputs[0].contiguous()
+        out = torch.empty_like(value)
+        transport = self.axis.transport
+        move = transport.shift_back if part is Part.B else transport.shift
+        return (out,), lambda: move(out, value)
+
+
+class Block(Computation):
+    """Attention of this rank's queries to the keys of one rank, put together with that of the blocks before.
+
+    Values: q [batch, heads, n, head_dim]; kv [2, batch, kv heads, n, head_dim]; the attention so far as [batch, heads,
+    n, head_dim + 1] in fp32, its last column the log-sum-exp. Backward also reads q, kv, and output and lse of the
+    whole, see `Join`.
+
+    Args:
+        distance: how many steps the keys have come.
+        scale: of the products of queries and keys.
+        window: how many tokens a query looks back on, itself included; None for all.
+    """
+
+    saves = False
+
+    def __init__(self, kernel: Kernel, axis: Axis, distance: int, scale: float, window: int | None = None) -> None:
+        self.kernel = kernel
+        self.axis = axis
+        self.distance = distance
+        self.scale = scale
+        self.window = window
+
+    @property
+    def source(self) -> int:
+        """The rank whose keys these are."""
+        return (self.axis.rank - self.distance) % self.axis.size
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        q, kv, *before = inputs
+        so_far = before[0].clone() if before else None
+        for rows, columns, seen in self._visible(call, q):
+            k, v = kv[:, :, :, columns].unbind()
+            o, lse = self.kernel.forward(q[:, :, rows], k, v, seen, self.scale)
+            so_far = _with_keys(so_far, o, lse, rows, q.shape[2])
+        assert so_far is not None, "a token sees itself"
+        return (so_far,)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        gradient, q, kv, out, lse = gradients
+        out = out.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3)
+        dq, dk, dv = _Sum(q), _Sum(kv[0]), _Sum(kv[1])
+        for rows, columns, seen in self._visible(call, q):
+            k, v = kv[:, :, :, columns].unbind()
+            do, queries, o, stats = (value[:, :, rows] for value in (gradient, q, out, lse))
+            parts = self.kernel.backward(do, queries, k, v, o, stats, seen, self.scale)
+            for total, part, where in zip((dq, dk, dv), parts, (rows, columns, columns), strict=True):
+                total.add(part, where)
+        # Those of the queries are added up over the blocks, and in fp32; those of keys and values travel.
+        own = (dq.total.float(), torch.stack((dk.total, dv.total)))
+        # The gradient of what was so far is that of the whole: the kernel has the statistics of the whole.
+        return own if self.distance == 0 else (*own, gradient)
+
+    def _visible(self, call: Call, q: Tensor) -> list[Meeting]:
+        return visible(q.shape[2], self.axis, self.source, call.side, self.window, self.kernel.averages)
+
+
+class Join(Computation):
+    """The end of the blocks: output [n, batch, heads * head_dim] and its log-sum-exp [batch, heads, n].
+
+    Args:
+        dtype: of queries, keys and values where there is no autocast.
+    """
+
+    saves = False
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        (so_far,) = inputs
+        call.saved = so_far.shape[1]
+        out = call.precision.lowered(so_far[..., :-1].to(self.dtype))
+        return out.permute(2, 0, 1, 3).flatten(2), so_far[..., -1].contiguous()
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        heads, call.saved = call.saved, None
+        return (gradients[0].unflatten(-1, (heads, -1)).permute(1, 2, 0, 3).contiguous(),)
+
+
+class Blocks(Computation):
+    """All blocks in one operator, over keys and values [c * 2, ...] that a `Gather` has brought.
+
+    Values as of `Block`; backward also reads q, the gathered keys and values, output and lse.
+    """
+
+    saves = False
+
+    def __init__(self, kernel: Kernel, axis: Axis, scale: float, window: int | None = None) -> None:
+        self.axis = axis
+        self._blocks = [Block(kernel, axis, distance, scale, window) for distance in range(axis.size)]
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        q, gathered = inputs
+        parts = gathered.chunk(self.axis.size)
+        so_far: Tensors = ()
+        for block in self._blocks:
+            so_far = block.forward(call, q, parts[block.source], *so_far)
+        return so_far
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        gradient, q, gathered, out, lse = gradients
+        parts = gathered.chunk(self.axis.size)
+        whole = torch.empty_like(gathered)
+        found = whole.chunk(self.axis.size)
+        total: Tensor | None = None
+        for block in reversed(self._blocks):
+            dq, dkv, *_ = block.backward(call, gradient, q, parts[block.source], out, lse)
+            found[block.source].copy_(dkv)
+            total = dq if total is None else total + dq
+        assert total is not None
+        return total, whole
+
+
+def visible(
+    n: int, axis: Axis, source: int, side: Mapping[str, Any], window: int | None = None, averages: bool = False
+) -> list[Meeting]:
+    """Which of a rank's `n` queries see which of the `n` keys of another rank: every pair that does is in one meeting.
+
+    Args:
+        window: how many tokens a query looks back on, itself included; None for all.
+        averages: whether padding takes the mean of all keys.
+    """
+    documents = side.get(DOCUMENTS)
+    if documents is not None and averages:
+        met = [(slice(0, n), slice(0, n), EVERYTHING)]
+    elif window is None or window >= n * axis.size:
+        met = [_before(n, axis, source)]
+    else:
+        met = _within(window, n, axis, source)
+    if documents is None:
+        return met
+    places = [positions_of(n, axis.size, rank, documents.device) for rank in (axis.rank, source)]
+    return [
+        (rows, columns, _seen_within(documents, places[0][rows], places[1][columns], window, averages))
+        for rows, columns, _ in met
+    ]
+
+
+def _before(n: int, axis: Axis, source: int) -> Meeting:
+    """Without a window a rank's queries meet the keys of another all at once."""
+    everything = slice(0, n)
+    if source == axis.rank:
+        return everything, everything, CAUSAL
+    if source < axis.rank:
+        return everything, slice(0, n // 2), EVERYTHING
+    return slice(n // 2, n), everything, EVERYTHING
+
+
+def _within(window: int, n: int, axis: Axis, source: int) -> list[Meeting]:
+    """With a window, each part of the queries with each part of the keys that it reaches."""
+    half = n // 2
+    met = []
+    for (i, mine), (j, theirs) in product(*(enumerate(parts_of(axis.size, rank)) for rank in (axis.rank, source))):
+        apart = (mine - theirs) * half
+        if apart == 0:
+            met.append((_part(i, half), _part(j, half), Seen(True, window) if window < half else CAUSAL))
+        elif 0 < apart < window + half - 1:
+            last, first = min(half, window + half - 1 - apart), max(0, apart - window + 1)
+            seen = Seen(False, window, apart - first) if apart - first + last > window else EVERYTHING
+            met.append((_part(i, half, last=last), _part(j, half, first=first), seen))
+    return met
+
+
+def _part(which: int, half: int, first: int = 0, last: int | None = None) -> slice:
+    """From the first to before the last token of a part."""
+    return slice(which * half + first, which * half + (half if last is None else last))
+
+
+def _seen_within(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, averages: bool) -> Seen:
+    """Queries see the keys of their own document, by their places in the sequence."""
+    seen = documents[:, queries, None] == documents[:, None, keys]
+    seen &= documents[:, None, keys] >= 0
+    back = queries[:, None] - keys
+    seen &= back >= 0
+    if window is not None:
+        seen &= back < window
+    if not averages:
+        return Seen(mask=seen)
+    blank = documents[:, queries] == PADDING
+    return Seen(mask=seen | (blank[:, :, None] & (documents[:, None, keys] != ABSENT)), blank=blank)
+
+
+def positions_of(n: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
+    """The places in the whole sequence of the `n` tokens that a rank holds."""
+    half = n // 2
+    places = torch.arange(half, device=device)
+    return torch.cat([places + part * half for part in parts_of(size, rank)])
+
+
+def parts_of(size: int, rank: int) -> tuple[int, int]:
+    """Which of the 2 * `size` parts of a sequence a rank holds."""
+    return rank, 2 * size - 1 - rank
+
+
+def _with_keys(so_far: Tensor | None, o: Tensor, lse: Tensor, rows: slice, n: int) -> Tensor:
+    """Attention so far with that of some of the `n` queries to further keys. Changes what was so far."""
+    if so_far is None and o.shape[2] == n:
+        return torch.cat((o.float(), lse.unsqueeze(-1)), -1)
+    if so_far is None:
+        so_far = lse.new_zeros(*o.shape[:2], n, o.shape[3] + 1)
+        so_far[..., -1] = -torch.inf
+    part = so_far[:, :, rows]
+    merged, both = merge(part[..., :-1], part[..., -1], o, lse)
+    part[..., :-1], part[..., -1] = merged, both
+    return so_far
+
+
+class _Sum:
+    """Gradients of parts of a value [batch, heads, n, head_dim], added up; zeros where there are none."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._total: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        return torch.zeros_like(self._value) if self._total is None else self._total
+
+    def add(self, part: Tensor, where: slice) -> None:
+        if self._total is None and part.shape == self._value.shape:
+            self._total = part
+            return
+        self._total = self.total
+        self._total[:, :, where] += part

@@ -1,0 +1,74 @@
+"""Rotary position embedding of queries and keys in one, with a backward of its own.
+
+In:   queries and keys [batch, heads, tokens, head_dim], cosines and sines [batch, tokens, head_dim].
+Out:  both rotated, in the type that multiplication with the cosines gives.
+Must hold: the bits of `apply_rotary_pos_emb` of Transformers, forward and backward; half as many kernels, where queries
+and keys lie side by side in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_helix.operators.linears.side_by_side import heads_in_one
+
+Pair = tuple[Tensor, Tensor]
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    """`apply_rotary_pos_emb(q, k, cos, sin)`."""
+    found: Pair = _Rotation.apply(q, k, cos, sin)
+    return found
+
+
+class _Rotation(torch.autograd.Function):
+    """Computes in [tokens, batch, heads, head_dim], which is how the projections give the values."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+        cos, sin = _over_heads(cos), _over_heads(sin)
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = q.dtype
+        q, k = _tokens_first(q), _tokens_first(k)
+        whole = heads_in_one((q, k))
+        if whole is None:
+            return _heads_first(_rotate(q, cos, sin)), _heads_first(_rotate(k, cos, sin))
+        out = _rotate(whole, cos, sin)
+        heads = q.shape[2]
+        return _heads_first(out[:, :, :heads]), _heads_first(out[:, :, heads:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        of_q, of_k = map(_tokens_first, gradients)
+        found, heads = _rotate_back(torch.cat((of_q, of_k), 2), cos, sin, ctx.dtype), of_q.shape[2]
+        return _heads_first(found[:, :, :heads]), _heads_first(found[:, :, heads:]), None, None
+
+
+def _rotate(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = value.shape[-1] // 2
+    turned = torch.cat((-value[..., half:], value[..., :half]), -1)
+    return (value * cos).add_(turned * sin)
+
+
+def _rotate_back(gradient: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of `_rotate`; as autograd does, each product is rounded to the type of the value first."""
+    turned = (gradient * sin).to(dtype)
+    half = turned.shape[-1] // 2
+    return (gradient * cos).to(dtype).add_(torch.cat((turned[..., half:], -turned[..., :half]), -1))
+
+
+def _tokens_first(value: Tensor) -> Tensor:
+    return value.permute(2, 0, 1, 3)
+
+
+def _heads_first(value: Tensor) -> Tensor:
+    return value.permute(1, 2, 0, 3)
+
+
+def _over_heads(value: Tensor) -> Tensor:
+    """Cosines or sines [batch, tokens, head_dim] for [tokens, batch, heads, head_dim]."""
+    return value.transpose(0, 1).unsqueeze(2)

@@ -1,0 +1,1 @@
+"""Communication as operators: collectives, their transports, pipeline transfers, the emulated link."""

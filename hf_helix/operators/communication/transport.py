@@ -1,0 +1,309 @@
+"""Transports: what carries values between the ranks of an axis.
+
+In:   buffers, allocated before.
+Out:  the same buffers, filled.
+Must hold: rank order everywhere, so that every rank and every run gets the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_helix.planning.graph.operator import Kind
+
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Transport(ABC):
+    """Moves data between the ranks of one group. `size` ranks; this one is `rank`.
+
+    `group` is the process group, or None where nothing is really moved.
+    """
+
+    size: int
+    rank: int
+    group: dist.ProcessGroup | None = None
+
+    @abstractmethod
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        """`out` [size * n, ...] becomes every rank's `value` [n, ...] in rank order."""
+
+    @abstractmethod
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        """All-to-all: block i of `value` goes to rank i; `out` is what came, in rank order."""
+
+    @abstractmethod
+    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
+        """The same with blocks of as many rows as listed, rank by rank."""
+
+    @abstractmethod
+    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
+        """`out` [n, ...] becomes this rank's block of the sum of every rank's `value` [size * n, ...]."""
+
+    @abstractmethod
+    def shift(self, out: Tensor, value: Tensor) -> None:
+        """One step round the ring: `value` goes to the next rank, `out` is what comes from the one before."""
+
+    @abstractmethod
+    def shift_back(self, out: Tensor, value: Tensor) -> None:
+        """One step the other way."""
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        """Whether a reduce-scatter is better done as an exchange and a local sum."""
+        return False
+
+
+class GroupTransport(Transport):
+    """The collectives of a torch.distributed process group."""
+
+    group: dist.ProcessGroup
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        _all_gather(out, value, group=self.group)
+
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        dist.all_to_all_single(out, value, group=self.group)
+
+    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
+        dist.all_to_all_single(out, value, list(arriving), list(sent), group=self.group)
+
+    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
+        _reduce_scatter(out, value, group=self.group)
+
+    def shift(self, out: Tensor, value: Tensor) -> None:
+        self._pass_on(out, value, 1)
+
+    def shift_back(self, out: Tensor, value: Tensor) -> None:
+        self._pass_on(out, value, -1)
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        # A group adds up from rank to rank in the type of the values; a local sum rounds once.
+        return value.element_size() < 4
+
+    def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
+        # An all-to-all with the neighbours alone, over the one communicator of the group and on the current stream;
+        # NCCL's isend and irecv would run on a stream of the group's own.
+        sent, arriving = [0] * self.size, [0] * self.size
+        sent[(self.rank + step) % self.size] = value.numel()
+        arriving[(self.rank - step) % self.size] = out.numel()
+        dist.all_to_all_single(out.view(-1), value.view(-1), arriving, sent, group=self.group)
+
+
+class GlooTransport(GroupTransport):
+    """gloo, over two groups so that both directions of a link are used at once.
+
+    A gloo connection carries one direction at a time; ranks of even number send over the first group, the others over
+    the second. Its reduce-scatter is an all-reduce with a copy at issue, twice the bytes of an exchange.
+
+    Args:
+        group: the group of the axis.
+        other: a second group over the same ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._lanes = (group, other)
+        self._ranks = dist.get_process_group_ranks(group)
+
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        blocks = out.chunk(self.size)
+        pending = self._start([value] * self.size, blocks)
+        blocks[self.rank].copy_(value)
+        _finish(pending)
+
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        self._swap(value.chunk(self.size), out.chunk(self.size))
+
+    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
+        self._swap(value.split(list(sent)), out.split(list(arriving)))
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        return True
+
+    def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
+        to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+        arrives = dist.irecv(out, self._ranks[source], group=self._lanes[source % 2])
+        _finish([arrives, dist.isend(value, self._ranks[to], group=self._lanes[self.rank % 2])])
+
+    def _swap(self, sent: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
+        pending = self._start(sent, arrived)
+        arrived[self.rank].copy_(sent[self.rank])
+        _finish(pending)
+
+    def _start(self, sent: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[dist.Work | None]:
+        """Send block i to rank i and receive block i from it, for every other rank; empty ones stay where they are."""
+        pending = []
+        for step in range(1, self.size):
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            if arrived[source].numel():
+                pending.append(dist.irecv(arrived[source], self._ranks[source], group=self._lanes[source % 2]))
+            if sent[to].numel():
+                pending.append(dist.isend(sent[to], self._ranks[to], group=self._lanes[self.rank % 2]))
+        return pending
+
+
+def _finish(pending: Sequence[dist.Work | None]) -> None:
+    for work in pending:
+        if work is not None:
+            work.wait()
+
+
+class SilentTransport(Transport):
+    """Stands for a group of `size` ranks without moving anything between them: for timing computation alone.
+
+    Values stay finite and shapes right; results mean nothing.
+
+    Args:
+        like: the transport of that group, so that the same is computed around it.
+    """
+
+    def __init__(self, size: int, rank: int, like: Transport | None = None) -> None:
+        self.size = size
+        self.rank = rank
+        self._like = like
+
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        out.view(self.size, *value.shape).copy_(value.expand(self.size, *value.shape))
+
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        out.copy_(value)
+
+    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
+        rows = min(len(out), len(value))
+        out[:rows].copy_(value[:rows])
+        out[rows:].zero_()
+
+    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
+        out.copy_(value[: out.shape[0]])
+
+    def shift(self, out: Tensor, value: Tensor) -> None:
+        out.copy_(value)
+
+    def shift_back(self, out: Tensor, value: Tensor) -> None:
+        out.copy_(value)
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        return self._like is not None and self._like.prefers_exchange(value)
+
+
+@dataclass(frozen=True)
+class Move:
+    """One use of a transport: the method, shape and type of what it fills and of what it reads, and row counts."""
+
+    name: str
+    out: tuple[torch.Size, torch.dtype]
+    value: tuple[torch.Size, torch.dtype]
+    rows: tuple[Sequence[int], ...] = ()
+
+    @property
+    def buffers(self) -> tuple[tuple[torch.Size, torch.dtype], tuple[torch.Size, torch.dtype]]:
+        return self.out, self.value
+
+
+def bytes_moved(
+    name: str, out: Tensor, value: Tensor, size: int, rank: int, rows: Sequence[Sequence[int]] = ()
+) -> tuple[int, int]:
+    """The bytes that a rank sends, and that it receives, in one use of a transport.
+
+    Args:
+        name: the method.
+        out, value: what it fills and what it reads.
+        size, rank: of the transport.
+        rows: of `exchange_rows`, what arrives and what is sent.
+    """
+    others = size - 1
+    if name == "all_gather":
+        return value.nbytes * others, value.nbytes * others
+    if name in ("exchange", "reduce_scatter"):
+        return value.nbytes * others // size, value.nbytes * others // size
+    if name == "exchange_rows":
+        arriving, sent = rows
+        row = value[:1].nbytes or out[:1].nbytes
+        return row * (sum(sent) - sent[rank]), row * (sum(arriving) - arriving[rank])
+    assert name in ("shift", "shift_back"), name
+    return value.nbytes, out.nbytes
+
+
+class Recorder(Transport):
+    """Keeps a list of what goes over another transport, and counts the bytes that this rank sends."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.size = inner.size
+        self.rank = inner.rank
+        self.moved: list[Move] = []
+        self.bytes_sent = 0
+
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        self._note("all_gather", out, value)
+        self.inner.all_gather(out, value)
+
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        self._note("exchange", out, value)
+        self.inner.exchange(out, value)
+
+    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
+        self._note("exchange_rows", out, value, arriving, sent)
+        self.inner.exchange_rows(out, value, arriving, sent)
+
+    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
+        self._note("reduce_scatter", out, value)
+        self.inner.reduce_scatter(out, value)
+
+    def shift(self, out: Tensor, value: Tensor) -> None:
+        self._note("shift", out, value)
+        self.inner.shift(out, value)
+
+    def shift_back(self, out: Tensor, value: Tensor) -> None:
+        self._note("shift_back", out, value)
+        self.inner.shift_back(out, value)
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        return self.inner.prefers_exchange(value)
+
+    def _note(self, name: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+        self.moved.append(Move(name, (out.shape, out.dtype), (value.shape, value.dtype), rows))
+        self.bytes_sent += bytes_moved(name, out, value, self.size, self.rank, rows)[0]
+
+
+class Axis:
+    """One dimension of the mesh as operators see it. The transport can be exchanged for a silent one.
+
+    Args:
+        kind: of its communication: local where the ranks share a host, else cross-node.
+    """
+
+    def __init__(self, transport: Transport, kind: Kind = Kind.LOCAL) -> None:
+        self.transport = transport
+        self.kind = kind
+
+    @property
+    def size(self) -> int:
+        return self.transport.size
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; None where there is one rank."""
+        return self.transport.group
+
+    @classmethod
+    def single(cls) -> Axis:
+        """An axis of one rank; no operator of it communicates."""
+        return cls(SilentTransport(1, 0))

@@ -1,0 +1,89 @@
+"""Adding to the gradients of parameters.
+
+In:   parameters that one matrix product is for, and what one micro-batch found.
+Out:  `parameter.grad`, in the type of the parameter; several that come from one product lie in one piece.
+Must hold: nothing is allocated for a gradient that is there already, where the types agree or the device has GEMMs that
+add products of half precision to a float32 total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_helix.operators.linears.side_by_side import rows_in_one
+
+
+def add_to_gradients(weights: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
+    """Add the product of two matrices, whose rows are those of the weights, one after the other."""
+    whole = _gradient_of(weights)
+    if whole is not None:
+        add_product(whole, left, right)
+    elif all(weight.grad is None for weight in weights):
+        _start(weights, product(left, right, weights[0].dtype))
+    else:
+        for weight, part in zip(weights, left.split(list(map(len, weights))), strict=True):
+            add_to_gradients((weight,), part, right)
+
+
+def add_to_bias_gradients(biases: Sequence[Tensor], rows: Tensor, factor: float = 1.0) -> None:
+    """Add the sum of rows, times a factor, whose elements are those of the biases, one after the other."""
+    total = rows.sum(0, dtype=biases[0].dtype)
+    if factor != 1:
+        total *= factor
+    whole = _gradient_of(biases)
+    if whole is not None:
+        whole.add_(total)
+    elif all(bias.grad is None for bias in biases):
+        _start(biases, total)
+    else:
+        for bias, part in zip(biases, total.split(list(map(len, biases))), strict=True):
+            bias.grad = part.clone() if bias.grad is None else bias.grad.add_(part)
+
+
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of two matrices in a type that may be of higher precision."""
+    if in_one_gemm(left, dtype):
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product of two matrices, or of two stacks of them, to a total that may be of higher precision."""
+    if total.dtype is left.dtype:
+        add: Any = total.baddbmm_ if total.dim() == 3 else total.addmm_
+        add(left, right)
+    elif in_one_gemm(left, total.dtype):
+        add = torch.baddbmm if total.dim() == 3 else torch.addmm
+        add(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+def in_one_gemm(factor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether one GEMM can multiply factors like this one and write, or add, the product in a type.
+
+    cuBLAS does so from half precision to float32, and torch offers it on CUDA since the oldest version that hf_helix
+    supports. Elsewhere the product is rounded to the type of the factors first.
+    """
+    halves = factor.dtype in (torch.bfloat16, torch.float16)
+    return factor.is_cuda and torch.version.hip is None and halves and dtype is torch.float32
+
+
+def _start(parameters: Sequence[Tensor], gradient: Tensor) -> None:
+    """Give parameters their parts of a gradient that is all of theirs."""
+    first = 0
+    for parameter in parameters:
+        parameter.grad = gradient if len(parameters) == 1 else gradient.narrow(0, first, len(parameter))
+        first += len(parameter)
+
+
+def _gradient_of(parameters: Sequence[Tensor]) -> Tensor | None:
+    """All gradients in one, if they are there and lie so."""
+    if len(parameters) == 1:
+        return parameters[0].grad
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return rows_in_one(gradients) if len(gradients) == len(parameters) else None

@@ -1,0 +1,215 @@
+"""Plain linears with explicit input and weight gradients, and the low-rank adapters beside them.
+
+In:   one value [..., features_in] and one or more linears that read it (q, k, v; gate, up), cut or whole.
+Out:  one value per linear.
+Must hold: W reads only what forward read and the output gradient, so it can run at any time after them. Weights are
+cast to the type of what they meet once in a window, where they become one matrix; outputs are slices then. What W finds
+is added up in the type of the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_helix.operators.base import Call, SplitComputation, Tensors
+from hf_helix.operators.linears.accumulate import add_to_bias_gradients, add_to_gradients
+from hf_helix.operators.linears.low_rank import Adapters, LowRank, masks
+from hf_helix.operators.linears.side_by_side import columns_in_one, join_columns
+
+SMALL = 0.1  # the W of biases or low-rank adapters, by that of a weight: roughly, until it is measured
+
+
+class Projection(Protocol):
+    """A module that is an affine map: `nn.Linear`, or Transformers' `Conv1D`."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class Linear(SplitComputation):
+    """Linears that read the same value, as one operator.
+
+    Args:
+        linears: each gives one output.
+        adds_bias: False on all ranks but one of a row-parallel linear, whose partial sums are added up later.
+            The gradient of the bias is complete on every rank all the same, since each sees the whole gradient.
+        transposed: the weights are [features_in, features_out], as those of `Conv1D`.
+        adapters: beside each linear; empty where no linear has any.
+    """
+
+    def __init__(
+        self,
+        linears: Sequence[Projection],
+        adds_bias: bool = True,
+        transposed: bool = False,
+        adapters: Sequence[Adapters] = (),
+    ) -> None:
+        self.linears = tuple(linears)
+        self.adds_bias = adds_bias
+        self.transposed = transposed
+        self._adapters = tuple(adapters)
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Whose gradients W adds to."""
+        own = [p for linear in self.linears for p in (linear.weight, linear.bias) if p is not None]
+        return *own, *self._of_adapters()
+
+    @property
+    def trained(self) -> float:
+        if self._trains_weights():
+            return 1.0
+        return SMALL if any(p.requires_grad for p in self.parameters) else 0.0
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        # Rows, since torch makes a product for every token of a micro-batch of one sequence that attention transposed.
+        shape, value = inputs[0].shape[:-1], _rows(call.precision.lowered(inputs[0]))
+        outputs: list[Tensor] = []
+        for gemm in self._gemms(call, value.dtype):
+            bias = call.precision.weights.of(gemm.biases, value.dtype) if self.adds_bias and gemm.biases else None
+            whole = functional.linear(value, self._matrix(call, gemm, value.dtype), bias)
+            whole = whole.view(*shape, whole.shape[-1])
+            outputs += [whole] if len(gemm.sizes) == 1 else whole.split(gemm.sizes, -1)
+        if self._adapters:
+            for output, adapter, mask in self._each(call, outputs):
+                adapter.add(_rows(output), value, call, mask, self.adds_bias)
+        return tuple(outputs)
+
+    def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+        total: Tensor | None = None
+        for gemm, parts in self._with_rows(call, gradients):
+            whole, first = self._matrix(call, gemm, parts[0].dtype), 0
+            for rows in parts:
+                matrix = whole if len(parts) == 1 else whole.narrow(0, first, rows.shape[-1])
+                total = rows @ matrix if total is None else total.addmm_(rows, matrix)
+                first += rows.shape[-1]
+        assert total is not None
+        if self._adapters:
+            for gradient, adapter, mask in self._each(call, gradients):
+                adapter.add_input_gradient(total, _rows(gradient), call, mask)
+        return (total.view(*gradients[0].shape[:-1], total.shape[-1]),)
+
+    def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
+        *of_outputs, given = gradients
+        value = _rows(call.precision.lowered(given))
+        for gemm, parts in self._with_rows(call, of_outputs):
+            together = len(parts) == 1
+            for place, rows in enumerate(parts):
+                if gemm.trains_weights:
+                    left, right = (value, rows) if self.transposed else (rows, value)
+                    weights = gemm.weights if together else gemm.weights[place : place + 1]
+                    add_to_gradients(weights, left.t(), right)
+                if gemm.trains_biases:
+                    add_to_bias_gradients(gemm.biases if together else gemm.biases[place : place + 1], rows)
+        if self._adapters:
+            for gradient, adapter, mask in self._each(call, of_outputs):
+                adapter.add_weight_gradients(value, _rows(gradient), call, mask)
+
+    def _gemms(self, call: Call, dtype: torch.dtype) -> list[_Gemm]:
+        """The products of a type that forward makes of its value, which stay the same in a window."""
+        found: list[_Gemm] = call.precision.weights.once((self, dtype), lambda: self._make_gemms(dtype))
+        return found
+
+    def _make_gemms(self, dtype: torch.dtype) -> list[_Gemm]:
+        """One for all linears where their weights are copied to that type anyway, which puts them in one piece."""
+        apart = [_Gemm.of(linear.weight, linear.bias, self.transposed) for linear in self.linears]
+        copied = all(gemm.weights[0].dtype is not dtype for gemm in apart)
+        if len(apart) == 1 or self.transposed or not copied or len({gemm.kind for gemm in apart}) > 1:
+            return apart
+        return [_Gemm.joined(apart)]
+
+    def _with_rows(self, call: Call, gradients: Sequence[Tensor]) -> Iterator[tuple[_Gemm, list[Tensor]]]:
+        """Every product with the gradients of its outputs [tokens, features]: in one piece, or linear by linear."""
+        place = 0
+        for gemm in self._gemms(call, gradients[0].dtype):
+            count = len(gemm.sizes)
+            parts = [_rows(gradient) for gradient in gradients[place : place + count]]
+            place += count
+            yield gemm, parts if count == 1 else _beside(parts, gemm.weights[0].shape[1])
+
+    def _trains_weights(self) -> bool:
+        return any(linear.weight.requires_grad for linear in self.linears)
+
+    def _of_adapters(self) -> list[Tensor]:
+        return [p for beside in self._beside() for adapter in beside for p in adapter.parameters]
+
+    def _beside(self) -> list[Sequence[LowRank]]:
+        """The adapters that are switched on, linear by linear."""
+        return [adapters() for adapters in self._adapters]
+
+    def _each(self, call: Call, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
+        """Every adapter with what belongs to its linear, and with what dropout multiplies its input with."""
+        pairs = [(value, adapter) for value, found in zip(values, self._beside(), strict=True) for adapter in found]
+        tokens = values[0].numel() // values[0].shape[-1]
+        drawn = masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
+        yield from ((value, adapter, mask) for (value, adapter), mask in zip(pairs, drawn, strict=True))
+
+    def _matrix(self, call: Call, gemm: _Gemm, dtype: torch.dtype) -> Tensor:
+        """[features_out, features_in]."""
+        if gemm.matrix is None:
+            weight = call.precision.weights.of(gemm.weights, dtype)
+            gemm.matrix = weight.t() if self.transposed else weight
+        return gemm.matrix
+
+
+@dataclass(slots=True)
+class _Gemm:
+    """One product of forward: of a linear, or of several that read the same value.
+
+    Attributes:
+        weights, biases: one of each linear; no biases where there are none.
+        sizes: the features out of each.
+        matrix: the weights as they are multiplied, once they are.
+    """
+
+    weights: list[Tensor]
+    biases: list[Tensor]
+    sizes: list[int]
+    trains_weights: bool
+    trains_biases: bool
+    matrix: Tensor | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, transposed: bool) -> _Gemm:
+        """Of one linear."""
+        biases = [] if bias is None else [bias]
+        trains = weight.requires_grad, bias is not None and bias.requires_grad
+        return cls([weight], biases, [weight.shape[1 if transposed else 0]], *trains)
+
+    @classmethod
+    def joined(cls, gemms: Sequence[_Gemm]) -> _Gemm:
+        """Of several linears of one kind."""
+        weights, biases = [w for gemm in gemms for w in gemm.weights], [b for gemm in gemms for b in gemm.biases]
+        trains = gemms[0].trains_weights, gemms[0].trains_biases
+        return cls(weights, biases, [size for gemm in gemms for size in gemm.sizes], *trains)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What linears must have in common to be one product."""
+        return self.trains_weights, self.trains_biases, *(p.dtype for p in (*self.weights, *self.biases))
+
+
+def _rows(value: Tensor) -> Tensor:
+    return value.reshape(-1, value.shape[-1])
+
+
+def _beside(gradients: list[Tensor], width: int) -> list[Tensor]:
+    """The gradients of outputs [tokens, features] in one piece, for one product; as they are where several are faster.
+
+    Every product but the first reads and writes the input gradient again, and the input for the weight gradients, both
+    `width` wide; putting the gradients in one piece reads and writes them.
+    """
+    features = sum(gradient.shape[-1] for gradient in gradients)
+    if 2 * features <= (len(gradients) - 1) * width:
+        return [join_columns(gradients)]
+    whole = columns_in_one(gradients)
+    return gradients if whole is None else [whole]

@@ -1,0 +1,1 @@
+"""Mixtures of experts: tokens to the ranks of their experts, and back."""

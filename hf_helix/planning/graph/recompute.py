@@ -1,0 +1,62 @@
+"""Recompute: what backward runs again, so that it need not be kept (activation checkpointing).
+
+In:   the forward graph of a layer, and how much to run again; or a profile.
+Out:  the graph with `again` on those operators, from which `derive_backward` makes one that runs them; the profile of
+      such graphs.
+Must hold: nothing runs again that backward does not need: what ends in the unit's output (the last linear, its
+scatter, the residual) has no reader there. Indices and counts are kept: they are small, and what follows from them,
+such as how many rows go where, is then the same the second time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_helix.config import RECOMPUTE
+from hf_helix.planning.graph.operator import Graph
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.profile import Profile, named_operators
+
+NONE, SELECTIVE, FULL = RECOMPUTE
+
+
+def recomputed(graph: Graph, mode: str) -> Graph:
+    """The forward graph with the operators marked that backward runs again.
+
+    Args:
+        mode: `none`; `selective`: what is cheap; `full`: everything, so that of the values only those that enter the
+            unit are kept.
+    """
+    if mode == NONE:
+        return graph
+    plain = {value for op in graph.operators for value in op.plain}
+    needed = {value for op in graph.operators for value in (*op.keeps, *(op.reads if op.split and op.trained else ()))}
+    marked: set[str] = set()
+    for op in reversed(graph.operators):
+        may = op.differentiable and (mode == FULL or op.cheap or op.again)
+        if may and (op.saves or needed.intersection(op.writes) - plain):
+            marked.add(op.name)
+            needed.update(op.reads)
+    return replace(graph, operators=tuple(replace(op, again=op.name in marked) for op in graph.operators))
+
+
+def recompute_profile(profile: Profile, mode: str) -> Profile:
+    """What a profile says of the recomputed graphs of its layers: running again takes as long as forward."""
+    old = profile.layout
+    graphs = {
+        name: GraphPair.of(recomputed(pair.forward, mode)) if pair.forward.repeats else pair
+        for name, pair in old.graphs.items()
+    }
+    layout = replace(old, graphs=graphs)
+    sources = {name: name if name in profile.times else (name[0], f"F.{op.of}") for name, op in named_operators(layout)}
+    like = {name: profile.like.get(source, source) for name, source in sources.items()}
+    return replace(
+        profile,
+        about={**profile.about, "recompute": f"{mode}, derived"},
+        layout=layout,
+        times={name: profile.times[source] for name, source in sources.items()},
+        spread={name: profile.spread.get(source, 0.0) for name, source in sources.items()},
+        like={name: other for name, other in like.items() if other != name},
+        bytes={name: profile.bytes[source] for name, source in sources.items() if source in profile.bytes},
+        bare={name: profile.bare[source] for name, source in sources.items() if source in profile.bare},
+    )

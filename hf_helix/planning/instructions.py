@@ -1,0 +1,115 @@
+"""Windows: everything the ranks run for the micro-batches of an optimizer step, before a plan orders it.
+
+In:   a schedule, and the units of every virtual stage.
+Out:  instructions: which operator of which unit for which micro-batch, and what it reads and writes.
+Must hold: every operator of every micro-batch once, each after what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from hf_helix.planning.graph.operator import Operator, Part
+from hf_helix.planning.layout import Key, Layout
+from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One operator for one micro-batch; without an operator, a barrier.
+
+    Attributes:
+        unit: index among the layout's units; of a barrier, any unit of its rank (-1 where there is one rank).
+        adds, waits: as of `Operator`, by key.
+        frees: values that nothing reads any more.
+        ends: whether nothing of the micro-batch comes after.
+        completes: units whose gradients are complete.
+    """
+
+    microbatch: int
+    unit: int
+    operator: Operator | None
+    reads: tuple[Key, ...] = ()
+    adds: tuple[Key | None, ...] = ()
+    writes: tuple[Key, ...] = ()
+    frees: tuple[Key, ...] = ()
+    ends: bool = False
+    completes: tuple[int, ...] = ()
+    waits: tuple[Key, ...] = ()
+
+    @property
+    def needs(self) -> tuple[Key, ...]:
+        """Every value that must exist."""
+        return self.reads + tuple(key for key in self.adds if key is not None) + self.waits
+
+
+BARRIER_INSTRUCTION = Instruction(-1, -1, None)
+
+
+Place = tuple[int, int]
+"""A micro-batch and a unit."""
+
+_PARTS = {"F": {Part.F}, "B": set(Part) - {Part.F}, "I": set(Part) - {Part.F, Part.W}, "W": {Part.W}}
+
+
+def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[Place | None, Place | None]]:
+    """The i-th unit of the forward action beside the i-th unit of the backward action; ways between ranks left out."""
+    forward = _places(slot.forward, layout)
+    backward = _places(slot.backward, layout)[::-1]
+    yield from zip_longest(
+        *([place for place in found if not layout.transfers(place[1])] for found in (forward, backward))
+    )
+
+
+def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Instruction]:
+    """What a slot receives from other ranks before it begins, or sends to them when it has ended."""
+    found = []
+    for action in slot.actions:
+        for place in _places(action, layout):
+            if layout.transfers(place[1]):
+                made = action_instructions(layout, place, action)
+                found += [each for each in made if each.operator is not None and each.operator.receives is receives]
+    return found
+
+
+def _places(action: Action | None, layout: Layout) -> list[Place]:
+    return [(action.microbatch, unit) for unit in layout.chunks[action.stage]] if action else []
+
+
+def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
+    """What a micro-batch runs in a unit, in canonical order."""
+    microbatch, unit = place
+    pair = layout.graphs[layout.units[unit]]
+
+    def instruction(op: Operator) -> Instruction:
+        def keys(names: Iterable[str]) -> tuple[Key, ...]:
+            return tuple(layout.key(unit, name, forward) for name in names)
+
+        adds = tuple(None if name is None else layout.key(unit, name, forward) for name in op.adds)
+        return Instruction(microbatch, unit, op, keys(op.reads), adds, keys(op.writes), waits=keys(op.waits))
+
+    return [instruction(op) for op in (pair.forward if forward else pair.backward).operators]
+
+
+def action_instructions(layout: Layout, place: Place, action: Action) -> list[Instruction]:
+    """What an action runs in a unit: of a backward in two halves, only its half."""
+    made = unit_instructions(layout, place, action.direction == "F")
+    parts = _PARTS[action.direction]
+    return [instruction for instruction in made if instruction.operator and instruction.operator.part in parts]
+
+
+def slot_instructions(slot: Slot, layout: Layout) -> list[Instruction]:
+    """What a slot runs, unit by unit, one strand after the other."""
+    found = transfers_of(slot, layout, receives=True)
+    for places in blocks_of(slot, layout):
+        for place, action in zip(places, (slot.forward, slot.backward), strict=True):
+            if place is not None and action is not None:
+                found += action_instructions(layout, place, action)
+    return found + transfers_of(slot, layout, receives=False)
+
+
+def window_instructions(schedule: Schedule, layout: Layout) -> list[Instruction]:
+    """Everything the ranks run, rank by rank and slot by slot."""
+    return [made for slots in schedule for slot in slots for made in slot_instructions(slot, layout)]

@@ -1,0 +1,74 @@
+"""Layouts: which rank of the pipeline holds which units of the model, and which graph each unit runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_helix.planning.graph.pair import GraphPair
+
+Key = tuple[int, str]
+"""A value of a micro-batch: the unit it is named in, and its name. What leaves a unit keeps its key in the next."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the pipeline ranks hold, by name.
+
+    Attributes:
+        units: names of all units in forward order, those between the ranks included.
+        chunks: the units of each virtual stage, as indices.
+        graphs: of each name.
+        ranks: the pipeline rank of each virtual stage; empty where one rank holds them all.
+        shared: operators of backward, as (unit, name), that add to one gradient, such as that of tied embeddings; each
+            row in the order in which a micro-batch runs them.
+    """
+
+    units: Sequence[str]
+    chunks: Mapping[int, Sequence[int]]
+    graphs: Mapping[str, GraphPair]
+    shared: Sequence[Sequence[tuple[int, str]]] = ()
+    ranks: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shared", tuple(tuple((unit, name) for unit, name in row) for row in self.shared))
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        homes = {unit: self.ranks[stage] if self.ranks else 0 for stage, chunk in self.chunks.items() for unit in chunk}
+        object.__setattr__(self, "_homes", homes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the pipeline."""
+        return max(self.ranks, default=0) + 1
+
+    def rank_of(self, unit: int) -> int:
+        """The pipeline rank that holds a unit."""
+        return self._homes.get(unit, 0)  # type: ignore[attr-defined]
+
+    def units_of(self, rank: int) -> list[int]:
+        """The units of a pipeline rank in forward order."""
+        return [unit for unit, home in sorted(self._homes.items()) if home == rank]  # type: ignore[attr-defined]
+
+    def transfers(self, unit: int) -> bool:
+        """Whether a unit is a way between ranks."""
+        return self.graphs[self.units[unit]].forward.transfers
+
+    def describe(self) -> str:
+        """One line per virtual stage; equal text means equal placement."""
+        lines = []
+        for stage, chunk in self.chunks.items():
+            names = " ".join(self.units[unit] for unit in chunk)
+            lines.append(f"stage {stage} on rank {self.ranks[stage] if self.ranks else 0}: {names}")
+        return "\n".join(lines)
+
+    def key(self, unit: int, value: str, forward: bool) -> Key:
+        """The key of a value: of the unit that writes it."""
+        pair = self.graphs[self.units[unit]]
+        forward = forward or value in pair.backward.kept
+        if forward and value in pair.forward.inputs and unit > 0:
+            before = self.graphs[self.units[unit - 1]].forward
+            return unit - 1, before.outputs[pair.forward.inputs.index(value)]
+        if not forward and value in pair.backward.inputs and unit < len(self.units) - 1:
+            after = self.graphs[self.units[unit + 1]].backward
+            return unit + 1, after.outputs[pair.backward.inputs.index(value)]
+        return unit, value

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: actions, placements, named schedules, checks, simulation, search."""

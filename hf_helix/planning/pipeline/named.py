@@ -1,0 +1,100 @@
+"""Builders: the named schedules, for any number of ranks and micro-batches.
+
+In:   the number of pipeline ranks P and of micro-batches M.
+Out:  a `Schedule`.
+Must hold: `hf_helix.planning.pipeline.validate.validate` passes each. They know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot, without_microbatches
+
+Step = tuple[tuple[int, str], ...]
+"""What a slot runs, (stage, direction), before it is known for which micro-batch."""
+
+
+def w_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
+    """The paper's W-shaped schedule on the fold (section 4.1, figure 8): 1F1B over M+P units that go down and up.
+
+    Over global slot numbers t, rank r runs: F of chunk 0 at 2k+r; F of chunk 1 at 2k+2P-1-r; B of chunk 1 at
+    2P+2k+r; B of chunk 0 at 4P+2k-1-r. With M >= P that makes 4P+2M-2 slots of which 2(M-P) a rank are fused.
+    """
+    schedule = []
+    for rank in range(num_ranks):
+        down, up = rank, 2 * num_ranks - 1 - rank
+        forward, backward = {}, {}
+        for k in range(num_microbatches):
+            forward[2 * k + rank] = Action(down, "F", k)
+            forward[2 * k + 2 * num_ranks - 1 - rank] = Action(up, "F", k)
+            backward[2 * num_ranks + 2 * k + rank] = Action(up, "B", k)
+            backward[4 * num_ranks + 2 * k - 1 - rank] = Action(down, "B", k)
+        times = sorted(forward.keys() | backward.keys())
+        schedule.append([Slot(forward.get(time), backward.get(time)) for time in times])
+    return schedule
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Megatron's 1F1B on the linear placement, one strand: rank r runs ahead by P-1-r forwards, then takes turns."""
+
+    def steps(rank: int) -> list[Step]:
+        forward: list[Step] = [((rank, "F"),)]
+        backward: list[Step] = [((rank, "B"),)]
+        ahead = min(num_microbatches, num_ranks - 1 - rank)
+        return forward * ahead + (forward + backward) * (num_microbatches - ahead) + backward * ahead
+
+    return [_numbered(steps(rank)) for rank in range(num_ranks)]
+
+
+def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """DeepSeek's DualPipeV on the fold: fused slots in the middle, input and weight gradients apart at both ends.
+
+    It is made for M >= 2P. With fewer it is that of 2P micro-batches without the missing ones.
+    """
+    built_for = max(num_microbatches, 2 * num_ranks)
+    schedule = [_numbered(_dualpipe_v_steps(rank, num_ranks, built_for)) for rank in range(num_ranks)]
+    return without_microbatches(schedule, num_microbatches)
+
+
+def _dualpipe_v_steps(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
+    """Its eight phases on a rank; `below` ranks are nearer to the turn of the fold."""
+    below, through = num_ranks - 1 - rank, rank + 1
+    f0, f1 = (rank, "F"), (2 * num_ranks - 1 - rank, "F")
+    (b0, i0, w0), (b1, i1, w1) = ([(stage, direction) for direction in "BIW"] for stage, _ in (f0, f1))
+
+    steps: list[Step] = [(f0,)] * (2 * below)  # 1: F0
+    steps += [(f0,), (f1,)] * through  # 2: F0 F1
+    steps += [(i1,), (w1,), (f1,)] * below  # 3: I1 W1 F1
+    main: list[Step] = [(f0, b1), (f1, b0)] * (num_microbatches - 2 * num_ranks + through)  # 4: F0B1 F1B0
+    if below == 0:  # the turn of the fold: everyone waits for its first B1, so nothing runs beside it
+        main[:1] = [(f0,), (b1,)]
+    steps += main
+    steps += [(b1,), (f1, b0)] * below  # 5: B1 F1B0
+
+    # From the middle of phase 6 on only input gradients are on the way of others; weight gradients wait.
+    last = [b1, b0] * through
+    split = [{b0: i0, b1: i1}[step] for step in last[through:]]
+    waiting = [{i0: w0, i1: w1}[step] for step in split] + [w0] * below
+    steps += [(step,) for step in last[:through] + split]  # 6: B1 B0, then I1 I0
+    steps += [(step,) for weight in waiting[:below] for step in (weight, i0)]  # 7: W I0
+    steps += [(weight,) for weight in waiting[below:]]  # 8: W
+    return steps
+
+
+def _numbered(steps: Iterable[Step]) -> list[Slot]:
+    """With micro-batches: every stage and part takes them in order."""
+    count: Counter[tuple[int, str]] = Counter()
+    slots = []
+    for step in steps:
+        actions = {}
+        for stage, direction in step:
+            parts = [(stage, part) for part in PARTS[direction]]
+            actions[direction] = Action(stage, direction, count[parts[0]])
+            count.update(parts)
+        slots.append(Slot(actions.pop("F", None), next(iter(actions.values()), None)))
+    return slots
+
+
+BUILDERS: dict[str, Callable[[int, int], Schedule]] = {"w": w_schedule, "1f1b": one_f_one_b, "dualpipe_v": dualpipe_v}

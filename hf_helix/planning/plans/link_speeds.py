@@ -1,0 +1,108 @@
+"""What plans would be worth on a slower or faster link: predictions from one measured profile.
+
+In:   a profile that knows the bytes of its collectives, and the speeds of links.
+Out:  profiles of the same operators on these links, and for each the predicted times of plans made for it.
+Must hold: a collective takes what it takes without a link, or latency + bytes / rate, whichever is more. That is how
+the emulation works (`operators.communication.emulated_link`), so nothing is assumed about the collectives themselves.
+What they and computations cost each other is their real work on the machine, which no link changes: the same seconds a
+collective, however long it is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hf_helix.link_speed import LinkSpeed, parse_link
+from hf_helix.planning.cost import work_of
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.instructions import window_instructions
+from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.registry import make_plan, predict_plan
+from hf_helix.planning.profile import Name, Pair, Profile
+
+NO_LINK = LinkSpeed(None)
+"""No link: collectives as fast as they were measured, or would have been without the emulation."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the cost function says of a window on a link.
+
+    Attributes:
+        speed: of the link; `NO_LINK` for none.
+        computation, communication: seconds of each alone.
+        plans: by rule, seconds of a window under the plan that it makes for this link.
+    """
+
+    speed: LinkSpeed
+    computation: float
+    communication: float
+    plans: Mapping[str, float]
+
+    def gain(self, rule: str, over: str) -> float:
+        """How many times as fast one rule's plan is as another's."""
+        return self.plans[over] / self.plans[rule]
+
+
+def link_of(profile: Profile) -> LinkSpeed:
+    """The emulated link that a profile was measured on; `NO_LINK` for none."""
+    text = profile.about.get("emulated_link")
+    return parse_link(text) if text else NO_LINK
+
+
+def on_link(profile: Profile, speed: LinkSpeed) -> Profile:
+    """The profile as it would be measured on another link.
+
+    Raises:
+        ValueError: it does not say how many bytes its collectives move.
+    """
+    moving = [name for name, seconds in profile.times.items() if profile.kind(name).communicates and seconds]
+    if not profile.bytes and moving:
+        raise ValueError(
+            "the profile does not say how many bytes its collectives move, so there is no telling what they would take "
+            "on another link; measure anew with `hf-helix profile`"
+        )
+    times = dict(profile.times)
+    for name, count in profile.bytes.items():
+        times[name] = max(profile.bare.get(name, times[name]), speed.seconds(count))
+    pairs = {names: _pair(profile, times, names) for names in profile.pairs}
+    about = {**profile.about, "emulated_link": speed.text if speed.rate else ""}
+    return replace(profile, about={key: value for key, value in about.items() if value}, times=times, pairs=pairs)
+
+
+def _pair(profile: Profile, times: Mapping[Name, float], names: tuple[Name, Name]) -> Pair:
+    """Two operators beside each other, where collectives take longer or shorter than they did."""
+    a, b = names
+    stretched = 1.0
+    for name in names:
+        stretched *= times[name] / profile.times[name]
+    slow = [1 + (profile.slowdown(*pair) - 1) / stretched for pair in ((a, b), (b, a))]
+    if all(profile.kind(name).communicates for name in names):  # they share the link, whatever its speed
+        slow = [profile.slowdown(a, b), profile.slowdown(b, a)]
+    return Pair.of(times[a], times[b], *slow)
+
+
+def predict_speeds(
+    profile: Profile, schedule: Schedule, speeds: Sequence[LinkSpeed], plans: Mapping[str, Plan]
+) -> list[Predicted]:
+    """What windows would take on each link, under plans of these rules.
+
+    Rules that need no search make their plans anew for each link. What a search found is judged as it is, beside what
+    `greedy` makes for that link, and the better of the two counts: a search there could only find better ones.
+    """
+    return [_predict(on_link(profile, speed), schedule, plans) for speed in speeds]
+
+
+def _predict(profile: Profile, schedule: Schedule, plans: Mapping[str, Plan]) -> Predicted:
+    """What windows take on the link of a profile."""
+    seconds = {}
+    for rule, plan in plans.items():
+        about = {"model": plan.model, "mesh": plan.mesh}
+        anew = make_plan(rule if plan.flow is None else "greedy", profile, **about)  # type: ignore[arg-type]
+        candidates = [anew] if plan.flow is None else [anew, plan]
+        seconds[rule] = min(predict_plan(each, profile, schedule)[1].seconds for each in candidates)
+    loads = work_of(window_instructions(schedule, profile.layout), profile.layout, profile.times).loads()
+    computing = loads.pop(Kind.COMPUTE)
+    return Predicted(link_of(profile), computing, sum(loads.values()), seconds)

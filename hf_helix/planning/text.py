@@ -1,0 +1,42 @@
+"""Text forms: JSON that people can read, and the first line in which two texts differ.
+
+In:   mappings, lists and plain values.
+Out:  text of short lines.
+Must hold: it is JSON of the same data.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def format_json(data: Any, indent: str = "") -> str:
+    """JSON for people: whatever holds no further lists or mappings takes one line."""
+    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    flat = isinstance(data, dict) and not any(isinstance(item, (dict, list)) for item in items)
+    if not items or (flat and indent):
+        return json.dumps(data)
+    if isinstance(data, list) and len(json.dumps(data)) + len(indent) < 100 and not isinstance(data[0], dict):
+        return json.dumps(data)
+    inner = indent + " "
+    if isinstance(data, dict):
+        lines = [f"{inner}{json.dumps(key)}: {format_json(value, inner)}" for key, value in data.items()]
+        return "{\n" + ",\n".join(lines) + "\n" + indent + "}"
+    return "[\n" + ",\n".join(inner + format_json(value, inner) for value in data) + "\n" + indent + "]"
+
+
+def round_ms(seconds: float, digits: int = 6) -> float:
+    """Milliseconds for files."""
+    return float(f"{seconds * 1e3:.{digits}g}")
+
+
+def first_difference(mine: str, theirs: str) -> str:
+    """The first line in which two texts differ, both versions; empty when they are equal."""
+    left, right = mine.splitlines(), theirs.splitlines()
+    for number in range(max(len(left), len(right))):
+        a = left[number] if number < len(left) else "(nothing)"
+        b = right[number] if number < len(right) else "(nothing)"
+        if a != b:
+            return f"line {number + 1}: {a.strip()!r} against {b.strip()!r}"
+    return ""

@@ -1,0 +1,167 @@
+"""Agreement: what must be equal on several ranks is compared before anything hangs on it.
+
+In:   a text (plan, schedule), the inputs of a window, or what one rank alone can find out.
+Out:  nothing or the same result, or the same error, on every rank that compared.
+Must hold: ranks never issue collectives that do not match.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_helix.planning.text import first_difference
+from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.failures.endings import describe, told_by
+
+T = TypeVar("T")
+
+
+def agree_on_text(text: str, what: str) -> None:
+    """Compare a text over all ranks. Collective.
+
+    Raises:
+        ValueError: on every rank, naming the ranks and the first line that differs.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=control_group())
+    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if odd is None:
+        return
+    texts: list[str] = [""] * len(digests)
+    dist.all_gather_object(texts, text, group=control_group())
+    raise ValueError(
+        f"rank 0 and rank {odd} have different {what}: {first_difference(texts[0], texts[odd])}. "
+        "Give every rank the same configuration, model and plan file"
+    )
+
+
+def agree_on_success(error: Exception | None) -> None:
+    """Raise on every rank if any has an error. Collective.
+
+    Raises:
+        Exception: this rank's own error.
+        ValueError: that of another rank, which it names.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        errors: list[str] = [""] * dist.get_world_size()
+        mine = f"{type(error).__name__}: {error}" if error else ""
+        dist.all_gather_object(errors, mine, group=control_group())
+        failed = next((rank for rank, text in enumerate(errors) if text), None)
+        if failed is not None and error is None:
+            raise told_by(ValueError(f"on rank {failed}: {errors[failed]}"), f"rank {failed} failed: {errors[failed]}")
+    if error is not None:
+        raise error
+
+
+def decide_on_rank_0(decide: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank. Collective.
+
+    Raises:
+        ValueError: on every rank, as rank 0 has raised it.
+        RuntimeError: on the others, with any other error that rank 0 has raised.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return decide()
+    found: list[Any] = [None, None]
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            found[0] = decide()
+        except Exception as raised:
+            error = raised
+            is_for_users = isinstance(error, ValueError)
+            again = ValueError(str(error)) if is_for_users else RuntimeError(f"rank 0 failed: {error!r}")
+            found[1] = told_by(again, describe(error, 0))
+    dist.broadcast_object_list(found, src=0, group=control_group())
+    if found[1] is not None:
+        raise error or found[1]
+    return found[0]
+
+
+def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Compare the token ids of a window over the ranks that share it. Collective.
+
+    Raises:
+        ValueError: on every rank of the group, if their batches differ in number, shape or content.
+    """
+    if group is None:
+        return
+    mine = torch.stack(
+        [_fingerprint(inputs), torch.tensor(float(len(inputs)), dtype=torch.float64, device=inputs[0].device)]
+    )
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    found = torch.stack(gathered).tolist()  # one wait for the device, however many ranks there are
+    if any(other != found[0] for other in found):
+        lines = ", ".join(f"{int(other[1])} micro-batches with checksum {other[0]:.0f}" for other in found)
+        raise ValueError(
+            f"ranks of one tensor-parallel or pipeline group got different batches ({lines}); they must share every "
+            "batch. Shuffle with the same seed on every rank: TrainingArguments(seed=..., data_seed=...)"
+        )
+
+
+def agree_on_number(count: int, device: torch.device, states: Tensor | None = None) -> list[list[int]]:
+    """Compare the number of micro-batches of a window over all ranks. Collective.
+
+    Args:
+        states: whole numbers that the ranks tell each other on this occasion, as many on every rank.
+
+    Returns:
+        The states of every rank.
+
+    Raises:
+        ValueError: on every rank, if they differ: the dataset of a rank has ended before the others'.
+    """
+    mine = torch.tensor([count], device=device)
+    if states is not None:
+        mine = torch.cat((mine, states))
+    found = mine[None]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        found = torch.stack(gathered)
+    rows = found.tolist()
+    counts = [row[0] for row in rows]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"the ranks have windows of different length (micro-batches by rank: {counts}): the dataset of some ranks "
+            "ends before that of the others. Give every data-parallel rank as many samples, or stop before the "
+            "shortest ends with TrainingArguments(max_steps=...)"
+        )
+    return [row[1:] for row in rows]
+
+
+def add_up(numbers: Sequence[int]) -> list[int]:
+    """The sums of whole numbers over all ranks, over the host's memory. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return list(numbers)
+    total = torch.tensor(numbers, dtype=torch.long)
+    dist.all_reduce(total, group=control_group())
+    return total.tolist()
+
+
+def _fingerprint(inputs: Sequence[Tensor]) -> Tensor:
+    """A checksum over shapes and contents, exact in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
+    for place, ids in enumerate(inputs):
+        flat = ids.reshape(-1).to(torch.float64)
+        weights = torch.arange(flat.numel(), device=flat.device) % 8191 + (1 + 13 * place + ids.shape[-1] % 8191)
+        total = total + (flat * weights).sum()
+    return total
+
+
+def over_ranks(mine: Any) -> list[Any]:
+    """What every rank brings, in rank order. Collective."""
+    if not dist.is_initialized():
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine, group=control_group())
+    return found

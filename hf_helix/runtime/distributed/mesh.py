@@ -1,0 +1,319 @@
+"""The mesh: which ranks share what.
+
+In:   the sizes of the parallel dimensions and the process group that the launcher made.
+Out:  the axes and the pipeline that operators communicate over, and the groups that gradients are summed over.
+Must hold: data parallelism is the outermost dimension (Accelerate hands out batches by it), then come the pipeline,
+context parallelism and, innermost, tensor parallelism, so that it stays inside a host; every rank builds the same
+groups in the same order; with NCCL, all communicators are made with the mesh; process groups are destroyed when the
+interpreter exits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hf_helix.link_speed import parse_link
+from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
+from hf_helix.operators.communication.transport import Axis, GlooTransport, GroupTransport
+from hf_helix.operators.unit import EXPERTS, Placement
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime.distributed import groups
+from hf_helix.runtime.distributed.pipe import Pipe, make_pipe
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The place of this rank.
+
+    Attributes:
+        device: where tensors must lie to be communicated.
+        device_mesh: dimensions ("dp_replicate", "tp"), as Accelerate reads them, whose "tp" are all ranks that share a
+            batch; None for a single process.
+        tp: the tensor-parallel axis.
+        cp: the context-parallel axis: ranks with the same shards and other parts of the same sequences.
+        experts: ranks that together hold every expert once, those of tensor parallelism (and expert parallelism, which
+            takes them from data parallelism); tokens go to their experts over it.
+        pipe: the ranks of the pipeline.
+        dp_group: ranks with the same shards and other batches; None where there is only one.
+        copies_group: ranks with the same shards and other tokens, dp and cp together; None where there is only one.
+        expert_copies_group: ranks with the same experts and other tokens; None where there is only one.
+        batch_group: ranks that share a batch; None where there is only one.
+        link: the emulated link that this rank is connected by; None where bytes go as they are.
+    """
+
+    sizes: dict[str, int]
+    device: torch.device
+    device_mesh: DeviceMesh | None
+    tp: Axis
+    cp: Axis
+    experts: Axis
+    pipe: Pipe
+    dp_group: dist.ProcessGroup | None
+    copies_group: dist.ProcessGroup | None
+    expert_copies_group: dist.ProcessGroup | None
+    batch_group: dist.ProcessGroup | None
+    link: Link | None = None
+
+    def over(self, link: Link) -> Mesh:
+        """The same ranks and groups, with all that operators and sums of gradients move going over one link."""
+
+        def linked(axis: Axis) -> Axis:
+            return axis if axis.size == 1 else Axis(LinkedTransport(axis.transport, link), axis.kind)
+
+        axes = {axis: linked(axis) for axis in (self.tp, self.cp, self.experts)}  # experts may share tp's
+        tp, cp, experts = (axes[axis] for axis in (self.tp, self.cp, self.experts))
+        return replace(self, tp=tp, cp=cp, experts=experts, pipe=self.pipe.over(link), link=link)
+
+    @property
+    def dp_size(self) -> int:
+        return self.sizes["dp"]
+
+    @property
+    def option_sizes(self) -> dict[str, int]:
+        """By the names of the options, without data parallelism; context and expert parallelism where there is any."""
+        found = {"tp_size": self.sizes["tp"], "pp_size": self.sizes["pp"]}
+        return found | {f"{name}_size": self.sizes[name] for name in ("cp", "ep") if self.sizes[name] > 1}
+
+    @property
+    def axes(self) -> list[Axis]:
+        """Those that operators communicate over."""
+        axes = dict.fromkeys((self.tp, self.cp, self.experts))
+        return [axis for axis in axes if axis.size > 1]
+
+    def axis_of(self, placement: Placement) -> Axis:
+        """The ranks that a parameter is cut over."""
+        return self.experts if placement.over == EXPERTS else self.tp
+
+    def copies_of(self, placement: Placement) -> dist.ProcessGroup | None:
+        """The ranks that hold the same of a parameter and see other tokens."""
+        return self.expert_copies_group if placement.over == EXPERTS else self.copies_group
+
+    def holds_first_copy(self, placement: Placement) -> bool:
+        """Whether this rank is the one to write what it holds of a parameter."""
+        group = self.copies_of(placement)
+        return group is None or dist.get_rank(group) == 0
+
+
+def world_size() -> int:
+    """Processes of the launcher's group; 1 without a group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process in the launcher's group; 0 without a group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def build_mesh(
+    tp_size: int,
+    device: torch.device | str,
+    pp_size: int = 1,
+    cp_size: int = 1,
+    ep_size: int = 1,
+    cross_node: Collection[str] | None = None,
+    link: str | None = None,
+) -> Mesh:
+    """The mesh over every process of the launcher's group; one of the same sizes that is there already is used again.
+
+    Every group has threads and connections of its own, so a process that makes several trainers must not make groups
+    for each of them. An emulated link is made anew.
+
+    Args:
+        ep_size: of the data-parallel ranks, how many share the experts.
+        cross_node: the axes (`tp`, `cp`, `ep`) that communicate between hosts; None to ask the ranks for the names.
+        link: see `HelixConfig`.
+
+    Raises:
+        ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
+            cannot be emulated here.
+    """
+    device = torch.device(device)
+    world = world_size()
+    check_joined(world)
+    check_world(world, tp_size, pp_size, cp_size, ep_size)
+    cross = None if cross_node is None else tuple(sorted(cross_node))
+    key = tp_size, pp_size, cp_size, ep_size, cross, device, dist.group.WORLD if dist.is_initialized() else None
+    if key not in _meshes:
+        dp_size = world // (tp_size * pp_size * cp_size)
+        sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
+        _meshes[key] = _new_mesh(sizes, device, cross)
+    if link is None:
+        return _meshes[key]
+    check_link(link, device, world)
+    return _meshes[key].over(Link(parse_link(link)))
+
+
+_meshes: dict[object, Mesh] = {}
+
+
+def forget_meshes() -> None:
+    """After a failure: what was under way on their groups would meet what comes next."""
+    _meshes.clear()
+
+
+def _new_mesh(sizes: dict[str, int], device: torch.device, cross_node: Collection[str] | None) -> Mesh:
+    dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
+    shared, single = pp_size * cp_size * tp_size, Axis.single()
+    if dp_size * shared == 1:
+        return Mesh(sizes, device, None, single, single, single, Pipe([0]), None, None, None, None)
+    backend = groups.backend_of(device)
+    groups.control_group()  # later, not all ranks may come to need it at the same time
+    if backend == groups.NCCL:
+        groups.order_launches(pp_size)
+    # Dimensions: copies of the experts, ep, pp, cp, tp.
+    places = torch.arange(dp_size * shared).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
+    rows = {
+        "tp": places,
+        "cp": places.movedim(3, -1),
+        "ep": places.movedim(1, -1),
+        "experts": places.movedim(1, 3).flatten(3),
+    }
+    if cross_node is None:
+        cross_node = _axes_between_hosts(rows)
+    device_mesh = _device_mesh(device, dp_size, shared)
+    batch_group = device_mesh.get_group("tp") if shared > 1 else None
+    dp_group = device_mesh.get_group("dp_replicate") if dp_size > 1 else None
+
+    def axis_over(name: str, kinds: Collection[str]) -> Axis:
+        size = rows[name].shape[-1]
+        if size == 1:
+            return single
+        group = batch_group if size == shared and name != "experts" else groups.group_of(rows[name])
+        assert group is not None
+        kind = Kind.CROSS if set(kinds) & set(cross_node) else Kind.LOCAL
+        return Axis(_transport(group, rows[name], backend), kind)
+
+    tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
+    experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
+    copies = places.permute(2, 4, 0, 1, 3).flatten(2)
+    copies_group = dp_group if cp_size == 1 else groups.group_of(copies, use="gradients")
+    expert_copies_group = copies_group
+    if ep_size > 1:
+        copies = places.permute(1, 2, 4, 0, 3).flatten(3)
+        expert_copies_group = groups.group_of(copies, use="gradients") if copies.shape[-1] > 1 else None
+    pipe = make_pipe(places.movedim(2, -1), backend)
+    found = dp_group, copies_group, expert_copies_group, batch_group
+    mesh = Mesh(sizes, device, device_mesh, tp, cp, experts, pipe, *found)
+    if backend == groups.NCCL:
+        connect(mesh)
+    return mesh
+
+
+def _device_mesh(device: torch.device, dp_size: int, shared: int) -> DeviceMesh:
+    options = groups.options_of("gradients")
+    return init_device_mesh(
+        device.type,
+        (dp_size, shared),
+        mesh_dim_names=("dp_replicate", "tp"),
+        backend_override=None if options is None or dp_size == 1 else {"dp_replicate": options},
+    )
+
+
+def connect(mesh: Mesh) -> None:
+    """Make the communicators of all groups, by the smallest operation of every sort that each of them is there for.
+
+    All ranks go through the groups in one order, and wait for the device once, at the end.
+    """
+    one = torch.ones(1, device=mesh.device)
+    for group in dict.fromkeys((mesh.copies_group, mesh.expert_copies_group, mesh.dp_group, mesh.batch_group)):
+        if group is not None:
+            dist.all_reduce(one, group=group)
+    dist.all_reduce(one)
+    for axis in mesh.axes:
+        dist.all_reduce(one, group=axis.group)
+        several = one.repeat(axis.size)
+        axis.transport.all_gather(several, one)
+        axis.transport.reduce_scatter(one, several)
+        axis.transport.exchange(several.clone(), several)  # also the ways that a step round the ring takes
+    mesh.pipe.connect(one)
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+
+
+def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:
+    """The axes of which some ranks are on different hosts."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, groups.host_name(), group=groups.control_group())
+    found = set()
+    for name, places in axes.items():
+        rows = places.reshape(-1, places.shape[-1]).tolist()
+        if any(len({hosts[member] for member in row}) > 1 for row in rows):
+            found.add(name)
+    return found
+
+
+def _transport(group: dist.ProcessGroup, places: torch.Tensor, backend: str) -> GroupTransport:
+    if backend != groups.GLOO:
+        return GroupTransport(group)
+    return GlooTransport(group, groups.group_of(places, groups.GLOO))
+
+
+def check_joined(world: int) -> None:
+    """Raise ValueError if the launcher started several processes and this one counts a world of one."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and world == 1:
+        by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ  # `accelerate launch` sets it
+        needed = "both `distributed_type: MULTI_GPU` with `use_cpu: true` in the YAML and " if by_accelerate else ""
+        raise ValueError(
+            f"the launcher started {launched} processes, but this one runs alone. On CPU, Accelerate needs {needed}"
+            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True), in the script"
+        )
+
+
+def check_link(link: str, device: torch.device, world: int) -> None:
+    """Raise ValueError where there is nothing that a link could be emulated for."""
+    if device.type == "cuda":
+        raise ValueError(
+            f"link={link!r} emulates a link for runs on CPU, whose transfers wait in threads of their own; this run is "
+            "on CUDA, whose transfers run on the device: use link=None, or TrainingArguments(use_cpu=True)"
+        )
+    if world == 1:
+        raise ValueError(
+            f"link={link!r} emulates a link between processes, and only one runs; start several, such as `accelerate "
+            "launch --num_processes 2`, or use link=None"
+        )
+
+
+def check_world(
+    world: int,
+    tp_size: int,
+    pp_size: int = 1,
+    cp_size: int = 1,
+    ep_size: int = 1,
+    fits: Callable[[int], bool] | None = None,
+) -> None:
+    """See `build_mesh`.
+
+    Args:
+        fits: whether the model can be cut over so many tensor-parallel ranks; None where there is no model yet.
+    """
+    left = world
+    taken: list[str] = []
+    sizes = {"tp_size": tp_size, "pp_size": pp_size, "cp_size": cp_size, "ep_size": ep_size}
+    for name, size in sizes.items():
+        if left % size == 0:
+            taken += [f"{name}={size}"] * (size > 1)
+            left //= size
+            continue
+        works = [number for number in range(1, left + 1) if left % number == 0]
+        if name == "tp_size" and fits is not None:
+            works = [number for number in works if fits(number)]
+        if taken:
+            what = f"the {left} process{'es' * (left > 1)} that {' and '.join(taken)} leaves of {world}"
+        else:
+            what = f"the world size, {world} process{'es' * (world > 1)}"
+        hint = (
+            ". Only one process runs: start the script with `accelerate launch --num_processes N`; on CPU with "
+            "`distributed_type: MULTI_GPU` and `use_cpu: true` in the YAML (`MULTI_CPU` starts a single process)"
+            if world == 1
+            else ""
+        )
+        if name == "ep_size":
+            what += ", since experts are shared by data-parallel ranks"
+        raise ValueError(f"{name}={size} must divide {what}; values that work: {', '.join(map(str, works))}{hint}")

@@ -1,0 +1,119 @@
+"""The pipeline as one of its ranks sees it: its ranks, its groups, and the ways between them.
+
+In:   rows of ranks, and the backend that carries tensors between them.
+Out:  a passage between any two virtual stages on neighbouring ranks.
+Must hold: no way waits for another, and on each of them both ends communicate in the schedule's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hf_helix.operators.communication.emulated_link import Link, LinkedPassage
+from hf_helix.operators.communication.pipeline_p2p import GroupPassage, LanePassage, Passage
+from hf_helix.runtime.distributed import groups
+
+
+class Lane(NamedTuple):
+    """Which way something goes along a pipeline: from one of its ranks to a neighbour, forward or backward."""
+
+    source: int
+    target: int
+    backward: bool
+
+
+class Pipe:
+    """The pipeline as one of its ranks sees it.
+
+    Args:
+        ranks: of the pipeline, in the launcher's group.
+        group: over these ranks; None for a single one.
+        lanes: by the parity of the sender, groups over these ranks, where the backend sends point to point (gloo, which
+            carries one direction at a time over a connection); or groups of a sender and its receiver (NCCL, which
+            carries one operation at a time over a communicator). So no way waits for another.
+        link: an emulated one that everything goes over.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None = None,
+        lanes: Mapping[int, dist.ProcessGroup] | Mapping[Lane, dist.ProcessGroup] | None = None,
+        link: Link | None = None,
+    ) -> None:
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
+        self.group = group if self.size > 1 else None
+        self._lanes = lanes or {}
+        self._link = link
+
+    def over(self, link: Link) -> Pipe:
+        """The same ranks and groups, with everything going over a link."""
+        return Pipe(self.ranks, self.group, self._lanes, link)
+
+    def passage(self, boundary: int, peer: int, outward: bool) -> Passage:
+        """This rank's end of the way between virtual stages `boundary` and `boundary` + 1.
+
+        Args:
+            peer: the pipeline rank at the other end.
+            outward: whether forward leads from here to there.
+        """
+        source, target = (self.rank, peer) if outward else (peer, self.rank)
+        ways = Lane(source, target, False), Lane(target, source, True)
+        lanes: Mapping[Any, dist.ProcessGroup] = self._lanes
+        passage: Passage
+        if ways[0] in lanes:
+            passage = LanePassage(self.ranks[peer], lanes[ways[0]], lanes[ways[1]])
+        else:
+            passage = GroupPassage(self.ranks[peer], lanes[source % 2], lanes[target % 2], boundary)
+        return passage if self._link is None else LinkedPassage(passage, self._link)
+
+    def connect(self, one: torch.Tensor) -> None:
+        """Make the communicators of NCCL, see the function `connect`.
+
+        Args:
+            one: a tensor of one element.
+        """
+        if self.group is None:
+            return
+        dist.all_reduce(one, group=self.group)
+        dist.broadcast(one, self.ranks[0], group=self.group)
+        for lane, group in self._lanes.items():  # in one order on every rank, from the first pair of ranks on
+            assert isinstance(lane, Lane), "gloo makes its connections with its groups"
+            dist.broadcast(one, self.ranks[lane.source], group=group)
+
+
+def make_pipe(places: torch.Tensor, backend: str) -> Pipe:
+    """The pipeline of this rank among the rows of `places`. Collective; groups are made in the same order on all ranks.
+
+    Args:
+        backend: what carries the values.
+    """
+    ranks = next(row for row in places.reshape(-1, places.shape[-1]).tolist() if dist.get_rank() in row)
+    if len(ranks) == 1:
+        return Pipe(ranks)
+    group = groups.group_of(places)
+    if backend == groups.GLOO:
+        return Pipe(ranks, group, {0: group, 1: groups.group_of(places)})
+    return Pipe(ranks, group, _lanes(places))
+
+
+def _lanes(places: torch.Tensor) -> dict[Lane, dist.ProcessGroup]:
+    """A group for each way along a pipeline, of its two ranks.
+
+    What is sent on a way is in the schedule's order at both ends, whatever is sent on others. And such a group can
+    broadcast, which NCCL does on the stream that calls it, where operations point to point would run on a stream of
+    the group's own, at normal priority, and one after the other if `device_id` has made its communicator.
+    """
+    lanes = {}
+    for lower in range(places.shape[-1] - 1):
+        for ends in ((lower, lower + 1), (lower + 1, lower)):
+            for backward in (False, True):
+                for group in groups.make_groups(places[..., lower : lower + 2], use="lane"):  # none on other ranks
+                    lanes[Lane(*ends, backward)] = group
+    return lanes

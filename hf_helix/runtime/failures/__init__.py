@@ -1,0 +1,1 @@
+"""Failures: every rank ends soon when one fails, and says which one it was."""

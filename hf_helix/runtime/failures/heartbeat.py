@@ -1,0 +1,328 @@
+"""Liveness: when one rank fails, every rank ends soon and says which one it was.
+
+In:   heartbeats of all ranks and the first error of any, through the store that the process group was made with.
+Out:  an error that names the rank; a process that ends.
+Must hold: the watch never ends a healthy run: a rank counts as dead only after `DEAD_AFTER` seconds without a
+heartbeat, or when communication with it has failed. What the store does in a second does not grow with the number of
+ranks: rank 0 watches all of them, the others watch rank 0 and what any has said of its end. Process groups are
+destroyed at exit, unless the run failed. What is printed at the end is left to `endings`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
+
+from hf_helix.runtime.distributed.mesh import forget_meshes
+from hf_helix.runtime.failures import endings
+from hf_helix.runtime.failures.store import connect_store
+
+SHORTEST, LONGEST = 0.5, 4.0  # seconds between two heartbeats of a rank
+RANKS_A_SECOND = 256  # that send one, at most: the store is one thread of one process
+DEAD_AFTER = 30.0
+GRACE = 5.0  # longer than `LONGEST`, so that whoever ends is heard before
+
+FAILED, LEFT, TOLD = "failed", b"left", b" told"
+
+
+class RankFailure(RuntimeError):
+    """Another rank failed or died; the message names it."""
+
+
+class Watch:
+    """Heartbeats of this rank and an eye on the others. One per process, see `start_watch`.
+
+    The heartbeat of a rank is a number, with " told" behind it once the rank has said why it ends, or "left".
+
+    Args:
+        rank, world: this rank, of so many.
+        store: that all ranks have in common, empty.
+    """
+
+    has_spoken = False  # whether this rank has said why it ends
+
+    def __init__(self, rank: int, world: int, store: Store) -> None:
+        self.rank = rank
+        self.world = world
+        self.interval = interval_of(world)
+        self._store = store
+        self._stop = threading.Event()
+        self._watched = range(world) if rank == 0 else range(1)
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._in_step = False
+        self._count = 0
+        self._failure = ""  # what another rank has said of its end
+        self._has_told = False
+        self._dead: set[int] = set()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="hf_helix-liveness", daemon=True)
+        self._beat()
+        if rank == 0:
+            store.wait([_beat_of(other) for other in range(world)])
+            store.set(FAILED, "")
+        else:
+            store.wait([FAILED])
+
+    def start(self) -> None:
+        """Watch from now on, in a thread."""
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything that communicates: errors of communication become errors that name a rank."""
+        before, self._in_step = self._in_step, True
+        try:
+            yield
+        except RankFailure:
+            raise
+        except RuntimeError as error:
+            culprit = self.find_culprit() if _is_communication_error(error) else None
+            if culprit is None:
+                raise
+            raise RankFailure(culprit) from error
+        finally:
+            self._in_step = before
+
+    def report(self, why: str, follows: bool = False) -> str:
+        """Tell the other ranks why this one ends, and wait until they have said their line.
+
+        Args:
+            why: this rank's own error, or the rank that it has found to blame. Without the latter, ranks that notice a
+                little later would blame the ones that have ended because of it.
+            follows: whether another rank is to blame. Then only rank 0 waits, with which the store ends.
+
+        Returns:
+            What the first rank that reported has said.
+        """
+        first = why
+        with contextlib.suppress(Exception):
+            first = self._store.compare_set(FAILED, "", why).decode()
+            self._has_told = True
+            self._beat()
+            deadline = time.monotonic() + (GRACE if self.rank == 0 or not follows else 0)
+            while time.monotonic() < deadline and not self._all_have_heard():
+                time.sleep(SHORTEST / 5)
+        return first
+
+    def close(self) -> None:
+        """Stop watching; this rank leaves in good order."""
+        self._stop.set()
+        self._thread.join(2 * SHORTEST)
+        with contextlib.suppress(Exception):
+            self._store.set(_beat_of(self.rank), LEFT.decode())
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval):
+            try:
+                failure = self._round()
+            except Exception:
+                # The store may live in rank 0. It may have left in good order, so only a step that hangs is ended.
+                failure = "rank 0 died or has ended: its store is gone"
+                self._stop.wait(DEAD_AFTER if not self._in_step else GRACE)
+                if not self._in_step:
+                    return
+            if failure:
+                self._end(failure)
+
+    def _round(self) -> str:
+        """Give a sign of life and look for those of others, in two requests; returns why this rank must end."""
+        self._beat()
+        failure = self._look(self._watched, DEAD_AFTER, self._seen)
+        if failure and not self._failure:
+            failure = self._store.compare_set(FAILED, "", failure).decode()  # so that the others know
+        return failure
+
+    def _beat(self) -> None:
+        self._count += 1
+        self._store.set(_beat_of(self.rank), f"{self._count}{TOLD.decode() if self._has_told else ''}")
+
+    def _look(self, others: Sequence[int], limit: float, seen: dict[int, tuple[bytes, float]]) -> str:
+        """What a rank has said of its end, or who has been silent for long; in one request."""
+        with self._lock:  # both threads look
+            if not self._failure:
+                failed, *beats = self._store.multi_get([FAILED, *map(_beat_of, others)])
+                if not failed:
+                    return self._silent(dict(zip(others, beats, strict=True)), limit, seen)
+                self._failure = failed.decode()
+                if not _failed:  # a rank whose own error ends it says that
+                    self._say(self._failure)
+                self._has_told = True
+                self._beat()
+        return self._failure
+
+    def _beats(self) -> Iterator[tuple[int, bytes]]:
+        return enumerate(self._store.multi_get([*map(_beat_of, range(self.world))]))
+
+    def _all_have_heard(self) -> bool:
+        return all(other in self._dead or beat == LEFT or beat.endswith(TOLD) for other, beat in self._beats())
+
+    def _say(self, failure: str) -> None:
+        """Say, once, that this rank ends because of another."""
+        if not self.has_spoken:
+            self.has_spoken = True
+            endings.say_line(self.rank, failure)
+
+    def _silent(self, beats: dict[int, bytes], limit: float, seen: dict[int, tuple[bytes, float]]) -> str:
+        """Of the ranks without a new heartbeat for so long, the one that has been silent longest."""
+        now, silent = time.monotonic(), []
+        for other, beat in beats.items():
+            if other == self.rank or beat == LEFT:
+                continue
+            if seen.get(other, (None, 0.0))[0] != beat:
+                seen[other] = (beat, now)
+            elif now - seen[other][1] > limit:
+                silent.append((seen[other][1], other))
+        if not silent:
+            return ""
+        _, dead = min(silent)
+        self._dead.add(dead)
+        return f"rank {dead} died: no sign of life for {limit:.0f} s"
+
+    def find_culprit(self) -> str | None:
+        """Whose fault a communication error is: wait until a rank has said so or has fallen silent."""
+        limit = 4 * self.interval
+        deadline = time.monotonic() + GRACE + limit
+        seen: dict[int, tuple[bytes, float]] = {}
+        try:
+            while time.monotonic() < deadline:
+                found = self._look(range(self.world), limit, seen)
+                if found:
+                    return found
+                time.sleep(self.interval)
+            gone = [other for other, beat in self._beats() if beat == LEFT]
+        except Exception:
+            return self._failure or "rank 0 died: the connection to it is gone"
+        if gone:
+            return f"rank {gone[0]} has ended its script while rank {self.rank} still communicates with it"
+        return None
+
+    def _end(self, failure: str) -> None:
+        """Give the main thread time to raise the error itself and to say it, then end the process."""
+        if self._stop.wait(GRACE) or (_failed and self._stop.wait(GRACE)):
+            return
+        self._say(failure)
+        endings.record(failure, late=True)
+        os._exit(1)
+
+
+def interval_of(world: int) -> float:
+    """Seconds between two heartbeats of a rank."""
+    return min(max(SHORTEST, world / RANKS_A_SECOND), LONGEST)
+
+
+def _beat_of(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+_watch: Watch | None = None
+_group: Callable[[], object] | None = None  # a weak reference to the one whose ranks are watched
+_failed = False
+_status = 1  # of this process, once it has failed
+
+
+def start_watch() -> Watch | None:
+    """The watch of this process, started on first use; None where there is only one process. Collective."""
+    global _watch, _group
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return _watch
+    world = dist.group.WORLD
+    if _group is None or _group() is not world:  # also where the group was destroyed, with its store, and made again
+        if _watch is not None:
+            _watch.close()
+        _watch, _group = Watch(dist.get_rank(), dist.get_world_size(), connect_store()), weakref.ref(world)
+        _watch.start()
+        install_hook()
+    return _watch
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """`Watch.step` where there is a watch. Groups that a failure has left with work under way are not used again."""
+    try:
+        with _watch.step() if _watch is not None else contextlib.nullcontext():
+            yield
+    except BaseException:
+        forget_meshes()
+        raise
+
+
+def install_hook() -> None:
+    """Say errors as `endings` does. Other exception hooks stay in use; what is installed twice acts once."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _failed, _status
+        if _failed:
+            previous(kind, error, trace)
+            return
+        _failed, _status = True, 130 if isinstance(error, KeyboardInterrupt) else 1
+        _say_end(error, trace, previous)
+
+    sys.excepthook = hook
+
+
+def _say_end(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> None:
+    """Say why this rank ends: whole where nobody else does, and else in a line."""
+    number = _watch.rank if _watch is not None else int(os.environ.get("RANK", "0"))
+    culprit = _culprit_of(error)
+    if culprit:
+        _follow(number, culprit)
+        return
+    mine = endings.describe(error, number)
+    first = endings.claim(mine)
+    told = _watch.report(mine) if _watch is not None else mine
+    if (first or told) == mine:
+        endings.record(endings.say_whole(error, trace, show))
+    elif endings.is_same(first, mine):
+        endings.record(first, late=True)  # the same screen has it already
+    else:
+        _follow(number, first or told)
+
+
+def _follow(number: int, culprit: str) -> None:
+    """End this rank because of another, which has the word after it."""
+    if _watch is None or not _watch.has_spoken:
+        endings.say_line(number, culprit)
+    endings.record(culprit, late=True)
+    if _watch is not None:
+        _watch.report(culprit, follows=True)
+
+
+def _culprit_of(error: BaseException) -> str:
+    """What another rank says of the end of this one; empty where the error arose here."""
+    if isinstance(error, RankFailure):
+        return str(error)
+    if _watch is not None and isinstance(error, RuntimeError) and _is_communication_error(error):
+        return _watch.find_culprit() or ""
+    return endings.said_elsewhere(error)
+
+
+def _is_communication_error(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    signs = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe")
+    return isinstance(error, dist.DistBackendError) or any(sign in text for sign in signs)
+
+
+@atexit.register
+def _leave() -> None:
+    if _failed:
+        # Destroying groups with work pending can hang; the peers have been told.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        endings.finish(GRACE)
+        os._exit(_status)
+    if _watch is not None:
+        _watch.close()
+    if dist.is_available() and dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()

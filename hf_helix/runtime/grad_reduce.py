@@ -1,0 +1,235 @@
+"""Gradients over the ranks: their sums during a window, and the norm of the whole gradient.
+
+In:   units with their parameters and placements, and the mesh.
+Out:  complete gradients on every rank; one norm, equal on every rank.
+Must hold: a parameter that several ranks copy counts once; sums come in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_helix.operators.communication.emulated_link import Link, all_reduce
+from hf_helix.operators.linears.side_by_side import in_one
+from hf_helix.operators.unit import EXPERTS, TP, Placement, Unit
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.streams import Event, Streams
+
+BUCKET_BYTES = 25 * 2**20
+MOST_COPIES = 2
+"""Buckets of half precision whose copies in a higher one may be alive on CUDA, before the next is made."""
+
+Placements = Mapping[nn.Parameter, Placement]
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients are summed in one piece, and how many of them are not complete yet."""
+
+    placements: dict[nn.Parameter, Placement] = field(default_factory=dict)
+    waiting: int = 0
+
+
+class Reduction:
+    """Sums the gradients of one window over the ranks, while backward still runs.
+
+    Units report once their last gradient has been issued. Of a bucket of complete gradients, what each rank saw of the
+    sequence is summed over tp, in line with the other collectives there; then the sum over the parts of a sequence (cp)
+    and the average over the batches (dp) are taken, on a stream of their own. What is in a bucket does not depend on
+    the plan, so neither do the sums. Gradients in float32 are averaged where they lie: those of a bucket are put in one
+    piece of memory first, unless they lie so already.
+
+    Args:
+        units: of this rank, by index.
+    """
+
+    def __init__(self, units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
+        self._mesh = mesh
+        self._streams = streams
+        self._units = units
+        self._waiting: dict[nn.Parameter, int] = {}  # units that have still to add to it
+        self._buckets: dict[nn.Parameter, _Bucket] = {}
+        self._events: list[Event] = []
+        bucket, size = _Bucket(), 0
+        for _, unit in sorted(units.items(), reverse=True):
+            for parameter, placement in unit.placements.items():
+                self._waiting[parameter] = self._waiting.get(parameter, 0) + 1
+                if parameter in self._buckets or not parameter.requires_grad:
+                    continue
+                if size and size + parameter.nbytes > BUCKET_BYTES:
+                    bucket, size = _Bucket(), 0
+                bucket.placements[parameter] = placement
+                bucket.waiting += 1
+                size += parameter.nbytes
+                self._buckets[parameter] = bucket
+
+    def complete(self, unit: int) -> None:
+        """The gradients of a unit are complete on this rank."""
+        for parameter in self._units[unit].placements:
+            self._waiting[parameter] -= 1
+            bucket = self._buckets.get(parameter)
+            if bucket is not None and not self._waiting[parameter]:
+                bucket.waiting -= 1
+                if not bucket.waiting:
+                    self._reduce(bucket.placements)
+
+    def finish(self) -> None:
+        """Let the compute stream wait until every gradient is complete on every rank."""
+        for event in self._events:
+            self._streams.wait(event)
+        self._events = []
+
+    def _reduce(self, placements: Placements) -> None:
+        tp = self._mesh.tp
+        summed: list[Event] = []
+        averaged = [self._averaged(placements, over) for over in sorted({each.over for each in placements.values()})]
+        for parameters, group in averaged:
+            if group is not None:
+                _put_in_one(parameters)
+        if tp.group is not None:
+            parts = [parameter for parameter, placement in placements.items() if placement.sums_gradient]
+            summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum")
+        for parameters, group in averaged:
+            self._issue(Kind.GRADIENTS, parameters, group, self._mesh.dp_size, summed, "gradients.average")
+
+    def _averaged(self, placements: Placements, over: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
+        """The parameters that lie over an axis, and who has copies of them."""
+        alike = {parameter: placement for parameter, placement in placements.items() if placement.over == over}
+        return list(alike), self._mesh.copies_of(next(iter(alike.values())))
+
+    def _issue(
+        self,
+        kind: Kind,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        divisor: int,
+        after: Sequence[Event],
+        label: str,
+    ) -> list[Event]:
+        if group is None and divisor == 1:
+            return []
+        found = _by_type(parameters)
+        if self._mesh.device.type == "cuda" and any(_summed_in(dtype) is not dtype for dtype in found):
+            # CUDA keeps the copies in a higher precision until their sums have been waited for.
+            while len(self._events) > MOST_COPIES:
+                self._streams.wait(self._events.pop(0))
+        works = [_summing([p.grad for p in alike], group, divisor, self._mesh.link) for alike in found.values()]
+        events = [self._streams.issue(kind, work, after, label) for work in works]
+        self._events += events
+        return events
+
+
+def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
+    """The same at once."""
+    reduction = Reduction(units, mesh, streams)
+    for unit in units:
+        reduction.complete(unit)
+    reduction.finish()
+
+
+@contextlib.contextmanager
+def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Around a window: gradients of an earlier one are complete, so they are added after its sums over the ranks."""
+    held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    for parameter in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, earlier in held.items():
+            parameter.grad = earlier if parameter.grad is None else parameter.grad.add_(earlier)
+
+
+def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]:
+    """Those that have a gradient."""
+    found: dict[torch.dtype, list[Any]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found.setdefault(parameter.grad.dtype, []).append(parameter)
+    return found
+
+
+def _put_in_one(parameters: Iterable[nn.Parameter]) -> None:
+    """Move gradients into one piece of memory that can be summed as it is; each parameter's own becomes its part.
+
+    Those in half precision stay, since they are summed in a higher one.
+    """
+    for dtype, alike in _by_type(parameters).items():
+        gradients = [parameter.grad for parameter in alike]
+        if _summed_in(dtype) is not dtype or in_one(gradients) is not None:
+            continue
+        parts = _parts(gradients, dtype)
+        torch._foreach_copy_(parts, gradients)
+        for parameter, part in zip(alike, parts, strict=True):
+            parameter.grad = part
+
+
+def _summing(
+    gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int, link: Link | None
+) -> Callable[[], object]:
+    """The work that sums gradients over a group, in one piece, and divides them."""
+    if group is None:  # experts that no other rank has a copy of
+        return lambda: torch._foreach_div_(list(gradients), divisor)
+    dtype, whole = _summed_in(gradients[0].dtype), in_one(gradients)
+    if whole is not None and whole.dtype is dtype:
+        return lambda: _sum(whole, group, divisor, link)
+    parts = _parts(gradients, dtype)
+
+    def work() -> None:
+        torch._foreach_copy_(parts, list(gradients))
+        total = in_one(parts)
+        assert total is not None
+        _sum(total, group, divisor, link)
+        torch._foreach_copy_(list(gradients), parts)
+
+    return work
+
+
+def _sum(total: Tensor, group: dist.ProcessGroup, divisor: int, link: Link | None) -> None:
+    """Sum over a group and divide, in place."""
+    if total.is_cuda and divisor == dist.get_world_size(group):
+        dist.all_reduce(total, dist.ReduceOp.AVG, group=group)
+        return
+    all_reduce(total, group, link)
+    if divisor > 1:
+        total.div_(divisor)
+
+
+def _summed_in(dtype: torch.dtype) -> torch.dtype:
+    """Ranks add up one after the other, so half precision would round every time."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _parts(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Room for gradients in one piece, part by part."""
+    lengths = [gradient.numel() for gradient in gradients]
+    flat = gradients[0].new_empty(sum(lengths), dtype=dtype)
+    return [part.view(gradient.shape) for gradient, part in zip(gradients, flat.split(lengths), strict=True)]
+
+
+def gradient_norm(placements: Placements, mesh: Mesh) -> Tensor:
+    """The 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective."""
+    trained = [parameter for parameter in placements if parameter.grad is not None]
+    whole = _squares(p.grad for p in trained if placements[p].dim is None).to(mesh.device)
+    for over, axis in ((TP, mesh.tp), (EXPERTS, mesh.experts)):
+        mine = [placements[p].dim is not None and placements[p].over == over for p in trained]
+        cut = _squares(p.grad for p, chosen in zip(trained, mine, strict=True) if chosen).to(mesh.device)
+        if axis.group is not None:
+            dist.all_reduce(cut, group=axis.group)
+        whole += cut
+    if mesh.pipe.group is not None:  # every parameter is on one rank of the pipeline
+        dist.all_reduce(whole, group=mesh.pipe.group)
+    return whole.sqrt()
+
+
+def _squares(gradients: Iterable[Tensor | None]) -> Tensor:
+    norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+    return norm.float().square()

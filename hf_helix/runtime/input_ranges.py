@@ -1,0 +1,120 @@
+"""Extents: the smallest and largest token id, label and position of a window, known before it runs.
+
+In:   the batches of a window, on whatever device, and the rows of the tables that ids, labels and positions index.
+Out:  a few numbers, which ranks tell each other when they compare the lengths of their windows; an error that names
+      the id, on every rank.
+Must hold: nothing waits for the device by itself. A rank that holds a part of a table must not take an id of nobody for
+one of another rank, and on a GPU an id out of range ends the process without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_helix.operators.vocab_parallel import IGNORED
+from hf_helix.runtime.distributed.mesh import rank
+
+logger = logging.getLogger(__name__)
+
+NUM_EXTENTS = 5
+
+
+def extents(batches: Sequence[Any], device: torch.device) -> Tensor:
+    """The negated smallest and the largest id, the same of labels that count, and the largest position; on the device.
+
+    Of what a batch does not have, and of no batches, they are zero.
+    """
+    if not batches:
+        return torch.zeros(NUM_EXTENTS, dtype=torch.long, device=device)
+    return torch.stack([_of_batch(batch) for batch in batches]).amax(0).to(device)
+
+
+def _of_batch(batch: Any) -> Tensor:
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor):
+        return torch.zeros(NUM_EXTENTS, dtype=torch.long)
+    targets, labels, places = batch.get("shift_labels"), batch.get("labels"), batch.get("position_ids")
+    if targets is None and labels is not None:
+        targets = labels[..., 1:]  # what stands first is nobody's next token
+    counted = None if targets is None else torch.where(targets == IGNORED, 0, targets)
+    farthest = ids.new_full((), max(ids.shape[-1] - 1, 0)) if places is None else _ends(places, ids)[1]
+    return torch.stack((*_ends(ids, ids), *_ends(counted, ids), farthest.to(ids.device))).long()
+
+
+def _ends(values: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The negated smallest and the largest of some numbers."""
+    if values is None or not values.numel():
+        return like.new_zeros(()), like.new_zeros(())
+    smallest, largest = values.to(like.device).aminmax()
+    return -smallest, largest
+
+
+@dataclass
+class Limits:
+    """How far ids, labels and positions may reach.
+
+    Attributes:
+        ids: the rows of the input embedding.
+        labels: the rows of the head.
+        positions: the rows of a table of positions; None where any position has an embedding.
+        trained_length: the longest sequence that the model was made for; None where nobody says.
+    """
+
+    ids: int
+    labels: int
+    positions: int | None = None
+    trained_length: int | None = None
+    _has_warned: bool = field(default=False, init=False)
+
+    def judge(self, found: Sequence[Sequence[int]]) -> None:
+        """Raise if a rank has met something that no table has a row for; warn once of long sequences.
+
+        Args:
+            found: `extents` of every rank, or of this one.
+
+        Raises:
+            ValueError: names it, the size of the table, and what to do.
+        """
+        for place, (smallest_id, largest_id, smallest_label, largest_label, position) in enumerate(found):
+            where = f" in a batch of rank {place}" if len(found) > 1 else ""
+            odd = _outside(-smallest_id, largest_id, self.ids)
+            if odd is not None:
+                table = f"the input embedding has {self.ids} rows (ids 0 to {self.ids - 1})"
+                raise _beyond_vocabulary(f"token id {odd}{where}: {table}", "input_ids")
+            odd = _outside(-smallest_label, largest_label, self.labels)
+            if odd is not None:
+                table = f"the head has {self.labels} rows (labels 0 to {self.labels - 1}; {IGNORED} is not counted)"
+                raise _beyond_vocabulary(f"label {odd}{where}: {table}", "labels")
+            if self.positions is not None and position >= self.positions:
+                raise ValueError(
+                    f"position {position}{where}: the model has embeddings of {self.positions} positions, so "
+                    f"{self.positions} tokens are the longest sequence; cut longer ones: tokenizer(..., "
+                    f"truncation=True, max_length={self.positions})"
+                )
+
+        longest = 1 + max(row[-1] for row in found)
+        if self.trained_length is not None and longest > self.trained_length and not self._has_warned:
+            self._has_warned = True
+            if rank() == 0:
+                logger.warning(
+                    f"a sequence has {longest} tokens, and the model was made for {self.trained_length} "
+                    "(config.max_position_embeddings): all of them are used, as by the stock Trainer; cut longer ones "
+                    f"with tokenizer(..., truncation=True, max_length={self.trained_length})"
+                )
+
+
+def _outside(smallest: int, largest: int, rows: int) -> int | None:
+    return smallest if smallest < 0 else largest if largest >= rows else None
+
+
+def _beyond_vocabulary(what: str, source: str) -> ValueError:
+    return ValueError(
+        f"{what}. If tokens were added to the tokenizer, call model.resize_token_embeddings(len(tokenizer)) before the "
+        f"model is cut; otherwise look at what makes {source}"
+    )

@@ -1,0 +1,27 @@
+"""What the library says to the person who runs it, a sentence at a time.
+
+In:   a sentence.
+Out:  a line on standard output that begins with `hf_helix:`.
+Must hold: rank 0 alone speaks; a progress bar stays whole; `log_level="error"` silences it, as it does Transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tqdm.auto import tqdm
+
+from hf_helix.runtime.distributed.mesh import rank
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0, unless Transformers is asked for errors only (`TrainingArguments(log_level="error")`)."""
+    if rank() == 0 and logging.getLogger("transformers").getEffectiveLevel() <= logging.WARNING:
+        tqdm.write(f"hf_helix: {text}")
+
+
+def about_time(seconds: float) -> str:
+    """A length of time to one or two digits: `40 s`, `15 min`, `3 h`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"

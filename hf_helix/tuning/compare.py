@@ -1,0 +1,80 @@
+"""Compares plans on the window that a run trains: what the plan in use gains over others.
+
+In:   a runner, the window, the names of rules, and the times of the operators if they are known.
+Out:  a `Comparison`, the same on every rank.
+Must hold: all plans are timed in alternation in one run and medians are taken (`tuning.measure.overlap`); on an
+emulated link they are timed without it, too; training is left as it was found.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hf_helix.operators.communication.emulated_link import bare
+from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.profile import Profile
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.runner import Runner
+from hf_helix.tuning.autotune import baseline_runner, planned
+from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.measure.overlap import Overlap, measure_overlap, time_steps
+from hf_helix.tuning.measure.profiler import measure_profile
+
+PAPER = "dhelix"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured of several plans on one window.
+
+    Attributes:
+        kept: the rule of the plan in use.
+        overlaps: by rule, a window under its plan.
+        plans: by rule.
+        profile: the times of operators that the plans were made with.
+        schedule: of the window.
+        bare: by rule, seconds of a window without the emulated link; empty where there is none.
+    """
+
+    kept: str
+    overlaps: Mapping[str, Overlap]
+    plans: Mapping[str, Plan]
+    profile: Profile
+    schedule: Schedule
+    bare: Mapping[str, float] = field(default_factory=dict)
+
+    def gain(self, rule: str = BASELINE) -> float:
+        """How many times as fast the plan in use is as another."""
+        return self.overlaps[rule].step / self.overlaps[self.kept].step
+
+
+def compare(
+    runner: Runner,
+    window: Sequence[MicroBatch],
+    rules: Sequence[str] = (BASELINE, PAPER),
+    profile: Profile | None = None,
+    repeats: int = 5,
+    progress: Callable[[float], object] | None = None,
+) -> Comparison:
+    """Time a window under the plan of every rule and under the runner's own. Collective; call it without gradients.
+
+    Args:
+        rules: to compare with, see `hf_helix.planning.plans.registry`.
+        profile: to plan with; None to measure.
+        repeats: how often each plan is timed.
+    """
+    if profile is None:
+        profile = measure_profile(baseline_runner(runner, len(window)), window)
+    kept = runner.plan.rule
+    others = [rule for rule in dict.fromkeys(rules) if rule != kept]
+    runners = {**planned(runner, others, profile, len(window)), kept: runner}
+    overlaps = measure_overlap(runners, window, repeats, progress)
+    without: dict[str, float] = {}
+    if runner.mesh.link is not None:
+        with bare(runner.mesh.link):
+            without = {rule: statistics.median(found) for rule, found in time_steps(runners, window, repeats).items()}
+    plans = {rule: found.plan for rule, found in runners.items()}
+    return Comparison(kept, overlaps, plans, profile, runner.scheduler(len(window)), without)

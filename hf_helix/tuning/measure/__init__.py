@@ -1,0 +1,1 @@
+"""Measurements of operators, windows, transfers and memory on this machine."""

@@ -1,0 +1,203 @@
+"""Single operators and pairs of them, run again and again with the values that they have in a step.
+
+In:   a runner and a micro-batch.
+Out:  seconds of a collective in a train of repeats; seconds of each of two operators that run beside each other.
+Must hold: operators are timed through the executor's own issue code, on the rank's own streams; two that start together
+do so on every rank that shares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_helix.operators.base import Call, explicit_gradients
+from hf_helix.operators.communication.transport import Recorder
+from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction, unit_instructions
+from hf_helix.planning.layout import Key
+from hf_helix.planning.profile import Name, named_operators
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.step import Step
+from hf_helix.runtime.trace import Span, Trace
+from hf_helix.tuning.measure.overlap import forget_gradients, transports
+from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold, meet, traced
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An operator as it is timed: of which unit of the rank, and what must run before."""
+
+    name: Name
+    unit: int
+    op: Operator
+
+
+class Bench:
+    """Runs one or two operators again and again, with the values they have in a step.
+
+    Args:
+        length: how often an operator runs in a row; the first warms up.
+    """
+
+    def __init__(self, runner: Runner, batch: MicroBatch, length: int) -> None:
+        self.length = length
+        self.runner = runner
+        self.batch = batch
+        self.values = _capture(runner, batch)
+        first = _first_units(runner)
+        every = [Timed(name, first[name[0]], op) for name, op in named_operators(runner.layout) if name[0] in first]
+        self.computing = [timed for timed in every if timed.op.kind is Kind.COMPUTE]
+        self.moving = [timed for timed in every if timed.op.kind in (Kind.LOCAL, Kind.CROSS)]
+
+    def repeats(self, timed: Timed) -> bool:
+        """Whether it belongs to a decoder layer."""
+        return self.runner.layout.graphs[timed.name[0]].forward.repeats
+
+    def alike(self) -> dict[Name, Name]:
+        """Collectives that move the same as an earlier one."""
+        first: dict[object, Name] = {}
+        found = {}
+        for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
+            operator: Any = self.runner.executor.units[timed.unit].operators[timed.op.of]
+            inputs = [self.values[source] for source in self._instruction(0, timed).reads]
+            outputs, _ = operator.prepare(self._call(timed), timed.op.part, *inputs)
+            moves = (timed.op.kind, *((tuple(value.shape), value.dtype) for value in (*outputs, *inputs)))
+            other = first.setdefault(moves, timed.name)
+            if other != timed.name:
+                found[timed.name] = other
+        return found
+
+    def train(self, timed: Timed) -> list[float]:
+        """Seconds of an operator, `length` times in a row. Collective."""
+        program: list[Instruction] = []
+        for repeat in range(self.length):
+            program += [*self._before(repeat, timed), BARRIER_INSTRUCTION, self._instruction(repeat, timed, ends=True)]
+        label = self._label(timed)
+        return [span.seconds for span in self._run(program) if span.label == label][1:]
+
+    def bytes_sent(self, timed: Timed) -> int:
+        """What this rank sends in a collective. Collective."""
+        axes = self.runner.mesh.axes
+        recorders = [Recorder(axis.transport) for axis in axes]
+        with transports(axes, recorders):
+            self._work(timed)()
+        return sum(recorder.bytes_sent for recorder in recorders)
+
+    def together(self, first: Timed, second: Timed, counts: tuple[int, int]) -> list[tuple[float, float]]:
+        """Seconds of two operators that start together on every rank, `length` times. Collective.
+
+        Args:
+            counts: how often each runs in a row.
+        """
+        if first.op.kind is second.op.kind:
+            # Two that draw random numbers at once would leave each other's state behind.
+            device = self.runner.mesh.device
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), explicit_gradients():
+                return self._aside(first, second)
+        # Each is of micro-batches of its own, or one that reads what the other makes would wait for it.
+        trains = [
+            (timed, place * self.length + repeat)
+            for place, (timed, count) in enumerate(zip((first, second), counts, strict=True))
+            for repeat in range(count)
+        ]
+        # Communication is issued first: a computation issued before it would hold it up.
+        trains.sort(key=lambda each: each[0].op.kind is Kind.COMPUTE)
+        program = [before for timed, repeat in trains for before in self._before(repeat, timed)]
+        issued = [self._instruction(repeat, timed) for timed, repeat in trains]
+        program += [BARRIER_INSTRUCTION, *issued, BARRIER_INSTRUCTION]
+        labels = [self._label(first), self._label(second)]
+        rows = []
+        for _ in range(self.length):
+            spans = self._run(program)
+            ran = [[span.seconds for span in spans if span.label == label] for label in labels]
+            rows.append((sum(ran[0][-counts[0] :]), sum(ran[1][-counts[1] :])))
+        return rows[1:]
+
+    def _aside(self, first: Timed, second: Timed) -> list[tuple[float, float]]:
+        """Two operators of one kind: the second goes through the stream of another kind."""
+        streams = self.runner.executor.streams
+        rows = []
+        for _ in range(self.length):
+            works = [self._work(timed) for timed in (first, second)]
+            meet(self.runner)
+            hold(streams, 2 * ISSUING_SLOWEST)
+            streams.trace = trace = Trace()
+            try:
+                side = Kind.LOCAL if first.op.kind is Kind.COMPUTE else Kind.CROSS
+                event = streams.issue(side, works[1], (), "second")
+                if first.op.kind is Kind.COMPUTE:
+                    streams.compute(works[0], "first")
+                else:
+                    streams.wait(streams.issue(first.op.kind, works[0], (), "first"))
+                streams.wait(event)
+                streams.synchronize()
+            finally:
+                streams.trace = None
+            by_label = {span.label: span.seconds for span in trace.spans}
+            rows.append((by_label["first"], by_label["second"]))
+        return rows[1:]
+
+    def _work(self, timed: Timed) -> Callable[[], object]:
+        step = Step(self._instruction(0, timed), self.runner.executor.units)
+        inputs = [self.values[key] for key in step.reads]
+        call = self._call(timed)
+        if step.communicates:
+            return step.method(call, timed.op.part, *inputs)[1]
+        operator: Any = step.unit.operators[timed.op.of]
+        for setup in self._before(0, timed):
+            operator.forward(call, *(self.values[key] for key in setup.reads))
+        call.training = step.keeps
+        return lambda: step.method(call, *inputs)
+
+    def _call(self, timed: Timed) -> Call:
+        unit = self.runner.executor.units[timed.unit]
+        return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, timed.op.of, unit)
+
+    def _before(self, repeat: int, timed: Timed) -> list[Instruction]:
+        """The forward that a backward operator needs, or the one that runs again."""
+        if timed.op.part in (Part.F, Part.R) or timed.op.kind.communicates:
+            return []
+        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=not timed.op.again)
+        found = [i for i in made if i.operator and i.operator.of == timed.op.of and not i.operator.kind.communicates]
+        return [i for i in found if i.operator and i.operator.part in (Part.F, Part.R)]
+
+    def _instruction(self, repeat: int, timed: Timed, ends: bool = False) -> Instruction:
+        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=timed.op.part is Part.F)
+        found = next(i for i in made if i.operator is not None and i.operator.name == timed.op.name)
+        return replace(found, ends=ends)
+
+    def _run(self, program: Sequence[Instruction]) -> list[Span]:
+        meet(self.runner)
+        return traced(self.runner, program, [self.batch] * 2 * self.length, self.values)
+
+    def _label(self, timed: Timed) -> str:
+        return self.runner.executor.label(self.batch.key[1], timed.unit, timed.op)
+
+
+def _first_units(runner: Runner) -> dict[str, int]:
+    """The first unit of this rank of every name, ways to other ranks left out."""
+    first: dict[str, int] = {}
+    for index, unit in runner.stage.units.items():
+        if not runner.layout.transfers(index):
+            first.setdefault(unit.name, index)
+    return first
+
+
+def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
+    """Every value of a micro-batch in the first unit of each name, forward and backward. Collective."""
+    layout = runner.layout
+    keep: set[Key] = set()
+    for unit in _first_units(runner).values():
+        for forward in (True, False):
+            for instruction in unit_instructions(layout, (0, unit), forward):
+                keep.update(instruction.needs + instruction.writes)
+    program = runner.build_program(runner.scheduler(1), keep)
+    values = runner.executor.run(program, [batch], runner.sources(), training=True)[0]
+    forget_gradients(runner)
+    return {key: value for key, value in values.items() if key in keep}

@@ -1,0 +1,38 @@
+"""The speed of an emulated link that is to be even: found by measuring, before the first window.
+
+In:   a runner whose mesh has a link without a rate, and a window of micro-batches.
+Out:  the link with the rate at which communication takes as long as computation, the same on every rank.
+Must hold: training is left as it was found; the rate is a round number, so that what is printed is what is emulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_helix.operators.communication.emulated_link import bare
+from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.runner import Runner
+from hf_helix.tuning.autotune import baseline_runner
+from hf_helix.tuning.measure.overlap import forget_gradients, measure_overlap
+
+
+def even_out(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:
+    """Give the link of a runner's mesh its rate. Collective; call it when there are no gradients.
+
+    Raises:
+        ValueError: on every rank, if nothing goes over the link.
+    """
+    link = runner.mesh.link
+    assert link is not None
+    # Computation is that of one strand at a time, which comparisons of plans go by, too.
+    alone = baseline_runner(runner, len(window))
+    with bare(link):
+        before = link.out.bytes
+        alone.train_window(window)
+        forget_gradients(alone)
+        sent = max(over_ranks(link.out.bytes - before))
+        if not sent:
+            raise ValueError("link='even' needs something to carry, and a window sends nothing; use link=None")
+        computation = measure_overlap({"": alone}, window, repeats)[""].computation
+    link.rate = float(f"{8 * sent / computation:.3g}")

@@ -1,0 +1,58 @@
+"""What a machine is known by: the hardware, the versions and the settings that times depend on.
+
+In:   a runner, whose mesh says which device and which ranks there are.
+Out:  names and values as text, those of rank 0 on every rank.
+Must hold: what changes times changes a value, so that what was measured on one machine is not used on another.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.groups import backends, host_name
+from hf_helix.runtime.runner import Runner
+
+
+def machine(runner: Runner) -> dict[str, str]:
+    """The hardware, the versions and the settings that times depend on, of rank 0."""
+    device = runner.mesh.device
+    known = {
+        **(_gpu(device) if device.type == "cuda" else {"device": _cpu_name(), "threads": str(torch.get_num_threads())}),
+        "backend": backends().get(device.type, "none") if dist.is_initialized() else "none",
+        "hosts": str(len(set(over_ranks(host_name())))),
+        "torch": torch.__version__,
+        "emulated_link": runner.mesh.link.speed_now.text if runner.mesh.link is not None else "",
+    }
+    return over_ranks({key: value for key, value in known.items() if value})[0]
+
+
+def _gpu(device: torch.device) -> dict[str, str]:
+    """Which GPU, how many of them are in this host, and how NCCL moves data between them."""
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
+    quiet = {name: value for name, value in settings.items() if not name.startswith("NCCL_DEBUG")}
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "devices_per_host": str(torch.cuda.device_count()),
+        "cuda": str(torch.version.cuda or torch.version.hip),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "",
+        "nccl_settings": " ".join(f"{name}={value}" for name, value in quiet.items()),
+        "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+    }
+
+
+def _cpu_name() -> str:
+    """Model and number of cores, as far as the system says."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return f"{model} CPU, {os.cpu_count()} cores"

@@ -1,0 +1,275 @@
+"""Measures what overlap is worth: windows as they run, their computation alone, their communication alone.
+
+In:   runners that differ in their plan only, and a window of micro-batches.
+Out:  step times and what follows from them, the same on every rank.
+Must hold: everything is timed in turn in one run and medians are taken, each the maximum over ranks; parameters and
+gradients are left as they were found (no gradients). Times include what computation loses to traffic beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_helix.operators.communication.transport import Axis, Move, Recorder, SilentTransport, Transport
+from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.distributed.mesh import world_size
+from hf_helix.runtime.grad_reduce import complete_gradients
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Seconds for one window (optimizer step without the optimizer), and what follows from them.
+
+    Attributes:
+        step: the window as it runs.
+        computation: the same without collectives; ranks of a pipeline still wait for each other.
+        communication: its collectives one after the other, without any computation.
+        busiest: those of the busiest axis alone, and the sums of gradients; local and cross-node communication may run
+            side by side.
+        overlapped_fraction: communication time that ran beside computation / communication time, from a trace.
+        tokens: tokens of the window, over all data-parallel ranks.
+        bytes_moved: what a rank sends in the window, the sums of gradients at its end left out.
+        overlapped_by_kind: the overlapped fraction of each kind of communication.
+        bubble_fraction: of the time of the computation alone, what ranks of a pipeline wait for each other (mean).
+        link: the emulated link that everything was measured on, as text; empty where bytes went as they are.
+    """
+
+    step: float
+    computation: float
+    communication: float
+    overlapped_fraction: float
+    tokens: int
+    bytes_moved: int = 0
+    overlapped_by_kind: Mapping[str, float] = field(default_factory=dict)
+    bubble_fraction: float = 0.0
+    busiest: float | None = None
+    link: str = ""
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that communication adds to the step."""
+        return max(0.0, self.step - self.computation)
+
+    @property
+    def hidden_fraction(self) -> float:
+        """1 - exposed / communication alone: wall-clock saved. Negative where contention costs more than it saves."""
+        return 1 - self.exposed / self.communication if self.communication else 0.0
+
+    @property
+    def bound(self) -> float:
+        """No plan can be faster than the larger of the two alone."""
+        return max(self.computation, self.communication if self.busiest is None else self.busiest)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all ranks."""
+        return self.tokens / self.step
+
+
+def measure_overlap(
+    runners: Mapping[str, Runner],
+    window: Sequence[MicroBatch],
+    repeats: int = 5,
+    progress: Callable[[float], object] | None = None,
+) -> dict[str, Overlap]:
+    """Time a window under every runner's plan. Collective; call it when there are no gradients.
+
+    Raises:
+        ValueError: fewer than one repeat.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: times need at least one repeat, such as repeats=5")
+    first = next(iter(runners.values()))
+    mesh = first.mesh
+    recorded = _moved_by(first, window)
+
+    # Ranks of a pipeline wait for each other as their schedule has it, so each schedule has a computation of its own.
+    schedules: dict[str, Runner] = {}
+    for runner in runners.values():
+        schedules.setdefault(runner.scheduler.name, runner)
+
+    def computation(runner: Runner) -> None:
+        with _silenced(mesh.axes):
+            runner.train_window(window, complete=False)
+
+    kinds = {kind for transport in recorded for move in transport.moved for kind in move.buffers}
+    buffers = {kind: torch.zeros(kind[0], dtype=kind[1], device=mesh.device) for kind in kinds}
+    outputs = {kind: torch.zeros_like(buffer) for kind, buffer in buffers.items()}
+
+    def collectives(axis: Axis, moved: Sequence[Move]) -> None:
+        for move in moved:
+            getattr(axis.transport, move.name)(outputs[move.out], buffers[move.value], *move.rows)
+
+    def sums() -> None:
+        complete_gradients(first.stage.units, mesh, first.executor.streams)
+
+    # The sums come after a `computation`, so there are gradients to sum.
+    works: list[Callable[[], Any]] = [functools.partial(computation, runner) for runner in schedules.values()]
+    moving = [
+        functools.partial(collectives, axis, transport.moved)
+        for axis, transport in zip(mesh.axes, recorded, strict=True)
+    ]
+    works += [sums, *moving]
+    works += [functools.partial(runner.train_window, window) for runner in runners.values()]
+    times = _time_in_turn(works, first, repeats, keep_gradients=(sums,), progress=progress)
+    medians = [statistics.median(found) for found in times]
+    alone = dict(zip(schedules, medians, strict=False))
+    summing, *rest = medians[len(schedules) :]
+    summing = summing if world_size() > mesh.pipe.size else 0.0
+    moved, steps = rest[: len(moving)], rest[len(moving) :]
+    overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
+    bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
+    link, sent = mesh.link, sum(transport.bytes_sent for transport in recorded)
+    # Axes that may run side by side share the rank's link.
+    busiest = max([*moved, link.seconds(sent) if link else 0.0])
+    forget_gradients(first)
+    return {
+        name: Overlap(
+            step=step,
+            computation=alone[runner.scheduler.name],
+            communication=sum(moved) + summing,
+            busiest=busiest + summing,
+            overlapped_fraction=overlapped[name].pop(""),
+            tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
+            bytes_moved=sent,
+            overlapped_by_kind=overlapped[name],
+            bubble_fraction=bubbles[runner.scheduler.name],
+            link=str(link or ""),
+        )
+        for (name, runner), step in zip(runners.items(), steps, strict=True)
+    }
+
+
+def time_steps(runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int) -> dict[str, list[float]]:
+    """Seconds of a window under every runner's plan, repeat by repeat. Collective; call it without gradients."""
+    first = next(iter(runners.values()))
+    works = [functools.partial(runner.train_window, window) for runner in runners.values()]
+    times = _time_in_turn(works, first, repeats)
+    forget_gradients(first)
+    return dict(zip(runners, times, strict=True))
+
+
+def _time_in_turn(
+    works: Sequence[Callable[[], Any]],
+    first: Runner,
+    repeats: int,
+    keep_gradients: Sequence[object] = (),
+    progress: Callable[[float], object] | None = None,
+) -> list[list[float]]:
+    """The times of every work, the slowest rank's; one round more than `repeats` is run, the first warms up."""
+    times: list[list[float]] = [[] for _ in works]
+    for round_ in range(repeats + 1):
+        if progress is not None:
+            progress(round_ / (repeats + 1))
+        for work, found in zip(works, times, strict=True):
+            if work not in keep_gradients:
+                forget_gradients(first)
+            found.append(_timed(work, first))
+    return [_maxima(found[1:]) for found in times]
+
+
+def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
+    """What the collectives of a window move, axis by axis. Collective: how much may depend on what the ranks find."""
+    axes = runner.mesh.axes
+    recorders = [Recorder(axis.transport) for axis in axes]
+    with transports(axes, recorders):
+        runner.train_window(window, complete=False)
+        runner.executor.streams.synchronize()
+    forget_gradients(runner)
+    return recorders
+
+
+def _silenced(axes: Sequence[Axis]) -> contextlib.AbstractContextManager[None]:
+    """The axes with nothing moving on them."""
+    silent = [SilentTransport(axis.size, axis.rank, axis.transport) for axis in axes]
+    return transports(axes, silent)
+
+
+@contextlib.contextmanager
+def transports(axes: Sequence[Axis], others: Sequence[Transport]) -> Iterator[None]:
+    """The axes with other transports for a while."""
+    real = [axis.transport for axis in axes]
+    try:
+        for axis, transport in zip(axes, others, strict=True):
+            axis.transport = transport
+        yield
+    finally:
+        for axis, before in zip(axes, real, strict=True):
+            axis.transport = before
+
+
+def trace_window(runner: Runner, window: Sequence[MicroBatch], complete: bool = False) -> Trace:
+    """What runs, and when, in a window; gradients are left as between two optimizer steps. Collective.
+
+    Args:
+        complete: with the sums of gradients over the ranks.
+    """
+    streams = runner.executor.streams
+    streams.trace = trace = Trace()
+    try:
+        runner.train_window(window, complete=complete)
+        streams.synchronize()
+    finally:
+        streams.trace = None
+    forget_gradients(runner)
+    return trace
+
+
+def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[str, float]:
+    """By stream, and of all under "": means over the ranks."""
+    trace = trace_window(runner, window)
+    mine = {}
+    for stream in (None, *trace.communicating()):
+        busy = trace.busy(compute=False, stream=stream)
+        mine[stream or ""] = trace.beside(stream) / busy if busy else 0.0
+    ranks = over_ranks(mine)
+    streams = sorted({stream for found in ranks for stream in found})
+    return {stream: statistics.fmean(found[stream] for found in ranks if stream in found) for stream in streams}
+
+
+def _bubble_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
+    """What part of a window without collectives ranks do not compute in."""
+    if runner.mesh.pipe.size == 1:
+        return 0.0
+    with _silenced(runner.mesh.axes):
+        trace = trace_window(runner, window)
+    spans = [(span.start, span.end) for span in trace.spans if span.stream == "compute"]
+    mine = trace.busy(compute=True), min(start for start, _ in spans), max(end for _, end in spans)
+    ranks = over_ranks(mine)
+    # Clocks of hosts differ; rank 0 of a pipeline computes first and last on the fold.
+    whole = max(end - start for _, start, end in ranks)
+    return max(0.0, 1 - statistics.fmean(busy for busy, _, _ in ranks) / whole)
+
+
+def _timed(work: Callable[[], Any], runner: Runner) -> float:
+    runner.executor.streams.synchronize()
+    if dist.is_initialized():
+        dist.barrier(group=control_group())
+    start = time.perf_counter()
+    work()
+    runner.executor.streams.synchronize()
+    return time.perf_counter() - start
+
+
+def _maxima(mine: list[float]) -> list[float]:
+    """The longest of every rank, repeat by repeat."""
+    return [max(column) for column in zip(*over_ranks(mine), strict=True)]
+
+
+def forget_gradients(runner: Runner) -> None:
+    """Leave the parameters as between two optimizer steps."""
+    for parameter in runner.stage.placements:
+        parameter.grad = None

@@ -1,0 +1,165 @@
+"""The profiler: how long each operator takes on this machine, at these shapes, on this mesh, alone and beside another.
+
+In:   a runner and a window of micro-batches.
+Out:  a `Profile`, the same on every rank.
+Must hold: operators are timed through the executor's own issue code, on the rank's own streams. Computations are timed
+in a running step; collectives in trains of repeats, since a single one can look faster than a link is; of a pair, the
+shorter as often as fits beside the longer, since in a step what starts costs is spread over all that is beside it. Of a
+computation the slowest rank counts; of a collective the fastest, since the others only wait for the last to arrive.
+A GPU is held until the host has issued what is timed, so that times are those of the device and not of launching
+kernels. Gradients are left as between two optimizer steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from hf_helix.operators.communication.emulated_link import bare
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
+from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.streams import CudaStreams
+from hf_helix.tuning.measure.bench import Bench, Timed
+from hf_helix.tuning.measure.machine import machine
+from hf_helix.tuning.measure.overlap import forget_gradients
+from hf_helix.tuning.measure.timing import ISSUING, apart, traced
+from hf_helix.tuning.measure.transfer_times import time_transfers
+
+TRAIN = 6  # repeats in a row; the first warms up
+SHORTEST = 0.02  # computations shorter than this part of a collective are not paired with it: it would be noise
+
+Progress = Callable[[float], object]
+"""Told how much of the work is done, from 0 to 1."""
+
+
+def measure_profile(
+    runner: Runner,
+    window: Sequence[MicroBatch],
+    about: Mapping[str, str] | None = None,
+    pairs: bool = True,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure every operator and every pair that can meet. Collective; call it when there are no gradients.
+
+    Args:
+        runner: under `sequential`, so that computations are seen alone.
+        about: what the caller knows: model, mesh, shapes.
+        pairs: whether to measure operators beside each other, too.
+    """
+    with runner.precision.weights.kept():  # as in a window, in which they are cast once
+        profile = _measure(runner, window, about or {}, pairs, progress)
+    forget_gradients(runner)
+    return profile
+
+
+def _measure(
+    runner: Runner, window: Sequence[MicroBatch], about: Mapping[str, str], pairs: bool, progress: Progress | None
+) -> Profile:
+    bench = Bench(runner, window[0], TRAIN)
+    moving, sent = _moving(bench)
+    mine = _in_steps(runner, window) | moving
+    medians = {name: statistics.median(found) for name, found in mine.items()}
+    names = [name for name, _ in named_operators(runner.layout)]
+    # Ranks of a pipeline hold different units.
+    ranks = over_ranks((medians, {name: _spread(found) for name, found in mine.items()}, bench.alike(), sent))
+    kinds = {name: op.kind for name, op in named_operators(runner.layout)}
+    times = {name: _agreed(kinds[name], [found[name] for found, *_ in ranks if name in found]) for name in names}
+    spread = {name: max(found[name] for _, found, *_ in ranks if name in found) for name in names}
+    like = {name: other for _, _, found, _ in ranks for name, other in found.items()}
+    moved = {name: max(found[name] for *_, found in ranks if name in found) for *_, each in ranks for name in each}
+    without = _without_link(bench)
+    found = _measure_pairs(bench, times, like, progress) if pairs else {}
+    return Profile({**machine(runner), **about}, runner.layout, times, spread, found, like, moved, without)
+
+
+def _moving(bench: Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:
+    """Seconds of everything that communicates, and the bytes that this rank sends in it."""
+    found, sent = time_transfers(bench.runner, bench.batch, bench.length)
+    for timed in bench.moving:
+        found[timed.name], sent[timed.name] = bench.train(timed), bench.bytes_sent(timed)
+    return found, sent
+
+
+def _without_link(bench: Bench) -> dict[Name, float]:
+    """What communication takes without the emulated link; nothing where there is none."""
+    link = bench.runner.mesh.link
+    if link is None:
+        return {}
+    with bare(link):
+        found, _ = _moving(bench)
+    ranks = over_ranks({name: statistics.median(seconds) for name, seconds in found.items()})
+    return {name: min(each[name] for each in ranks if name in each) for mine in ranks for name in mine}
+
+
+def _in_steps(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:
+    """Seconds of every computation in a running window."""
+    program = runner.program(len(window))
+    if isinstance(runner.executor.streams, CudaStreams):
+        program = apart(program)
+    names = {unit.label: unit.name for unit in runner.stage.model.values()}
+    found: dict[Name, list[float]] = {}
+    for is_warm in (False, True):
+        for span in traced(runner, program, window, runner.sources(), ISSUING):
+            if is_warm and span.stream == Kind.COMPUTE.value:
+                found.setdefault(_split_label(span.label, names), []).append(span.seconds)
+        forget_gradients(runner)
+    return found
+
+
+def _measure_pairs(
+    bench: Bench, times: Mapping[Name, float], like: Mapping[Name, Name], progress: Progress | None
+) -> dict[tuple[Name, Name], Pair]:
+    """Every computation of a layer beside every collective, and what does not pay, to show it: like beside like."""
+    moving = [timed for timed in bench.moving if timed.name not in like and bench.repeats(timed)]
+    shortest = SHORTEST * max((times[timed.name] for timed in moving), default=0.0)
+    computing = [timed for timed in bench.computing if bench.repeats(timed) and times[timed.name] > shortest]
+    couples = [(a, b) for a in computing for b in moving]
+    couples += [(a, b) for a in moving for b in moving if a.op.kind is Kind.LOCAL and b.op.kind is Kind.CROSS]
+    couples += [(a, a) for a in moving]
+    if not isinstance(bench.runner.executor.streams, CudaStreams):
+        # On a GPU two computations on two streams would write the same gradients and saved activations at once.
+        longest = sorted(computing, key=lambda timed: -times[timed.name])[:3]
+        couples += [(a, b) for a in longest for b in longest if a.name <= b.name]
+    found = {}
+    for place, (a, b) in enumerate(couples):
+        counts = _counts(a, b, times)
+        mine = [statistics.median(column) for column in zip(*bench.together(a, b, counts), strict=True)]
+        first, second = zip(*over_ranks(mine), strict=True)
+        alone = times[a.name], times[b.name]
+        trains = [count * seconds for count, seconds in zip(counts, alone, strict=True)]
+        beside = _agreed(a.op.kind, first), _agreed(b.op.kind, second)
+        slow = slowdown_of(trains[0], *beside), slowdown_of(trains[1], *reversed(beside))
+        found[a.name, b.name] = Pair.of(*alone, *slow)
+        if progress is not None:
+            progress((place + 1) / len(couples))
+    return found
+
+
+def _counts(a: Timed, b: Timed, times: Mapping[Name, float]) -> tuple[int, int]:
+    """How often each of a pair runs beside the other."""
+    if a.op.kind is b.op.kind:
+        return 1, 1
+    first, second = times[a.name], times[b.name]
+    return min(TRAIN, max(1, int(second / first))), min(TRAIN, max(1, int(first / second)))
+
+
+def _agreed(kind: Kind, ranks: Sequence[float]) -> float:
+    return (max if kind is Kind.COMPUTE else min)(ranks)
+
+
+def _spread(found: Sequence[float]) -> float:
+    """The distance between the quartiles, in parts of the median."""
+    if len(found) < 2:
+        return 0.0
+    first, middle, third = statistics.quantiles(found, n=4)
+    return (third - first) / middle
+
+
+def _split_label(label: str, names: dict[str, str]) -> Name:
+    """('layer', 'B.mlp.down.W') of 'B2.layers.3.mlp.down.W'."""
+    strand, _, rest = label.partition(".")
+    unit = next(name for name in names if rest.startswith(name + "."))
+    return names[unit], f"{strand[0]}.{rest.removeprefix(unit + '.')}"

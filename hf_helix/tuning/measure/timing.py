@@ -1,0 +1,96 @@
+"""Timing a program: what runs on the streams of a rank, and when.
+
+In:   a program and its micro-batches, or a piece of work.
+Out:  spans, in the order in which they start.
+Must hold: a GPU is held until the host has issued what is timed, so that times are those of the device and not of
+launching kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction
+from hf_helix.planning.layout import Key
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.streams import CudaStreams, Streams
+from hf_helix.runtime.trace import Span, Trace
+
+# Seconds for which a GPU is held for each operator, so that the host has issued it: in a window, where the host gets
+# further ahead with each, more than the mean (0.16 ms beside an H100); else more than the slowest (attention, 0.63 ms).
+ISSUING, ISSUING_SLOWEST = 3e-4, 1e-3
+CLOCK = 2.5e9  # cycles of a GPU in a second; one with a slower clock is held longer
+
+
+def traced(
+    runner: Runner,
+    program: Sequence[Instruction],
+    batches: Sequence[MicroBatch],
+    values: Mapping[Key, Tensor],
+    issuing: float = ISSUING_SLOWEST,
+) -> list[Span]:
+    """What runs of a program, and when, in order. A GPU is held at every barrier until the host is at the next.
+
+    Args:
+        program: what is to be timed on a GPU stands behind a barrier.
+        batches: by the number of the micro-batch.
+        values: that every micro-batch starts with.
+        issuing: seconds for the host to issue an operator.
+    """
+    streams = runner.executor.streams
+    counts = _counts_behind_barriers(program)
+
+    def hold_next() -> None:
+        hold(streams, next(counts) * issuing)
+
+    streams.trace = trace = Trace()
+    try:
+        runner.executor.run(program, batches, values, training=True, at_barrier=hold_next)
+        streams.synchronize()
+    finally:
+        streams.trace = None
+    return sorted(trace.spans, key=lambda span: span.start)
+
+
+def apart(program: Iterable[Instruction]) -> list[Instruction]:
+    """The program with a barrier before every computation, at which a GPU can be held."""
+    found: list[Instruction] = []
+    for instruction in program:
+        if instruction.operator is not None and not instruction.operator.kind.communicates:
+            found.append(BARRIER_INSTRUCTION)
+        found.append(instruction)
+    return found
+
+
+def _counts_behind_barriers(program: Iterable[Instruction]) -> Iterator[int]:
+    """For each barrier, how many operators are issued between it and the next."""
+    counts: list[int] = []
+    for instruction in program:
+        if instruction.operator is None:
+            counts.append(0)
+        elif counts:
+            counts[-1] += 1
+    return iter(counts)
+
+
+def hold(streams: Streams, seconds: float) -> None:
+    """Keep the compute stream of a GPU, which all other streams wait for, from running what is issued meanwhile.
+
+    Without it the device would wait for the host, and the time of an operator of a few small kernels would be that of
+    launching them. An operator in which the host waits for the device still takes as long as that wait, as in a step.
+    """
+    if isinstance(streams, CudaStreams):
+        torch.cuda._sleep(int(seconds * CLOCK))
+
+
+def meet(runner: Runner) -> None:
+    """Ranks that share every layer start together."""
+    runner.executor.streams.synchronize()
+    for axis in runner.mesh.axes:
+        if axis.group is not None:
+            dist.barrier(group=axis.group)

@@ -1,0 +1,179 @@
+"""What tuning found, in words.
+
+In:   a `Tuning`.
+Out:  one sentence for the log; a paragraph with all figures and reasons.
+Must hold: where overlap gains nothing, the sentence says so and why.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hf_helix.runtime.distributed.mesh import Mesh, world_size
+from hf_helix.tuning.autotune import Tuning
+from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.measure.overlap import Overlap
+
+SMALL = 1.05  # a gain below this is explained
+
+
+def format_verdict(tuning: Tuning, contention: str = "") -> str:
+    """What was chosen and what it gains, in one sentence; where it gains nothing, the reason.
+
+    Args:
+        tuning: what was measured.
+        contention: who shares the cores with communication; empty where devices have their own.
+    """
+    kept, baseline = tuning.overlaps[tuning.kept], _baseline(tuning)
+    plan = f"plan {_named(tuning.kept)}"
+    where = f" on an emulated link of {kept.link}" if kept.link else ""
+    if baseline is None:
+        return f"{plan}, as asked for{where}: {_worth(kept)}"
+    reason = _reason(kept, contention)
+    if tuning.kept == baseline:
+        return f"{plan}: overlap gains nothing here{where}, because {reason}"
+    without = "without overlap"
+    if tuning.kept.split(" on ")[0] == BASELINE:
+        without = f"with {_named(baseline)}"
+    gain = tuning.overlaps[baseline].step / kept.step
+    small = f"; overlap gains little here, because {reason}" if gain < SMALL else ""
+    return f"{plan}, {gain:.2f}x as fast as {without}{where}{small}"
+
+
+def contention_of(mesh: Mesh) -> str:
+    """Who shares the cores with communication, in words; empty where devices have their own."""
+    cores, ranks = os.cpu_count() or 1, int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    if mesh.device.type != "cpu" or 2 * ranks <= cores:
+        return ""
+    return f"{ranks} ranks compute and communicate on the same {cores} cores"
+
+
+def _named(label: str) -> str:
+    """`search`, or `search` on the schedule `w`."""
+    return " on the schedule ".join(f"`{part}`" for part in label.split(" on "))
+
+
+def _worth(overlap: Overlap) -> str:
+    if not overlap.communication:
+        return "there are no collectives to hide"
+    hidden = max(0.0, overlap.hidden_fraction)
+    return f"{overlap.overlapped_fraction:.0%} of communication runs beside computation, {hidden:.0%} of it is hidden"
+
+
+def _reason(overlap: Overlap, contention: str) -> str:
+    """Why there is little or no gain."""
+    if not overlap.communication:
+        return "there are no collectives to hide"
+    share = overlap.communication / (overlap.computation + overlap.communication)
+    if share < 0.1:
+        return f"communication is only {share:.0%} of the work"
+    if contention:
+        return contention
+    return "computation beside communication loses as much time as it hides"
+
+
+def format_tuning(tuning: Tuning, share_of_step: float = 1.0) -> str:
+    """What was chosen and why, in one paragraph.
+
+    Args:
+        share_of_step: the part of an optimizer step's micro-batches that was timed.
+    """
+    kept = tuning.overlaps[tuning.kept]
+    others = ", ".join(_timed(rule, tuning) for rule in tuning.overlaps)
+    baseline = _baseline(tuning)
+    gain = ""
+    if baseline is not None and tuning.kept != baseline:
+        gain = f", {tuning.overlaps[baseline].step / kept.step:.2f} times as fast as {baseline}"
+    when = f" (measured {tuning.measured})" if tuning.measured else ""
+    when += f" on an emulated link of {kept.link}" if kept.link else ""
+    sentences = [
+        f"Plan {tuning.kept} is kept{gain}{when}.",
+        f"A window takes: {others}; its computation alone {in_ms(kept.computation)}{_bubbles(kept)}{_alone(kept)}.",
+        _hidden(kept),
+        *_why_small(tuning),
+        *_alternative(tuning, share_of_step),
+    ]
+    return " ".join(sentences)
+
+
+def _baseline(tuning: Tuning) -> str | None:
+    """What gains are told against: without overlap, on the first schedule where there was a choice."""
+    return next((name for name in tuning.overlaps if name.split(" on ")[0] == BASELINE), None)
+
+
+def _bubbles(overlap: Overlap) -> str:
+    if not overlap.bubble_fraction:
+        return ""
+    return f" (of which a rank of the pipeline waits {overlap.bubble_fraction:.0%} for others)"
+
+
+def _alone(overlap: Overlap) -> str:
+    return f", its communication alone {in_ms(overlap.communication)}{_bound(overlap)}" if overlap.communication else ""
+
+
+def _hidden(overlap: Overlap) -> str:
+    if not overlap.communication:
+        return "There are no collectives to hide."
+    if not (overlap.overlapped_by_kind or overlap.overlapped_fraction):
+        return f"Communication is sums of gradients only: {_saved(overlap)}, {in_ms(overlap.exposed)} are exposed."
+    return (
+        f"{overlap.overlapped_fraction:.0%} of communication runs beside computation{_by_kind(overlap)}, "
+        f"{_saved(overlap)}, {in_ms(overlap.exposed)} are exposed."
+    )
+
+
+def _bound(overlap: Overlap) -> str:
+    """Nothing where noise has made the step shorter than its bound."""
+    return f", and no plan can beat {in_ms(overlap.bound)}" if overlap.bound <= overlap.step else ""
+
+
+def _timed(rule: str, tuning: Tuning) -> str:
+    predicted = tuning.predicted.get(rule)
+    said = f" (predicted {in_ms(predicted)})" if predicted is not None else ""
+    return f"{rule} {in_ms(tuning.overlaps[rule].step)}{said}"
+
+
+def _by_kind(overlap: Overlap) -> str:
+    if len(overlap.overlapped_by_kind) < 2:
+        return ""
+    return f" ({', '.join(f'{kind} {share:.0%}' for kind, share in overlap.overlapped_by_kind.items())})"
+
+
+def _why_small(tuning: Tuning) -> list[str]:
+    """The reason, where there is little or no gain."""
+    kept, baseline = tuning.overlaps[tuning.kept], _baseline(tuning)
+    if baseline is None or not kept.communication or tuning.overlaps[baseline].step >= SMALL * kept.step:
+        return []
+    start = f"The gain over {baseline} is small"
+    if tuning.kept.split(" on ")[0] == BASELINE:
+        start = "No plan that overlaps is faster here"
+    share = kept.communication / (kept.computation + kept.communication)
+    if share < 0.1:
+        return [f"{start}: communication is only {share:.0%} of the work."]
+    if kept.exposed > kept.communication or kept.overlapped_fraction - max(0.0, kept.hidden_fraction) > 0.3:
+        return [f"{start}: communication runs beside computation, but takes the cores or the memory that it needs."]
+    return [f"{start}: communication is {share:.0%} of the work, and computation waits for it."]
+
+
+def _alternative(tuning: Tuning, share_of_step: float) -> list[str]:
+    """Where another layout would be faster, say so."""
+    kept = tuning.overlaps[tuning.kept]
+    step = kept.step / share_of_step
+    other = kept.computation / share_of_step + tuning.gradient_seconds
+    if tuning.ranks == 1 or kept.bubble_fraction or other >= step:  # fewer micro-batches make a pipeline wait more
+        return []
+    return [
+        f"Data parallelism alone would take about {in_ms(other)} a step instead of {in_ms(step)} (an estimate "
+        "from these figures), if the whole model fits on every rank."
+    ]
+
+
+def _saved(overlap: Overlap) -> str:
+    if overlap.hidden_fraction < 0:
+        return f"none of its time is saved ({overlap.hidden_fraction:.0%}: it also slows computation down)"
+    return f"{overlap.hidden_fraction:.0%} of its time is saved"
+
+
+def in_ms(seconds: float) -> str:
+    """Returns seconds as text in milliseconds."""
+    return f"{seconds * 1e3:,.1f} ms"

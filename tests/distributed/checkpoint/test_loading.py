@@ -1,0 +1,357 @@
+"""Weights that no rank ever has whole, from a checkpoint or at random, against those of models that are made whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.comparisons import stored
+from support.loading_jobs import outline
+from support.models import FAMILIES, tiny
+from support.paths import ROOT
+from transformers import AutoModelForCausalLM
+
+JOB = "support.loading_jobs:"
+SLOW = pytest.mark.slow
+BENCHMARK = ROOT / "benchmarks" / "loading.py"
+LAYERS = {"num_hidden_layers": 4}
+TIED = {"tie_word_embeddings": True}
+CASES: list[Any] = [
+    # family, changes, layout, shards of the checkpoint
+    ("llama", TIED, {"tp_size": 2}, "20KB"),
+    ("gpt2", {}, {"tp_size": 2}, "1GB"),
+    ("gpt_neox", LAYERS, {"pp_size": 2}, "20KB"),
+    ("mixtral", {}, {"ep_size": 2}, "1GB"),
+    ("qwen3_moe", LAYERS, {"tp_size": 2, "pp_size": 2}, "20KB"),
+    *(
+        pytest.param(family, {**LAYERS, **changes}, layout, "20KB", marks=SLOW)
+        for family, changes in (
+            *((family, {}) for family in FAMILIES if family != "starcoder2"),
+            ("llama", {**TIED, "attention_bias": True}),
+            ("phimoe", {"output_router_logits": True}),
+        )
+        for layout in ({"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2})
+    ),
+    *(
+        pytest.param(family, LAYERS, layout, "20KB", marks=SLOW)
+        for family in ("mixtral", "phimoe", "qwen3_moe")
+        for layout in ({"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 2, "pp_size": 2})
+    ),
+]
+
+
+def ranks_of(layout: dict[str, int]) -> int:
+    count = 1
+    for size in layout.values():
+        count *= size
+    return count
+
+
+@pytest.mark.parametrize(("family", "changes", "layout", "shards"), CASES)
+def test_a_folder_gives_what_from_pretrained_gives(
+    family: str, changes: dict[str, Any], layout: dict[str, int], shards: str, cluster_of: Any, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    tiny(family, **changes).save_pretrained(source, max_shard_size=shards)
+    assert (len(list(source.glob("*.safetensors"))) > 1) is (shards == "20KB")
+    job = {"folder": str(tmp_path), "helix": layout, "source": str(source), "family": family, "changes": changes}
+    for rank in cluster_of(ranks_of(layout)).run(f"{JOB}start_in_every_way", **job):
+        assert rank["differences"] == {"named": [], "meta": [], "again": []}
+        assert len(rank["losses"][0]) == 2
+        assert all(found == rank["losses"][0] for found in rank["losses"])
+        assert rank["configurations"][0] == rank["configurations"][1]
+        assert rank["bytes"] > 0
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16"), pytest.param("float32", marks=SLOW)])
+def test_types_are_those_of_the_config(dtype: str, cluster_of: Any, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tiny(dtype=dtype).save_pretrained(source)
+    job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "source": str(source), "family": "llama", "changes": {}}
+    for rank in cluster_of(2).run(f"{JOB}start_in_every_way", **job):
+        assert rank["differences"] == {"named": [], "meta": [], "again": []}
+
+
+def test_a_base_models_checkpoint_has_no_prefix(cluster_of: Any, tmp_path: Path) -> None:
+    """As those of GPT-2 on the Hub, with masks that older versions have saved."""
+    model, source = tiny("gpt2"), tmp_path / "source"
+    model.save_pretrained(source)
+    tensors = {name.removeprefix("transformer."): value for name, value in load_file(source / FILE).items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 4, 4) for layer in range(3)}
+    save_file({**tensors, **masks}, source / FILE, {"format": "pt"})
+    job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "source": str(source), "family": "gpt2", "changes": {}}
+    for rank in cluster_of(2).run(f"{JOB}start_in_every_way", **job):
+        assert rank["differences"] == {"named": [], "meta": [], "again": []}
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+Damage = Callable[[Path], None]
+
+
+def changed(change: Callable[[dict[str, Any]], None]) -> Damage:
+    """A single file with other tensors."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / FILE)
+        change(tensors)
+        save_file(tensors, folder / FILE, {"format": "pt"})
+
+    return damage
+
+
+def in_shards(change: Callable[[Path, dict[str, str]], None]) -> Damage:
+    """Several files, of which some are changed."""
+
+    def damage(folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        (folder / FILE).unlink()
+        model.save_pretrained(folder, max_shard_size="20KB")
+        change(folder, json.loads((folder / INDEX).read_text())["weight_map"])
+
+    return damage
+
+
+def put(name: str, value: torch.Tensor) -> Damage:
+    return changed(lambda tensors: tensors.update({name: value}))
+
+
+def cut_off(folder: Path) -> None:
+    data = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(data[: len(data) // 2])
+
+
+def as_bin(folder: Path) -> None:
+    (folder / FILE).unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def only_here(folder: Path) -> None:
+    """Good for rank 0, and nothing for rank 1."""
+    shutil.copytree(folder, folder / "0")
+    (folder / "1").mkdir()
+
+
+def of_other_models(folder: Path) -> None:
+    for rank in range(2):
+        shutil.copytree(folder, folder / f"new{rank}")
+    changed(lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].bfloat16()}))(
+        folder / "new1"
+    )
+    for rank in range(2):
+        (folder / f"new{rank}").rename(folder / str(rank))
+
+
+LLAMA: dict[str, Any] = {}
+MOE = {"family": "mixtral"}
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+BAD: dict[str, tuple[dict[str, Any], Damage, list[str]]] = {
+    "missing tensor": (LLAMA, changed(lambda tensors: tensors.pop(UP)), ["nothing for", UP]),
+    "unknown tensor": (LLAMA, put("model.extra", torch.ones(2)), ["no place for", "model.extra"]),
+    "shape": (LLAMA, put(UP, torch.ones(57, 31)), [UP, "[57, 31]", "[57, 32]"]),
+    "type": (LLAMA, put(NORM, torch.ones(32, dtype=torch.int8)), [NORM, "I8", "BF16"]),
+    "missing head": (LLAMA, changed(lambda tensors: tensors.pop("lm_head.weight")), ["nothing for", "lm_head.weight"]),
+    "both ends, other values": (
+        TIED,
+        put("lm_head.weight", torch.ones(131, 32)),
+        ["embed_tokens.weight", "lm_head.weight", "differ", "tie_word_embeddings=False"],
+    ),
+    "missing expert": (
+        MOE,
+        changed(lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.2.w2.weight")),
+        ["model.layers.1.mlp.experts.down_proj", "[3, 32, 40]", "[4, 32, 40]"],
+    ),
+    "half an expert": (
+        MOE,
+        changed(lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight")),
+        ["model.layers.1.mlp.experts.gate_up_proj", "cannot be made of"],
+    ),
+    "cut off": (LLAMA, cut_off, [FILE, "cannot be read", "cut off"]),
+    "missing file": (
+        LLAMA,
+        in_shards(lambda folder, places: (folder / places[UP]).unlink()),
+        ["-of-", ".safetensors is missing", INDEX],
+    ),
+    "wrong index": (
+        LLAMA,
+        in_shards(
+            lambda folder, places: (folder / INDEX).write_text(
+                json.dumps({"weight_map": {**places, "nowhere": places[UP]}})
+            )
+        ),
+        ["has no nowhere", INDEX],
+    ),
+    "no index": (
+        LLAMA,
+        in_shards(lambda folder, places: (folder / INDEX).write_text("{}")),
+        [INDEX, "no index of safetensors"],
+    ),
+    "pickle": (LLAMA, as_bin, ["pytorch_model.bin", "save_pretrained"]),
+    "no folder": (LLAMA, shutil.rmtree, ["source is no folder", "hf download"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=SLOW)], ids=str)
+def test_what_does_not_fit_is_named_on_every_rank_and_nothing_is_written(
+    case: str, layout: dict[str, int], cluster_of: Any, tmp_path: Path
+) -> None:
+    changes, damage, words = BAD[case]
+    model = {**changes, **LAYERS}
+    tiny(**model).save_pretrained(tmp_path / "source")
+    damage(tmp_path / "source")
+    job = {"folder": str(tmp_path), "helix": layout, "source": str(tmp_path / "source"), "model": model}
+    for failure in cluster_of(2).errors(f"{JOB}refused", **job):
+        assert failure.kind == "ValueError"
+        for word in words:
+            assert word in failure.message, failure.message
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(only_here, ["1", "neither"]), (of_other_models, ["rank 0 and rank 1", "different tensors", NORM])],
+    ids=["missing", "other"],
+)
+def test_folders_that_differ_between_hosts(damage: Damage, words: list[str], cluster_of: Any, tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "source")
+    damage(tmp_path / "source")
+    job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "source": str(tmp_path / "source"), "model": {}}
+    failures = cluster_of(2).errors(f"{JOB}refused", own_folder=True, **job)
+    for failure in failures:
+        assert all(word in failure.message for word in words), failure.message
+    if damage is only_here:
+        assert "on rank 1" in failures[0].message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partly": NORM}, ["meta device", NORM, "all of them"]),
+        ({"on_meta": False, "weights": "somewhere"}, ["weights='somewhere'", 'torch.device("meta")']),
+        ({"weights": "nowhere"}, ["nowhere is no folder"]),
+        ({"adapters": True}, ["PEFT adapters", "meta device", "from_pretrained(folder)"]),
+    ],
+    ids=str,
+)
+def test_models_that_cannot_be_filled(
+    options: dict[str, Any], words: list[str], cluster_of: Any, tmp_path: Path
+) -> None:
+    job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "model": {}, **options}
+    for failure in cluster_of(2).errors(f"{JOB}construct", **job):
+        assert failure.kind == "ValueError"
+        assert all(word in failure.message for word in words), failure.message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "gpt2"}, ["model='gpt2'", "no folder", "hf download"]),
+        ({"name": "here", "weights": "there"}, ["model='here'", "weights='there'", "leave it out"]),
+    ],
+    ids=str,
+)
+def test_names_that_are_no_folders(options: dict[str, Any], words: list[str], cluster_of: Any, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, **options}
+    for failure in cluster_of(2).errors(f"{JOB}construct_by_name", **job):
+        assert failure.kind == "ValueError"
+        assert all(word in failure.message for word in words), failure.message
+
+
+# -- at random ---------------------------------------------------------------------------------------------------
+
+
+DRAWN: list[Any] = [
+    ("llama", {**LAYERS, **TIED}, ({"tp_size": 2}, {"pp_size": 2})),
+    ("gpt2", LAYERS, ({"tp_size": 2},)),
+    ("mixtral", LAYERS, ({"ep_size": 2},)),
+    *(
+        pytest.param(family, LAYERS, ({"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}), marks=SLOW)
+        for family in FAMILIES
+        if family != "starcoder2"
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "layouts"), DRAWN)
+def test_random_weights_depend_on_no_layout_and_are_spread_as_the_models_own(
+    family: str, changes: dict[str, Any], layouts: Any, cluster_of: Any, tmp_path: Path
+) -> None:
+    found = []
+    for number, layout in enumerate(layouts):
+        folder = str(tmp_path / str(number))
+        job = {"folder": folder, "helix": layout, "family": family, "changes": changes}
+        assert not any(cluster_of(ranks_of(layout)).run(f"{JOB}draw", **job))
+        found.append(stored(Path(folder)))
+    cluster_of(2).run(f"{JOB}draw", folder=str(tmp_path / "dp"), helix={}, family=family, changes=changes)
+    expected = stored(tmp_path / "dp")
+    for other in found:
+        assert other.keys() == expected.keys()
+        assert all(torch.equal(other[name], value) for name, value in expected.items())
+    AutoModelForCausalLM.from_config(tiny(family, **changes).config).save_pretrained(tmp_path / "stock")
+    stock = stored(tmp_path / "stock")
+    assert stock.keys() == expected.keys()
+    drawn = 0
+    for name, value in stock.items():
+        assert expected[name].shape == value.shape
+        if value.float().std() < 1e-12:  # ones and zeros
+            assert torch.equal(expected[name], value), name
+            continue
+        drawn += 1
+        assert not torch.equal(expected[name], value)
+        assert expected[name].std().item() == pytest.approx(value.std().item(), rel=0.25), name
+        assert (expected[name] == 0).sum() == (value == 0).sum()  # the row of padding
+    assert drawn > 10
+    pairs = [(name, name.replace(".1.", ".2.", 1)) for name in expected if ".1." in name and stock[name].std() > 1e-12]
+    assert len(pairs) >= 4
+    assert not any(torch.equal(expected[one], expected[other]) for one, other in pairs), "layers differ"
+
+
+def test_a_model_that_draws_from_outside_of_its_layers_is_refused() -> None:
+    """Were it drawn layer by layer, it would start from other weights than its own."""
+    from hf_helix.checkpoint.random_weights import _check_pieces, _pieces_of
+
+    model = outline("llama", {})
+    pieces = _pieces_of(model, model.model.layers)
+    assert "model.layers.2" in pieces
+    assert "lm_head" in pieces
+    _check_pieces(model, pieces)
+    plain = model._init_weights
+
+    def reaching(module: Any) -> None:
+        plain(module)
+        if module is model.model:
+            torch.nn.init.normal_(module.layers[1].mlp.up_proj.weight)
+
+    model._init_weights = reaching
+    with pytest.raises(ValueError, match=r"draws model.layers.1.mlp.up_proj.weight from a module around the layers"):
+        _check_pieces(model, pieces)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+@SLOW
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_rank_takes_its_share_and_one_tensor(axis: str, tmp_path: Path) -> None:
+    """Of fresh processes, by the kernel's own peak: pages of mapped files count."""
+    sizes = ["--layers", "8", "--hidden", "768", "--vocabulary", "16000", "--shards", "60MB"]
+    command = [sys.executable, str(BENCHMARK), f"--{axis}", "4", *sizes, "--json", str(tmp_path / "found.json")]
+    subprocess.run(command, check=True, timeout=290, cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    stored, largest, other = found["stored"], found["largest"], 40e6
+    for way in ("folder", "random"):
+        assert sum(rank["held"] for rank in found[way]) <= 1.01 * stored
+        for rank in found[way]:
+            assert rank["anonymous"] <= rank["resident"] + other
+            assert rank["resident"] <= rank["held"] + largest + other
+    assert all(rank["resident"] <= 2 * largest + other for rank in found["save"])
+    assert all(rank["resident"] >= stored for rank in found["whole"]), "what it is measured against"

@@ -1,0 +1,468 @@
+"""Checkpoints: a run goes on where it was, on the same layout bit for bit, on another within summation order."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.cluster import JobFailed
+from support.resume_jobs import make, push, run, state_of
+
+from hf_helix.checkpoint import atomic as staging
+from hf_helix.checkpoint import manifest
+from hf_helix.checkpoint.optimizer_state import Held, load_states, save_states
+from hf_helix.operators.unit import Placement
+
+JOB = "support.resume_jobs:"
+TP2 = {"tp_size": 2, "plan": "greedy"}
+
+
+@pytest.fixture(scope="module")
+def whole(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A run over two tensor-parallel ranks without interruption, and its checkpoint after half of its steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder / "checkpoint-3", cluster_of(2).run(f"{JOB}run", folder=str(folder), helix=TP2)
+
+
+def goes_on(found: dict[str, Any], expected: dict[str, Any], *, exactly: bool = False) -> None:
+    """All steps are there, the first of them from the checkpoint."""
+    assert found["losses"].keys() == expected["losses"].keys()
+    assert found["rates"] == expected["rates"]
+    assert found["tokens"] == expected["tokens"]
+    assert found["flos"] == pytest.approx(expected["flos"], rel=1e-6)
+    np.testing.assert_allclose(
+        list(found["losses"].values()), list(expected["losses"].values()), rtol=0, atol=0 if exactly else 1e-5
+    )
+    assert found["eval"] == pytest.approx(expected["eval"], abs=0 if exactly else 1e-5)
+    if exactly:
+        assert found["weights"] == expected["weights"]
+
+
+# -- going on ------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_itself_is_the_stock_trainers(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    saved, ranks = whole
+    goes_on(ranks[0], {**run(str(tmp_path), None), "flos": ranks[0]["flos"]})
+    own = ("log_history", "total_flos")
+    mine, theirs = (
+        {key: value for key, value in state_of(folder).items() if key not in own}
+        for folder in (saved, tmp_path / "checkpoint-3")
+    )
+    assert mine == theirs
+
+
+def test_the_same_layout_goes_on_bit_for_bit(whole: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path) -> None:
+    saved, expected = whole
+    found = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), helix=TP2, resume=str(saved))
+    for mine, theirs in zip(found, expected, strict=True):
+        goes_on(mine, theirs, exactly=True)
+        assert mine["checkpoints"] == ["checkpoint-6"]
+
+
+@pytest.mark.parametrize(
+    ("helix", "steps"),
+    [
+        pytest.param({"pp_size": 2}, 2, id="pp2"),
+        pytest.param({"shard_optimizer": True}, 1, id="dp2 with ZeRO-1"),
+        pytest.param({"cp_size": 2}, 2, id="cp2", marks=pytest.mark.slow),
+        pytest.param({}, 1, id="dp2", marks=pytest.mark.slow),
+    ],
+)
+def test_another_layout_goes_on(
+    helix: dict[str, Any], steps: int, whole: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path
+) -> None:
+    saved, expected = whole
+    training = {"gradient_accumulation_steps": steps}
+    job = {"folder": str(tmp_path), "helix": {"plan": "greedy", **helix}, "training": training}
+    for mine in cluster_of(2).run(f"{JOB}run", resume=str(saved), **job):
+        goes_on(mine, expected[0])
+
+
+def test_one_process_goes_on(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    saved, expected = whole
+    shutil.copytree(saved, tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-4").mkdir()  # of a save that was never complete
+    goes_on(run(str(tmp_path), {"plan": "greedy"}, resume=True), expected[0])
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    expected = run(str(tmp_path), {"plan": "greedy"})
+    before = (tmp_path / "checkpoint-6").stat().st_ino
+    goes_on(run(str(tmp_path), {"plan": "greedy"}, resume=f"{tmp_path}/checkpoint-3"), expected, exactly=True)
+    assert (
+        expected["checkpoints"] == sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]
+    )
+    assert (tmp_path / "checkpoint-6").stat().st_ino != before
+    assert manifest.Manifest.read(tmp_path / "checkpoint-6")
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "tied embeddings, fused projections": {"model": {"family": "gpt2"}},
+    "frozen parameters": {"freeze": ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"]},
+    "momentum": {"training": {"optim": "sgd", "optim_args": "momentum=0.9"}},
+    "adagrad": {"training": {"optim": "adagrad"}},
+    "rmsprop": {"training": {"optim": "rmsprop"}},
+    "schedule-free": {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}},
+    "in bf16": {"model": {"dtype": "bfloat16"}},
+    "order by length": {
+        "training": {"train_sampling_strategy": "group_by_length", "max_steps": 8, "save_steps": 6},
+        "data": {"lengths": (17, 5, 11, 8, 14), "padding": "right"},
+    },
+    "a stream": {"streamed": True, "training": {"accelerator_config": {"dispatch_batches": False}}},
+    "at the end of an epoch": {"training": {"max_steps": 8, "save_steps": 4}},
+}
+
+
+@pytest.mark.slow
+def test_a_stream_that_rank_0_hands_out_is_refused(cluster_of: Any, tmp_path: Path) -> None:
+    with pytest.raises(JobFailed, match="dispatch_batches"):
+        cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(tmp_path), helix=TP2, streamed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_train_go_on_bit_for_bit(way: str, cluster_of: Any, tmp_path: Path) -> None:
+    options = {"training": {}, "helix": TP2, **WAYS[way]}
+    steps = options["training"].get("save_steps", 3)
+    whole, rest = str(tmp_path / "whole"), str(tmp_path / "rest")
+    expected = cluster_of(2).run(f"{JOB}run", folder=whole, **options)
+    found = cluster_of(2).run(f"{JOB}run", folder=rest, resume=f"{whole}/checkpoint-{steps}", **options)
+    for mine, theirs in zip(found, expected, strict=True):
+        goes_on(mine, theirs, exactly=True)
+
+
+HEADS = {"num_key_value_heads": 4}
+EXPERTS = {"model": {"family": "mixtral", **HEADS}}
+LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any], int, dict[str, Any]]] = {
+    "tp2 pp2 to dp4": ({"tp_size": 2, "pp_size": 2}, 4, {}, 1, {}),
+    "dp4 to tp4": ({}, 1, {"tp_size": 4}, 4, {"model": HEADS}),
+    "cp2 pp2 to tp2 dp2": ({"cp_size": 2, "pp_size": 2}, 4, {"tp_size": 2}, 2, {}),
+    "ZeRO-1 over dp4 to tp2 with ZeRO-1": (
+        {"shard_optimizer": True},
+        1,
+        {"tp_size": 2, "shard_optimizer": True},
+        2,
+        {},
+    ),
+    "pp2 dp2 to pp4, fused projections": ({"pp_size": 2}, 2, {"pp_size": 4}, 4, {"model": {"family": "gpt2"}}),
+    "tp4 to pp2 dp2, fused projections": ({"tp_size": 4}, 4, {"pp_size": 2}, 2, {"model": {"family": "gpt2"}}),
+    "ep2 tp2 to ep4": ({"tp_size": 2, "ep_size": 2}, 2, {"ep_size": 4}, 1, EXPERTS),
+    "ep2 pp2 to tp4": ({"pp_size": 2, "ep_size": 2}, 2, {"tp_size": 4}, 4, EXPERTS),
+    "adafactor from pp2 dp2 to pp4": ({"pp_size": 2}, 2, {"pp_size": 4}, 4, {"training": {"optim": "adafactor"}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_four_ranks_change_their_layout(case: str, cluster_of: Any, tmp_path: Path) -> None:
+    before, count, after, other, options = LAYOUTS[case]
+    options = {**options, "model": {"num_hidden_layers": 8, **options.get("model", {})}}
+    training = options.pop("training", {})
+
+    def job(name: str, helix: dict[str, Any], steps: int) -> dict[str, Any]:
+        changed = {**training, "gradient_accumulation_steps": steps, "per_device_train_batch_size": 1}
+        return {"folder": str(tmp_path / name), "helix": {"plan": "greedy", **helix}, "training": changed, **options}
+
+    expected = cluster_of(4).run(f"{JOB}run", **job("whole", before, count))
+    saved = str(tmp_path / "whole" / "checkpoint-3")
+    for mine in cluster_of(4).run(f"{JOB}run", resume=saved, **job("rest", after, other)):
+        goes_on(mine, expected[0])
+    again = cluster_of(4).run(f"{JOB}run", resume=saved, **job("same", before, count))
+    for mine, theirs in zip(again, expected, strict=True):
+        goes_on(mine, theirs, exactly=True)
+
+
+# -- states ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (1, 1), (0, 3), (1, 2), (None, 1)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_pieces_fill_the_whole_once(dim: int | None, blocks: int, size: int) -> None:
+    whole = torch.arange(15 * 10).view(15, 10)
+    placement = Placement(dim=dim, length=0 if dim is None else whole.shape[dim], blocks=blocks)
+    filled = torch.zeros_like(whole)
+    for rank in range(size):
+        held = held_by(rank, size, placement)
+        local = placement.cut(whole, size, rank)
+        assert held.whole_shape(local) == whole.shape
+        for offset, piece in held.pieces(local).items():
+            place = tuple(slice(first, first + length) for first, length in zip(offset, piece.shape, strict=True))
+            assert torch.equal(piece, whole[place])
+            filled[place] += 1
+    assert (filled == (size if dim is None else 1)).all()
+
+
+def held_by(rank: int, size: int, placement: Placement) -> Held:
+    return Held("weight", placement, SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
+
+
+def with_row_sums(rows: int) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    """An optimizer with a state that is not of its parameter's shape."""
+    weight = torch.nn.Parameter(torch.zeros(rows, 2))
+    optimizer = torch.optim.SGD([weight])
+    optimizer.state[weight]["sums"] = torch.arange(float(rows), dtype=torch.float64)
+    return weight, optimizer
+
+
+def test_states_that_cannot_be_cut(tmp_path: Path) -> None:
+    weight, optimizer = with_row_sums(4)
+    placement = Placement(dim=0, length=4)
+    save_states(optimizer, {weight: held_by(0, 1, placement)}, tmp_path)
+    sums = optimizer.state[weight]["sums"].clone()
+    optimizer.state[weight]["sums"] = torch.zeros(1)
+    load_states(optimizer, {weight: held_by(0, 1, placement)}, tmp_path)
+    assert torch.equal(optimizer.state[weight]["sums"], sums)  # its own type, too
+    half, other = with_row_sums(2)
+    with pytest.raises(ValueError, match=r"state 'sums' of weight has the shape \[4\].*\[4, 2\].*another tp_size"):
+        load_states(other, {half: held_by(0, 2, placement)}, tmp_path)
+    assert other.state[half]["sums"].shape == (2,)
+
+
+# -- what stays, what is best, what is uploaded --------------------------------------------------------------------
+
+BEST = {
+    "max_steps": 10,
+    "learning_rate": 0.05,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_steps": 2,
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+}
+
+
+def test_the_best_model_at_the_end(cluster_of: Any, tmp_path: Path) -> None:
+    expected = run(str(tmp_path / "stock"), None, training=BEST)
+    assert expected["best"] != "checkpoint-10"  # or loading it would change nothing
+    for found in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "helix"), helix=TP2, training=BEST):
+        assert found["best"] == expected["best"]
+        assert found["checkpoints"] == expected["checkpoints"]
+        assert found["eval"] == pytest.approx(expected["eval"], abs=1e-5)
+    last = state_of(tmp_path / "helix" / "checkpoint-10")
+    assert last["best_model_checkpoint"] == str(tmp_path / "helix" / found["best"])
+
+
+def others(files: list[str]) -> list[str]:
+    """Without the weights, which lie in more files."""
+    return [name for name in files if not name.startswith("model")]
+
+
+@pytest.mark.parametrize("strategy", ["every_save", pytest.param("all_checkpoints", marks=pytest.mark.slow)])
+def test_uploads_are_the_stock_trainers(strategy: str, tmp_path: Path) -> None:
+    expected = push(str(tmp_path / "stock"), None, strategy)
+    found = push(str(tmp_path / "helix"), {"plan": "greedy"}, strategy)
+    assert [(upload["message"], upload["path"]) for upload in found] == [
+        (upload["message"], upload["path"]) for upload in expected
+    ]
+    for mine, theirs in zip(found, expected, strict=True):
+        if mine["path"] is None:
+            assert others(mine["files"]) == others(theirs["files"])
+            assert "model.safetensors" in mine["files"]
+        else:
+            assert {"helix_state.json", "optimizer/.metadata", "trainer_state.json"} <= set(mine["files"])
+
+
+# -- what cannot be used -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint by one process."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(str(folder), {"plan": "greedy"}, training={"max_steps": 1, "save_steps": 1})
+    return folder / "checkpoint-1"
+
+
+def cut_short(name: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = next(folder.glob(name))
+        path.write_bytes(path.read_bytes()[:-10])
+
+    return spoil
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: next(folder.glob(name)).unlink()
+
+
+def of_the_model_only(folder: Path) -> None:
+    path = folder / manifest.NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "optimizer": None}))
+
+
+def of_a_later_format(folder: Path) -> None:
+    path = folder / manifest.NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+
+
+Case = tuple[Callable[[Path], Any], dict[str, Any], str]
+UNFIT: dict[str, Case] = {
+    "no weights": (without("model.safetensors"), {}, r"damaged: model\.safetensors is missing"),
+    "weights cut short": (cut_short("model.safetensors"), {}, r"model\.safetensors has \d+ bytes instead of \d+"),
+    "states cut short": (cut_short("optimizer/*.distcp"), {}, r"distcp has \d+ bytes instead of \d+"),
+    "states without a table": (without("optimizer/.metadata"), {}, r"optimizer/\.metadata is missing"),
+    "no generators": (without("helix_rng_0.pt"), {}, r"helix_rng_0\.pt is missing"),
+    "not complete": (without(manifest.NAME), {}, r"no helix_state\.json: .* not completely.*from_pretrained"),
+    "not there": (lambda folder: shutil.rmtree(folder), {}, "is not a folder; give one"),
+    "the model only": (of_the_model_only, {}, "save_only_model=True.*from_pretrained"),
+    "a later format": (of_a_later_format, {}, "has format 99.* reads format 1"),
+    "another size": (
+        lambda _: None,
+        {"model": {"intermediate_size": 60}},
+        r"another model.*mlp\.gate_proj\.weight has shape \[57, 32\], here \[60, 32\].* and \d+ more",
+    ),
+    "another model": (lambda _: None, {"model": {"family": "gpt2"}}, r"a LlamaForCausalLM \(.*a GPT2LMHeadModel\)"),
+    "another type": (
+        lambda _: None,
+        {"model": {"dtype": "bfloat16"}},
+        "embed_tokens.weight has dtype float32, here bfloat16",
+    ),
+    "other parameters": (
+        lambda _: None,
+        {"freeze": ["model.norm.weight"]},
+        r"model\.norm\.weight has trained True, here False",
+    ),
+    "another optimizer": (lambda _: None, {"training": {"optim": "sgd"}}, "optimizer AdamW.* uses SGD.* same `optim`"),
+    "other groups": (
+        lambda _: None,
+        {"training": {"weight_decay": 0.0}, "regroup": True},
+        r"another set of parameters: .* has group 0, here 1",
+    ),
+    "other samples": (
+        lambda _: None,
+        {"training": {"gradient_accumulation_steps": 3}},
+        r"took 4 \(per_device_train_batch_size 2 x gradient_accumulation_steps 2 x .* 1\) samples, and would take 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_cannot_be_resumed(case: str, saved: Path, tmp_path: Path) -> None:
+    spoil, options, words = UNFIT[case]
+    folder = tmp_path / "checkpoint-1"
+    shutil.copytree(saved, folder)
+    spoil(folder)
+    before = contents(tmp_path)
+    options = dict(options)
+    regroup = options.pop("regroup", False)
+    trainer = make(str(tmp_path), {"plan": "greedy"}, **options)
+    if regroup:
+        trainer.get_decay_parameter_names = lambda model: []
+    weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(ValueError, match=words):
+        trainer.train(resume_from_checkpoint=str(folder))
+    assert contents(tmp_path) == before
+    if case not in ("another optimizer", "other groups"):  # seen only when the optimizer is there
+        assert all(torch.equal(*pair) for pair in zip(trainer.model.parameters(), weights, strict=True))
+
+
+def test_every_rank_refuses(saved: Path, cluster_of: Any, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "helix": TP2, "resume": str(saved), "model": {"intermediate_size": 60}}
+    for failure in cluster_of(2).errors(f"{JOB}run", **job):
+        assert failure.kind == "ValueError"
+        assert "saved from another model" in failure.message
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(ValueError, match=r"No valid checkpoint found.*resume_from_checkpoint=None"):
+        run(str(tmp_path), {}, resume=True)
+
+
+def test_other_samples_with_ignore_data_skip(saved: Path, tmp_path: Path) -> None:
+    training = {"gradient_accumulation_steps": 3, "ignore_data_skip": True, "max_steps": 3}
+    found = run(str(tmp_path), {"plan": "greedy"}, resume=str(saved), training=training)
+    assert list(found["losses"]) == [1, 2, 3]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# -- folders that cannot be written --------------------------------------------------------------------------------
+
+
+def test_a_file_in_the_place_of_the_folder(cluster_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    for failure in cluster_of(2).errors(f"{JOB}run", folder=str(tmp_path / "out"), helix=TP2):
+        assert "cannot be made" in failure.message
+        assert "give another" in failure.message
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(str(tmp_path), {"plan": "greedy"})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
+    with pytest.raises(ValueError, match=r"0\.000 GB of room, and a checkpoint needs .* GB or more"):
+        trainer.train()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hosts_that_do_not_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(str(tmp_path), {"plan": "greedy"})
+    monkeypatch.setattr("hf_helix.integrations.trainer.checkpoints._probe", lambda *_: tmp_path / "on another host")
+    with pytest.raises(ValueError, match="not the folder that rank 0 has written to; give one that all hosts share"):
+        trainer.train()
+
+
+# -- whole or not there --------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("replaces", [False, True])
+def test_killed_while_it_takes_its_place(
+    number: int, replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it happens, a complete checkpoint is found under its name, the new one or the one it would replace."""
+
+    def complete(folder: Path) -> bool:
+        return (folder / "mark").exists()
+
+    def checkpoint(folder: Path, text: str) -> Path:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(text)
+        return folder
+
+    if replaces:
+        (checkpoint(tmp_path / "checkpoint-3", "old") / "mark").touch()
+    new = checkpoint(tmp_path / staging.STAGING / "checkpoint-3", "new")
+    calls = iter(range(100))
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                raise Killed
+            return function(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", dying(Path.rename))
+        patch.setattr(shutil, "rmtree", dying(shutil.rmtree))
+        mark = dying((new / "mark").touch)
+        was_killed = False
+        try:
+            staging.publish(new, tmp_path, mark)
+        except Killed:
+            was_killed = True
+    assert was_killed == (number < 3 + replaces)
+    staging.recover(tmp_path, complete)
+    assert not (tmp_path / staging.STAGING).exists()
+    if number == 0 and not replaces:
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert (tmp_path / "checkpoint-3" / "weights").read_text() == ("old" if number < 1 + replaces else "new")
+        assert complete(tmp_path / "checkpoint-3")

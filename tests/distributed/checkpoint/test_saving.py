@@ -1,0 +1,152 @@
+"""A checkpoint is, byte for byte, what `save_pretrained` of the whole model writes, and every rank writes its part."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from support import saving_jobs as jobs
+from support.models import arguments, tiny
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.checkpoint.safetensors_file import FileLayout, write_slice
+from hf_helix.operators.unit import Placement
+
+JOB = "support.saving_jobs:"
+SMALL = "20KB"
+TOLD = 5000  # bytes of what ranks tell each other; the smallest model has 136960, its largest tensor 16768
+CASES: dict[str, dict[str, Any]] = {
+    "rows and columns": {"family": "llama", "helix": {"tp_size": 2}, "size": SMALL},
+    "a single file": {"family": "llama", "helix": {"tp_size": 2}, "changes": {"tie_word_embeddings": True}},
+    "fused, transposed": {"family": "gpt2", "helix": {"tp_size": 2}, "size": SMALL},
+    "pipeline": {"family": "llama", "helix": {"pp_size": 2}, "changes": {"num_hidden_layers": 4}, "size": SMALL},
+    "experts": {"family": "mixtral", "helix": {"tp_size": 2}, "size": SMALL},
+    "experts over dp": {"family": "qwen3_moe", "helix": {"ep_size": 2}, "size": SMALL},
+    "copies": {"family": "llama", "helix": {"plan": "sequential"}, "size": SMALL},
+}
+
+
+def assert_stock(folder: Path, case: dict[str, Any], stock: Path) -> int:
+    """The weights in a folder are those that Transformers writes; their bytes."""
+    size = {"max_shard_size": case["size"]} if "size" in case else {}
+    tiny(case["family"], **case.get("changes", {})).save_pretrained(stock, **size)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {path.name for path in stock.iterdir()}
+    weights = sorted(names - {"config.json"})
+    assert len([name for name in weights if name.endswith(".safetensors")]) == 1 or "size" in case
+    assert filecmp.cmpfiles(folder, stock, weights, shallow=False)[0] == weights
+    return sum((stock / name).stat().st_size for name in weights if name.endswith(".safetensors"))
+
+
+@pytest.fixture(scope="module")
+def written(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("shared")
+    return folder, cluster_of(2).run(f"{JOB}save", folder=str(folder), cases=CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_are_those_of_transformers(name: str, written: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    """The same names, index, tensors in each file and bytes; and each rank has written about half of them."""
+    folder, ranks = written
+    size = assert_stock(folder / name, CASES[name], tmp_path / "stock")
+    shares = [found[name]["written"] for found in ranks]
+    tensors = sum(
+        tensor.nbytes for path in (folder / name).glob("*.safetensors") for tensor in load_file(path).values()
+    )
+    assert sum(shares) == tensors < size
+    assert min(shares) > 0.3 * tensors
+
+
+def largest(case: dict[str, Any]) -> int:
+    """Bytes of the largest tensor of the model."""
+    return max(tensor.nbytes for tensor in tiny(case["family"], **case.get("changes", {})).parameters())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_gathered(name: str, written: tuple[Path, list[Any]]) -> None:
+    """Tensors that a save makes: none, but where experts lie otherwise on disk one slice of one layer's."""
+    converted = largest(CASES[name]) // 2 if "experts" in name else 0
+    for found in written[1]:
+        assert found[name]["peak"] <= converted + TOLD
+
+
+def test_hosts_that_share_no_folder(cluster_of: Any, tmp_path: Path) -> None:
+    """Everything lands in rank 0's; it holds one slice at a time, and takes what it has itself from itself."""
+    writing, other = cluster_of(2).run(f"{JOB}save", folder=str(tmp_path), cases=CASES, apart=True)
+    for name, case in CASES.items():
+        assert_stock(tmp_path / "0" / name, case, tmp_path / name)
+        assert other[name]["written"] == 0
+        assert writing[name]["peak"] <= largest(case) + TOLD
+    assert writing["copies"]["peak"] <= TOLD
+    assert not list((tmp_path / "1").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_full_disk_is_an_error_on_every_rank(victim: int, cluster_of: Any, tmp_path: Path) -> None:
+    """The earlier save stays as it was, and nothing is left of the new one."""
+    failures = cluster_of(2).errors(f"{JOB}run_out_of_room", folder=str(tmp_path), victim=victim)
+    assert "No space left on device" in failures[victim].trace
+    assert f"on rank {victim}: OSError: [Errno 28] No space left on device" in failures[1 - victim].trace
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in tiny().state_dict().items())
+    assert not list(tmp_path.glob(".helix-*"))
+
+
+# -- what a cut model is asked for ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("helix", "lora"), [({"tp_size": 2}, False), ({"pp_size": 2}, True)], ids=str)
+def test_a_cut_model_gives_no_parts(helix: dict[str, Any], lora: bool, cluster_of: Any, tmp_path: Path) -> None:
+    """In a callback, on rank 0 alone; whatever is asked, of the model, of what is inside it, of a copy."""
+    (told, accelerate), _ = cluster_of(2).run(f"{JOB}ask", folder=str(tmp_path), helix=helix, lora=lora)
+    assert len(told) == 3 * len(jobs.calls(None, ""))
+    told["accelerate"] = accelerate
+    for name, words in told.items():
+        assert "cut over several ranks" in words, name
+        assert "call trainer.save_model(folder) on every rank" in words, name
+        assert "from_pretrained(folder)" in words, name
+    assert not (tmp_path / "asked").exists()
+    saved = tmp_path / "checkpoint-1"
+    base = tiny(num_hidden_layers=4)
+    model = PeftModel.from_pretrained(base, saved) if lora else AutoModelForCausalLM.from_pretrained(saved)
+    assert isinstance(model, PeftModel if lora else PreTrainedModel)
+
+
+def test_a_model_that_is_not_cut_gives_everything(tmp_path: Path) -> None:
+    trainer = HelixTrainer(model=tiny(), args=arguments(str(tmp_path)), helix_config=HelixConfig())
+    trainer.model.load_state_dict(trainer.model.state_dict())
+    trainer.model.save_pretrained(tmp_path)
+    assert trainer.model.state_dict().keys() == tiny().state_dict().keys()
+    assert_stock(tmp_path, {"family": "llama"}, tmp_path.with_name("stock"))
+
+
+# -- the files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "blocks"), [(None, 1), (0, 1), (0, 3), (1, 1), (1, 2), (2, 1)])
+def test_slices_make_the_file(dim: int | None, blocks: int, tmp_path: Path) -> None:
+    """Of several types and shapes, written by three in any order: what `save_file` writes."""
+    tensors = {
+        "b": torch.randn(6, 12, 9),
+        "a": torch.randn(12, 12, 6).to(torch.bfloat16),
+        "é": torch.arange(3 * 6 * 3).view(3, 6, 3),
+    }
+    alone = {"empty": torch.empty(0, 4), "scalar": torch.tensor(2.5), "mask": torch.tensor([True, False])}
+    layout = FileLayout.of({name: tensor.to("meta") for name, tensor in (tensors | alone).items()})
+    layout.create(tmp_path / "ours")
+    with (tmp_path / "ours").open("r+b") as file:
+        for name, tensor in alone.items():
+            write_slice(file.fileno(), layout.starts[name], tensor.shape, tensor, Placement(), 1, 0)
+        for rank in (2, 0, 1):
+            for name, tensor in tensors.items():
+                placement = Placement(dim, tensor.shape[dim] if dim is not None else 0, blocks=blocks)
+                part = placement.cut(tensor, 3, rank)
+                write_slice(file.fileno(), layout.starts[name], tensor.shape, part, placement, 3, rank)
+    save_file(tensors | alone, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()

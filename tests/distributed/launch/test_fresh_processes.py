@@ -1,0 +1,107 @@
+"""What only a process of its own shows: what is imported, the same order under every hash seed, pipes that close."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.graphs import LLAMA, layout_of, random_bias, random_times, schedule_of
+from support.paths import ROOT
+from support.profiles import MODEL, tiny_profile
+
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile_file import save_profile
+from hf_helix.runtime.environment import CONNECTIONS, LOADING
+from hf_helix.runtime.failures import endings
+
+
+def output_of(script: str, folder: Path = ROOT, **environment: str) -> str:
+    command = [sys.executable, "-c", script]
+    options = {"cwd": folder, "env": {**os.environ, **environment}, "capture_output": True, "text": True}
+    ran = subprocess.run(command, **options, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [("plan", "P"), ("show", "P"), ("show", "Q", "--profile", "P"), ("show", "--schedule", "auto")], ids=str
+)
+def test_plan_and_show_need_no_torch(words: tuple[str, ...], tmp_path: Path) -> None:
+    save_profile(tiny_profile(), tmp_path / "P")
+    make_plan("greedy", tiny_profile(), model=MODEL, mesh={"tp_size": 2, "pp_size": 1}).save(tmp_path / "Q")
+    script = f"""
+import sys
+from hf_helix.planning.plans import search
+from hf_helix.cli import main
+search.EFFORT = 20_000
+main({list(words)!r})
+heavy = {{"torch", "transformers", "accelerate", "numpy", "matplotlib"}} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    assert output_of(script, tmp_path)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["profile", "--help"], ["models"], ["--version"]], ids=" ".join)
+def test_help_needs_nothing_heavy(words: list[str]) -> None:
+    script = f"""
+import sys
+for name in ("torch", "transformers", "accelerate", "huggingface_hub", "tqdm", "matplotlib"):
+    sys.modules[name] = None
+from hf_helix.cli import main
+main({words!r})
+"""
+    assert output_of(script)
+
+
+def test_a_reader_that_has_gone() -> None:
+    """`hf-helix show ... | head`: a reader that has seen enough is no error."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        command = [sys.executable, "-m", "hf_helix", "show", "--schedule", "w"]
+        ran = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ran.stderr, ran.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "32"), ({CONNECTIONS: "8"}, "8")])
+def test_the_import_alone_sets_the_connections(
+    given: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (CONNECTIONS, LOADING):
+        monkeypatch.delenv(name, raising=False)
+    script = "import os, sys, hf_helix; "
+    script += f"print(os.environ[{CONNECTIONS!r}], {LOADING!r} in os.environ, 'torch' in sys.modules)"
+    assert output_of(script, **given).split() == [found, "False", "False"]
+
+
+ORDER = """
+from support.graphs import LLAMA, layout_of, random_bias, random_times, schedule_of
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+layout = layout_of(LLAMA, 3)
+(program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2)))
+print([(i.microbatch, i.unit, i.operator.part.value, i.operator.name) for i in program])
+"""
+
+
+def test_the_order_of_a_flow_is_the_same_in_every_process() -> None:
+    layout = layout_of(LLAMA, 3)
+    (program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2)))
+    here = [(i.microbatch, i.unit, i.operator.part.value, i.operator.name) for i in program]
+    for seed in ("1", "2"):
+        assert output_of(ORDER, PYTHONHASHSEED=seed).strip() == str(here)
+
+
+def test_one_rank_of_a_host_says_its_error_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "attempt_0" / "1" / "error.json"  # as torchrun names it for rank 1
+    file.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    first, second = "rank 1 failed: ValueError: no", "rank 0 failed: ValueError: no"
+    assert endings.claim(first) == first
+    script = f"from hf_helix.runtime.failures import endings; print(endings.claim({second!r}))"
+    assert output_of(script).strip() == first
+    assert endings.is_same(first, second)
+    assert not endings.is_same(first, "rank 0 failed: ValueError: yes")

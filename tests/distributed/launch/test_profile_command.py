@@ -1,0 +1,154 @@
+"""Real `hf-helix profile` commands, which start processes of their own; the other commands read what they wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.profiles import MODEL
+from transformers import LlamaConfig
+
+from hf_helix.cli import main
+from hf_helix.cli import plan as plan_command
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.plan import load_plan
+from hf_helix.planning.profile_file import load_profile
+
+SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches of a few steps, and predictions of two rules only."""
+    monkeypatch.setattr(search, "EFFORT", 20_000)
+    monkeypatch.setattr(plan_command, "EVERY", ("sequential", "greedy"))
+
+
+def run(*words: object) -> None:
+    main([str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(vocab_size=131, num_hidden_layers=2, max_position_embeddings=64, **SIZES).save_pretrained(folder)
+    return folder
+
+
+def command(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """A real `hf-helix profile` of two processes, as a user starts it."""
+    launched = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NCCL_MAX_CTAS",
+    )
+    environment = {key: value for key, value in os.environ.items() if key not in launched}
+    return subprocess.run(
+        [sys.executable, "-m", "hf_helix", "profile", *map(str, words)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="two processes would want two GPUs")
+
+
+@cpu_only
+def test_profile_measures_and_traces(model_folder: Path, tmp_path: Path, capsys: Any) -> None:
+    sizes = ("--batch_size", 2, "--sequence_length", 17, "--microbatches", 2)
+    done = command(tmp_path, "--model", model_folder, "--tp_size", 2, *sizes, "--trace", "trace.json")
+    assert done.returncode == 0, done.stderr
+    # The default output, in the folder it was started in; rank 0 alone talks.
+    profile = load_profile(tmp_path / "profile.json")
+    assert done.stdout.count(f"{len(profile.times)} operators and {len(profile.pairs)} pairs: profile.json") == 1
+    assert profile.about["mesh"] == "tp=2"
+    assert profile.about["model"].startswith("LlamaForCausalLM ")
+    assert profile.about["shapes"] == "2 x 17, 2 x 17"
+    assert profile.about["backend"] == "gloo"
+    assert "NCCL_MAX_CTAS" not in profile.about
+    assert [*profile.layout.units] == ["embedding", "layer", "layer", "head"]
+    assert profile.pairs
+    assert profile.like
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"rank 0", "rank 1"}
+    assert {event["args"]["microbatch"] for event in events if event["ph"] == "X"} == {0, 1}
+    # What it wrote is what the others take.
+    run("plan", tmp_path / "profile.json", "--rule", "greedy", "--output", tmp_path / "plan.json")
+    run("show", tmp_path / "profile.json")
+    run("show", tmp_path / "plan.json", "--profile", tmp_path / "profile.json")
+    assert "greedy: 3 micro-batches" in capsys.readouterr().out
+
+
+@cpu_only
+@pytest.mark.slow
+def test_profile_of_a_pipeline(tmp_path: Path, capsys: Any) -> None:
+    """Two ranks, each with two of four layers; what they send each other is measured, too, and plans go by it."""
+    config = LlamaConfig(vocab_size=131, num_hidden_layers=4, max_position_embeddings=64, **SIZES)
+    config.save_pretrained(tmp_path / "model")
+    words = ("--model", "model", "--tp_size", 1, "--pp_size", 2, "--sequence_length", 9, "--microbatches", 3)
+    done = command(tmp_path, *words, "--trace", "trace.json")
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(tmp_path / "profile.json")
+    assert profile.about["mesh"] == "tp=1 pp=2"
+    assert profile.layout.num_ranks == 2
+    assert {("send", "F.transfer"), ("send", "B.transfer"), ("receive", "F.transfer")} <= profile.times.keys()
+    assert sum(name == "layer" for name in profile.layout.units) == 4
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
+    assert {(pid, f"pipeline {way}") for pid in (1, 2) for way in ("0F", "0B", "2F", "2B")} <= tracks
+    # What it wrote is what the others take, with any schedule.
+    for schedule in ("w", "auto"):
+        output = tmp_path / f"{schedule}.json"
+        run("plan", tmp_path / "profile.json", "--rule", "greedy", "--schedule", schedule, "--output", output)
+        assert load_plan(output, profile.layout.graphs, model=MODEL, mesh={"tp_size": 1, "pp_size": 2}).rule == "greedy"
+    run("show", tmp_path / "profile.json")
+    run("show", tmp_path / "w.json", "--profile", tmp_path / "profile.json")
+    assert "greedy: 3 micro-batches" in capsys.readouterr().out
+
+
+@cpu_only
+@pytest.mark.slow
+def test_profile_of_a_pipeline_that_cannot_be(model_folder: Path, tmp_path: Path) -> None:
+    done = command(tmp_path, "--model", model_folder, "--tp_size", 1, "--pp_size", 2)
+    assert done.returncode != 0
+    assert "hf-helix profile: the model has 2 layers and pp_size=2 needs at least 4" in done.stderr
+    assert not (tmp_path / "profile.json").exists()
+
+
+@cpu_only
+@pytest.mark.slow
+def test_profile_keeps_the_best_number_of_channels(model_folder: Path, tmp_path: Path) -> None:
+    words = ("--tp_size", 2, "--sequence_length", 9, "--microbatches", 2, "--output", "chosen.json")
+    done = command(tmp_path, "--model", model_folder, *words, "--nccl_channels", 4, 8)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("NCCL_MAX_CTAS=")]
+    found = {line.split("=")[1].split(":")[0]: float(line.split()[-2].replace(",", "")) for line in lines}
+    assert found.keys() == {"4", "8"}
+    kept = load_profile(tmp_path / "chosen.json").about["NCCL_MAX_CTAS"]
+    assert found[kept] == min(found.values())
+    assert f"kept in chosen.json: {kept} channels" in done.stdout
+
+
+@cpu_only
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.slow
+def test_profile_of_no_model_fails(there: bool, tmp_path: Path) -> None:
+    if there:
+        (tmp_path / "model").write_text("{}")
+    done = command(tmp_path, "--model", tmp_path / "model", "--tp_size", 1)
+    assert done.returncode != 0
+    assert done.stderr.count("hf-helix profile: ") == 1
+    assert not (tmp_path / "profile.json").exists()

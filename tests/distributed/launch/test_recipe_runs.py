@@ -1,0 +1,178 @@
+"""Recipes run as their pages say: they train, save what loads, and print what they promise."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from support.launches import accelerate, launch_config, output_of
+from support.paths import ROOT
+from support.pipeline_trainer_jobs import tracks
+from support.recipes import ALL_MODELS, MODELS, README, config_of, row_of
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+RUNS = (
+    ("tiny-llama", "cpu_tp2"),
+    ("tiny-llama", "cpu_pp2"),
+    ("tiny-llama", "cpu_cp2"),
+    ("tiny-mistral", "cpu_tp2"),
+    ("tiny-qwen2", "cpu_tp2"),
+    ("tiny-qwen3", "cpu_tp2"),
+    ("tiny-gpt2", "cpu_tp2"),
+    ("tiny-gpt2", "cpu_pp2"),
+    ("tiny-gpt-neox", "cpu_tp2"),
+    ("tiny-phimoe", "cpu_ep2"),
+    ("tiny-phimoe", "cpu_tp2"),
+    ("tiny-mixtral", "cpu_ep2"),
+    ("tiny-qwen3-moe", "cpu_ep2"),
+)
+FAST = (RUNS[0],)
+
+
+def launched(folder: Path, launch: str, script: str, *flags: str, limit: float = 280) -> str:
+    """Launch a recipe, with a plan that needs no measuring; what it printed."""
+    config = launch_config(folder, launch)
+    options = yaml.safe_load(config.read_text())
+    options["parallelism_config"]["helix"].update(plan="greedy", schedule="w")
+    config.write_text(yaml.safe_dump(options))
+    process = accelerate(config, ROOT / "recipes" / script, *flags, HELIX_CACHE=str(folder / "cache"))
+    output = output_of(process, limit)
+    assert process.returncode == 0, output
+    return output
+
+
+def run_recipe(folder: Path, launch: str, *flags: str) -> str:
+    """Launch the first recipe on a text of sums."""
+    (folder / "text.txt").write_text("\n\n".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(400)))
+    return launched(folder, launch, "pretrain.py", "--text", "text.txt", "--output_dir", "out", *flags)
+
+
+@pytest.mark.parametrize(
+    ("model", "launch"), [pytest.param(*run, marks=() if run in FAST else pytest.mark.slow) for run in RUNS]
+)
+def test_the_recipe_trains_every_family(model: str, launch: str, tmp_path: Path):
+    """`accelerate launch` trains, evaluates, measures, saves, loads, generates and writes a card.
+
+    Layout and plan are those of the launcher's YAML, and rank 0 alone talks.
+    """
+    flags = ["--config_name", str(MODELS / model), "--sequence_length", "32", "--max_steps", "3"]
+    output = run_recipe(tmp_path, launch, *flags)
+    for said in ("'train_runtime'", "loss on held-out text: ", "plan greedy: ", "loaded back, it writes: "):
+        assert output.count(said) == 1, output
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.architectures == config_of(model).architectures
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == config.vocab_size
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert "hf_helix" in card.data.tags
+    assert card.data.base_model is None
+    assert "trained from scratch on the text.txt dataset" in card.text
+    size = re.fullmatch(r"cpu_(..)2", launch)
+    assert size is not None
+    assert f"{size[1]}=2" in card.text
+
+
+@pytest.mark.slow
+def test_the_recipe_on_an_emulated_link_ends_with_the_gain(tmp_path: Path):
+    """What `make demo` shows, on a tiny model: table, picture, other links, and the machine as it is."""
+    flags = ["--config_name", str(MODELS / "tiny-llama"), "--sequence_length", "32", "--max_steps", "3"]
+    output = run_recipe(tmp_path, "cpu_tp2", *flags, "--link", "300mbit")
+    for said in (
+        "hf_helix: emulated link: 300 Mbit/s; ",
+        "over an emulated link of 300 Mbit/s; everything else is real",
+        "without the emulated link, measured: sequential ",
+        "one strand (sequential): ",
+        "two strands (greedy): ",
+        "loaded back, it writes: ",
+    ):
+        assert output.count(said) == 1, output
+    assert len(re.findall(r"^  (75|150|300|600) Mbit/s |^  1.2 Gbit/s ", output, re.MULTILINE)) == 5, output
+    assert "an emulated link of 300 Mbit/s" in (tmp_path / "out" / "README.md").read_text()
+    for name in ("plan.json", "profile.json", "plan.svg", "plan.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
+
+
+def test_every_family_is_run():
+    """And the page says so."""
+    assert {model for model, _ in RUNS} == {model for model in ALL_MODELS if model.startswith("tiny-")}
+    for model in dict(RUNS):
+        row = row_of(f"(models/{model}/config.json)")
+        assert all(f"`{launch}`" in row for name, launch in RUNS if name == model)
+
+
+@pytest.mark.slow
+def test_the_shape_of_a_large_model_made_small(tmp_path: Path):
+    """Any configuration runs on a CPU with a few values changed; the page shows how."""
+    sizes = "num_hidden_layers=4,hidden_size=64,intermediate_size=160,num_attention_heads=4,num_key_value_heads=2"
+    assert f"--config_overrides {sizes},vocab_size=512" in README
+    flags = ["--config_name", str(MODELS / "llama-25b"), "--config_overrides", f"{sizes},vocab_size=512"]
+    run_recipe(tmp_path, "cpu_tp2", *flags, "--sequence_length", "32", "--max_steps", "3")
+
+
+@pytest.mark.slow
+def test_the_loop_around_accelerate(tmp_path: Path):
+    """Its layout is the launcher's, it learns, and what it saves loads. The page lists it."""
+    output = launched(tmp_path, "cpu_tp2", "accelerate_loop.py", "6")
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", output)]
+    assert len(losses) == 6, output
+    assert losses[-1] < losses[0]
+    assert output.count("loss on held-out text: ") == 1
+    AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "accelerate_loop")
+    source = (ROOT / "recipes" / "accelerate_loop.py").read_text()
+    assert len(source.splitlines()) < 60
+    assert "recipes/accelerate_loop.py" in README
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launch", "flags"),
+    [("cpu_tp2", ["--pairs", "pairs.jsonl"]), ("cpu_tp2", ["--packing"]), ("cpu_pp2", ["--packing"])],
+)
+def test_fine_tuning_with_trl(launch: str, flags: list[str], tmp_path: Path):
+    """On prompts and completions of one's own, or Python's documentation. The page lists the layouts."""
+    pairs = [{"prompt": f"{n} and {n + 1} make", "completion": f" {2 * n + 1}."} for n in range(100)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    output = launched(tmp_path, launch, "sft.py", "--output_dir", "out", "--max_steps", "3", *flags)
+    assert output.count("loss on held-out completions: ") == 1, output
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) <= config.vocab_size
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert {"hf_helix", "trl", "sft"} <= set(card.data.tags)
+    assert f"`{launch}`" in row_of("(sft.py)")
+
+
+@pytest.mark.slow
+def test_adapters_of_a_trained_model(tmp_path: Path):
+    """What one recipe leaves another adapts; stock PEFT loads and merges it."""
+    flags = ["--sequence_length", "32", "--max_steps", "3"]
+    run_recipe(tmp_path, "cpu_tp2", "--config_name", str(MODELS / "tiny-llama"), *flags)
+    flags += ["--model_name_or_path", "out", "--output_dir", "adapters", "--lora_r", "4"]
+    output = launched(tmp_path, "cpu_tp2", "lora.py", "--text", "text.txt", *flags)
+    for said in ("loss on held-out text: ", "plan greedy: ", "adapters: adapters", "merged, it writes: "):
+        assert output.count(said) == 1, output
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "adapters" / "model.safetensors").exists()
+    assert "hf_helix" in ModelCard.load(tmp_path / "adapters" / "README.md").data.tags
+
+
+@pytest.mark.slow
+def test_the_recipe_on_two_pipeline_ranks(tmp_path: Path) -> None:
+    """`accelerate launch` with cpu_pp2.yaml trains, evaluates, measures, saves, loads and generates."""
+    overrides = "hidden_size=32,intermediate_size=56,vocab_size=300,num_attention_heads=4,num_key_value_heads=2"
+    sizes = ["--config_overrides", overrides, "--sequence_length", "32"]
+    text = "\n\n".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(400))
+    (tmp_path / "text.txt").write_text(text)
+    flags = ["--max_steps", "3", "--text", "text.txt", "--trace", "trace.json", "--output_dir", "out", *sizes]
+    script = ROOT / "recipes" / "pretrain.py"
+    process = accelerate(launch_config(tmp_path, "cpu_pp2"), script, *flags, HELIX_CACHE=str(tmp_path / "cache"))
+    output = output_of(process, 200)
+    assert process.returncode == 0, output
+    for said in ("loss on held-out text: ", "pipeline bubbles", "loaded back, it writes: "):
+        assert output.count(said) == 1, output
+    assert output.count("hf_helix: plan `greedy`, not measured: ") == 1
+    found = tracks(tmp_path / "trace.json")
+    assert found.keys() == {0, 1}
+    assert all(any(track.startswith("pipeline") for track in tracks) for tracks in found.values())

@@ -1,0 +1,238 @@
+"""`CudaStreams` itself, with real models and real c10d calls, on stand-ins for CUDA's streams: nothing is read, written
+or freed before what came first is over, in any layout, under any plan; and the watch sees the mistakes that could be
+made."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.fake_cuda import FakeCuda
+from support.windows_on_fakes import CPU, MICROBATCHES, train_windows
+
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF
+from hf_helix.planning.pipeline.select import AUTO
+from hf_helix.planning.plans.registry import RULES
+from hf_helix.runtime import streams
+from hf_helix.runtime.executor import Executor
+from hf_helix.runtime.streams import CudaStreams
+
+Case = dict[str, Any]
+
+BF16 = torch.bfloat16
+FOUR_LAYERS = {"num_hidden_layers": 4}
+LAYOUTS: dict[str, Case] = {
+    "alone": {},
+    "tp": {"tp_size": 2},
+    "cp": {"cp_size": 2, "rank": 1},
+    "cp by gathers": {"cp_size": 2, "cp_method": "all_gather"},
+    "tp cp": {"tp_size": 2, "cp_size": 2, "cross_node": ("cp",)},
+    "dp tp": {"dp": 2, "tp_size": 2},
+    "zero": {"dp": 2, "tp_size": 2, "sharded": True},
+    "ep": {"family": "mixtral", "dp": 2, "ep_size": 2},
+    "ep tp": {"family": "mixtral", "dp": 2, "ep_size": 2, "tp_size": 2, "cross_node": ("ep",)},
+    "ep with a capacity": {"family": "mixtral", "dp": 2, "ep_size": 2, "capacity_factor": 1.25},
+}
+PIPELINES: dict[str, Case] = {
+    f"{schedule} rank {rank}": {"pp_size": 2, "schedule": schedule, "rank": rank, "model": FOUR_LAYERS}
+    for schedule in (*PLACEMENT_OF, AUTO)
+    for rank in range(2)
+}
+FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phimoe", "qwen2", "qwen3", "qwen3_moe")
+VARIANTS: dict[str, Case] = {
+    "plain": {},
+    "bf16": {"products": BF16},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+}
+QUICK: dict[str, Case] = {
+    "tp sequential": {"tp_size": 2, "plan": "sequential"},
+    "tp in tiles": {"tp_size": 2, "plan": "intra_batch"},
+    "tp of gpt2 in bf16": {"tp_size": 2, "family": "gpt2", "products": BF16},
+    "cp ring": {"cp_size": 2, "rank": 1},
+    "tp cp dhelix, recomputed": {**LAYOUTS["tp cp"], "plan": "dhelix", "recompute": "selective"},
+    "zero in bf16": {**LAYOUTS["zero"], "products": BF16},
+    "ep recomputed": {**LAYOUTS["ep"], "recompute": "full"},
+    "ep with a capacity": {**LAYOUTS["ep with a capacity"], "plan": "round_robin", "products": BF16},
+    "w": {**PIPELINES["w rank 0"], "plan": "round_robin"},
+    "dualpipe_v": {**PIPELINES["dualpipe_v rank 1"], "tp_size": 2, "rank": 3},
+    "1f1b": {**PIPELINES["1f1b rank 0"], "plan": "dhelix"},
+    "a schedule that was searched": {**PIPELINES["auto rank 1"], "plan": "search"},
+}
+
+
+def watched(case: Case, prompt: bool = False) -> FakeCuda:
+    cuda = FakeCuda(prompt)
+    train_windows(cuda, **case)
+    assert cuda.operators > 1000
+    return cuda
+
+
+def check(case: Case, prompt: bool = False) -> None:
+    cuda = watched(case, prompt)
+    assert not cuda.mistakes, "\n".join(map(str, cuda.mistakes[:10]))
+    assert not cuda.asynchronous  # they would run on a stream of torch's own, which keeps memory alive by itself
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_everything_is_in_order(name: str) -> None:
+    check(QUICK[name])
+
+
+def test_what_is_sent_is_given_up_in_order() -> None:
+    """As soon as the host finds that it has gone."""
+    check(QUICK["w"], prompt=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("plan", RULES)
+@pytest.mark.parametrize("layout", {**LAYOUTS, **PIPELINES})
+def test_every_layout_under_every_plan(layout: str, plan: str, variant: str) -> None:
+    case = {**LAYOUTS, **PIPELINES}[layout]
+    for prompt in (False, True) if layout in PIPELINES else (False,):
+        check({**case, **VARIANTS[variant], "plan": plan}, prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str) -> None:
+    for layout in ({"tp_size": 2}, {"cp_size": 2}, {**PIPELINES["w rank 0"], "tp_size": 2}):
+        check({**layout, "family": family, "products": BF16, "recompute": "selective"})
+
+
+# -- mistakes are seen -------------------------------------------------------------------------------------------------
+
+
+class NothingKept(CudaStreams):
+    """Forgets to keep what the communication reads and writes."""
+
+    def issue(self, *args: Any, **options: Any) -> Any:
+        event: Any = super().issue(*args, **options)
+        event.keep = None
+        return event
+
+
+class ComputeDoesNotWait(CudaStreams):
+    def wait(self, event: Any) -> None:
+        event.keep = None
+
+
+class CommunicationDoesNotWait(CudaStreams):
+    def _wait_for_computed(self, stream: Any, computed: Any) -> None:
+        pass
+
+
+class AfterIgnored(CudaStreams):
+    def issue(self, kind: Kind, work: Any, after: Sequence[Any], label: str, lane: str = "") -> Any:
+        return super().issue(kind, work, (), label, lane)
+
+
+class Deaf(deque[Any]):
+    """Takes nothing in."""
+
+    def __iadd__(self, values: Any) -> Deaf:  # type: ignore[override, misc]
+        return self
+
+
+def kinds(monkeypatch: pytest.MonkeyPatch, case: Case, mutant: type[CudaStreams] = CudaStreams) -> Counter[str]:
+    monkeypatch.setattr("support.windows_on_fakes.CudaStreams", mutant)
+    return Counter(mistake.kind for mistake in watched(case).mistakes)
+
+
+def test_a_buffer_that_is_not_kept_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(kinds(monkeypatch, {"tp_size": 2}, NothingKept)) == {"FREED"}
+
+
+def test_a_computation_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kinds(monkeypatch, {"tp_size": 2}, ComputeDoesNotWait)["READ"] > 50
+
+
+def test_communication_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kinds(monkeypatch, {"tp_size": 2}, CommunicationDoesNotWait)["READ"] > 20
+
+
+def test_communication_before_its_input_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The average over the copies of the model begins once the sums over tensor-parallel ranks are over."""
+    assert kinds(monkeypatch, LAYOUTS["zero"], AfterIgnored)
+
+
+def test_a_value_that_is_dropped_while_it_is_sent_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Executor.__init__
+
+    def deaf(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        self._sent = Deaf()
+
+    monkeypatch.setattr(Executor, "__init__", deaf)
+    assert set(kinds(monkeypatch, PIPELINES["w rank 0"])) == {"FREED"}
+
+
+def test_the_watch_sees_what_nothing_orders() -> None:
+    """By hand: the same use of memory with and without a wait."""
+    cuda = FakeCuda()
+    mine = CudaStreams(CPU, cuda)
+    value, other = torch.zeros(4), torch.zeros(4)
+
+    def found() -> list[str]:
+        return [mistake.kind for mistake in cuda.mistakes]
+
+    with cuda.watch():
+        event = mine.issue(Kind.LOCAL, lambda: value.add_(1), (), "add")
+        view = value[1:]  # reads nothing
+        assert found() == []
+        torch.neg(view)
+        assert found() == ["READ"]
+        assert "test_cuda_streams.py" in str(cuda.mistakes[0])
+        mine.wait(event)
+        torch.neg(view)
+        assert found() == ["READ"]
+        mine.issue(Kind.LOCAL, lambda: torch.neg(value), (), "read")
+        value.zero_()
+        assert found() == ["READ", "WRITE"]
+        made = [torch.zeros(4)]
+        late: Any = mine.issue(Kind.LOCAL, lambda: made[0].add_(1), (), "add")
+        made.clear()
+        assert found() == ["READ", "WRITE", "FREED"]
+        mine.wait(late)
+        made.append(other)
+        mine.wait(mine.issue(Kind.LOCAL, lambda: made[0].add_(1), (), "add"))
+        made.clear()
+        del other
+        assert len(found()) == 3
+
+
+def test_streams_of_a_device_are_cudas() -> None:
+    assert CudaStreams(torch.device("cuda", 0))._cuda is torch.cuda
+    assert isinstance(streams.make_streams(torch.device("cuda", 0)), CudaStreams)
+
+
+# -- the host ----------------------------------------------------------------------------------------------------------
+
+LAYERS = 2 * MICROBATCHES
+"""In a window: two layers of a model, each for every micro-batch."""
+
+COUNTS = {"operators/tally.py:Reading.numbers tolist": LAYERS}
+
+WAITS: dict[str, tuple[Case, dict[str, int]]] = {
+    "dense": ({"tp_size": 2}, {}),
+    "recomputed": ({"tp_size": 2, "recompute": "selective", "products": BF16}, {}),
+    "windows of attention": ({"tp_size": 2, "family": "qwen2"}, {}),
+    "shared sequences": ({"cp_size": 2}, {}),
+    "a pipeline": (PIPELINES["w rank 0"], {}),
+    "a capacity": (LAYOUTS["ep with a capacity"], {}),
+    "dropless experts": (LAYOUTS["ep"], COUNTS),
+    "dropless experts, recomputed": ({**LAYOUTS["ep"], "recompute": "full"}, COUNTS),
+    "dropless experts on one rank": ({"family": "mixtral"}, COUNTS),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_how_often_the_host_waits_in_a_window(name: str) -> None:
+    """Never in a dense model; once in a layer of dropless experts, which allocate by how many tokens go where."""
+    case, expected = WAITS[name]
+    assert dict(watched(case).waits) == expected

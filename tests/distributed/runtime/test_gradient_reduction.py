@@ -1,0 +1,229 @@
+"""Data parallelism around a pipeline: sums of gradients, their norm, shares of the optimizer, who gets which data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import pipeline_trainer_jobs as jobs
+from support.comparisons import compare_runs
+from support.models import arguments, llama
+from support.pipeline_jobs import batches_of, reference
+
+from hf_helix import HelixConfig, HelixTrainer
+
+JOB = "support.pipeline_trainer_jobs:"
+SMALL, TINY = 8_000, 1  # bytes: a few parameters in a bucket, and one in each
+LENGTHS = (9, 5, 8)
+
+
+def squared(gradients: dict[str, Any]) -> float:
+    return float(sum(np.sum(gradient.astype(np.float64) ** 2) for gradient in gradients.values()))
+
+
+# Sums in buckets
+
+
+@pytest.fixture(scope="module")
+def reduced(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By layout, what every rank saw and what it had after the sums; each layout run once."""
+    found: dict[tuple[int, int, int, bool], list[dict[str, Any]]] = {}
+
+    def get(tp: int, pp: int, dp: int, tied: bool = False) -> list[dict[str, Any]]:
+        key = (tp, pp, dp, tied)
+        if key not in found:
+            helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential"}
+            job = {"folder": str(tmp_path_factory.mktemp("reduced")), "helix": helix, "sizes": [0, SMALL, TINY]}
+            model = {"tie_word_embeddings": tied}
+            found[key] = cluster_of(tp * pp * dp).run(f"{JOB}reductions", model=model, **job)
+        return found[key]
+
+    return get
+
+
+LAYOUTS = [(1, 2, 2), (2, 1, 2), (1, 1, 3), (1, 1, 4), (2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
+def test_complete_gradients_are_the_plain_sums(tp: int, pp: int, dp: int, reduced: Any) -> None:
+    """Of what the ranks saw: parts of the sequence (tp) added up, batches (dp) averaged; in any number of buckets."""
+    ranks = reduced(tp, pp, dp)
+    shared = tp * pp
+    for rank, found in enumerate(ranks):
+        place, t = rank % shared, rank % tp
+        for name, own in found["seen"].items():
+            members = range(tp) if found["sums"][name] else [t]
+            seen = [
+                ranks[d * shared + place - t + member]["seen"][name].astype(np.float64)
+                for d in range(dp)
+                for member in members
+            ]
+            expected = sum(seen) / dp
+            assert own.shape == expected.shape
+            for size, complete in found["complete"].items():
+                error = np.linalg.norm(complete[name] - expected)
+                assert error <= 1e-6 * np.linalg.norm(expected), (name, size)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
+def test_ranks_of_one_shard_have_the_same_bits(tp: int, pp: int, dp: int, reduced: Any) -> None:
+    """Otherwise their parameters would drift apart. With two summands, buckets do not matter to the bits either."""
+    ranks, shared = reduced(tp, pp, dp), tp * pp
+    for rank, found in enumerate(ranks):
+        first = ranks[rank % shared]["complete"]
+        for size, complete in found["complete"].items():
+            assert complete.keys() == found["seen"].keys()
+            for name, gradient in complete.items():
+                np.testing.assert_array_equal(gradient, first[size][name], err_msg=f"{name} {size}")
+                if max(tp, dp) == 2:
+                    np.testing.assert_array_equal(gradient, first[0][name], err_msg=f"{name} {size}")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp"), [(1, 2, 1), (2, 2, 1), (1, 2, 2), pytest.param(2, 2, 2, marks=pytest.mark.slow)]
+)
+def test_the_norm_is_that_of_the_whole_model(tp: int, pp: int, dp: int, tied: bool, reduced: Any) -> None:
+    """Against the unsplit model on the batches of all ranks; what several ranks copy counts once."""
+    ranks = reduced(tp, pp, dp, tied)
+    model = jobs.model_of(tie_word_embeddings=tied)
+    expected = np.sqrt(squared(reference(model, batches_of(3 * dp, lengths=LENGTHS))["gradients"]))
+    assert len({found["norm"] for found in ranks}) == 1
+    assert ranks[0]["norm"] == pytest.approx(expected, rel=1e-5)
+    assert ranks[0]["norm"] == pytest.approx(np.sqrt(squared(ranks[0]["whole"])), rel=1e-6)
+
+
+def test_sums_are_issued_while_backward_still_runs(reduced: Any) -> None:
+    """With small buckets, as layers finish; of one bucket, after everything."""
+    for found in reduced(1, 2, 2):
+        to_come = found["to come"]
+        assert to_come[0] == [0]
+        assert to_come[TINY] == sorted(to_come[TINY], reverse=True)
+        assert len(to_come[TINY]) == len(found["seen"])
+        assert sum(count > 0 for count in to_come[TINY]) >= len(found["seen"]) // 2
+        assert to_come[TINY][0] > 10
+        assert to_come[TINY][-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp"),
+    [
+        (1, 1, 3),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 2))),
+    ],
+)
+@pytest.mark.parametrize("bucket_bytes", [SMALL, pytest.param(0, marks=pytest.mark.slow)])
+def test_plans_and_schedules_give_the_same_bits(
+    tp: int, pp: int, dp: int, bucket_bytes: int, cluster_of: Any, tmp_path: Path
+) -> None:
+    """What is in a bucket and the order of its sums do not depend on when it is complete."""
+    rules = ("sequential", "greedy", "round_robin", "dhelix")
+    cases = [(rule, schedule, 4) for schedule in ("w", "dualpipe_v")[:pp] for rule in rules]
+    helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential"}
+    job = {"folder": str(tmp_path), "helix": helix, "model": jobs.model_of(), "cases": cases, "lengths": LENGTHS}
+    for found in cluster_of(tp * pp * dp).run(f"{JOB}windows", bucket_bytes=bucket_bytes, **job):
+        for case, run in zip(cases, found, strict=True):
+            assert run["losses"] == found[0]["losses"], case
+            for name, gradient in run["gradients"].items():
+                if gradient is not None:
+                    np.testing.assert_array_equal(gradient, found[0]["gradients"][name], err_msg=f"{name} {case}")
+
+
+# Shares of the optimizer
+
+STEPS = {
+    "training": {"max_steps": 6, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "lr_scheduler_type": "cosine"}
+}
+SHARED = [(1, 1, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2, 2), (2, 2, 2)))]
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), SHARED)
+def test_a_sharded_optimizer_does_the_same(tp: int, pp: int, dp: int, cluster_of: Any, tmp_path: Path) -> None:
+    helix = {"tp_size": tp, "pp_size": pp, "plan": "greedy"}
+    runs = []
+    for share in (False, True):
+        job = {"folder": str(tmp_path / str(share)), "helix": {**helix, "shard_optimizer": share}, **STEPS}
+        runs.append(cluster_of(tp * pp * dp).run(f"{JOB}train", **job))
+    for plain, shared in zip(*runs, strict=True):
+        for key in ("losses", "norms", "rates", "eval"):
+            np.testing.assert_allclose(shared[key], plain[key], rtol=0, atol=1e-7, err_msg=key)
+    weights = [torch.nn.utils.parameters_to_vector(loaded(tmp_path / str(share))) for share in (False, True)]
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-7)
+
+
+def loaded(folder: Path) -> Any:
+    return type(llama()).from_pretrained(folder).parameters()
+
+
+OPTIMIZERS = ["adamw_torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw_torch_fused", "rmsprop"))]
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_two_calls_of_train_go_on_with_the_shared_states(optim: str, cluster_of: Any, tmp_path: Path) -> None:
+    training = {"max_steps": 2, "optim": optim}
+    plain, shared = (
+        cluster_of(2).run(f"{JOB}train_twice", folder=str(tmp_path), helix=helix, training=training)
+        for helix in ({}, {"shard_optimizer": True})
+    )
+    np.testing.assert_allclose(shared, plain, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), SHARED)
+def test_every_rank_holds_its_share_only(tp: int, pp: int, dp: int, cluster_of: Any, tmp_path: Path) -> None:
+    """AdamW has two states a parameter; together the data-parallel ranks hold each once, none much more than half."""
+    helix = {"tp_size": tp, "pp_size": pp, "plan": "greedy", "shard_optimizer": True}
+    job = {"folder": str(tmp_path), "training": {"max_steps": 2}}
+    ranks = cluster_of(tp * pp * dp).run(f"{JOB}optimizer_bytes", helix=helix, **job)
+    for place in range(tp * pp):
+        mine = ranks[place :: tp * pp]
+        assert sum(found["states"] for found in mine) == 2 * mine[0]["parameters"]
+        assert max(found["states"] for found in mine) <= 0.6 * 2 * mine[0]["parameters"]
+    helix["shard_optimizer"] = False
+    for found in cluster_of(tp * pp * dp).run(f"{JOB}optimizer_bytes", helix=helix, **job):
+        assert found["states"] == 2 * found["parameters"]
+        assert found["kind"] == "AdamW"
+
+
+def test_an_own_optimizer_cannot_be_shared(tmp_path: Path) -> None:
+    model = llama()
+    optimizers = (torch.optim.AdamW(model.parameters()), None)
+    helix = HelixConfig(shard_optimizer=True)
+    with pytest.raises(ValueError, match=r"optimizers=\(AdamW, .*shard_optimizer=True.*optim=.*shard_optimizer=False"):
+        HelixTrainer(model=model, args=arguments(str(tmp_path)), optimizers=optimizers, helix_config=helix)
+
+
+# Who gets which data
+
+UNEVEN: dict[str, dict[str, Any]] = {
+    # 21 samples, 2 a batch, 2 ranks: the last batch has one sample, and one rank none.
+    "last batch": {"data": {"count": 21}, "training": {"max_steps": -1, "num_train_epochs": 1}},
+    "last window": {
+        "data": {"count": 26, "lengths": (17, 9, 13), "padding": "right"},
+        "training": {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 4},
+    },
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_last_batch_that_does_not_divide(case: str, pp: int, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    """Against the stock Trainer on two processes (DDP)."""
+    expected, _ = stock(jobs.train, 2, **UNEVEN[case])
+    helix = {"pp_size": pp, "plan": "greedy"}
+    for result in cluster_of(2 * pp).run(f"{JOB}train", folder=str(tmp_path), helix=helix, **UNEVEN[case]):
+        compare_runs(result, expected, steps=4)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["list", "stream"])
+def test_every_batch_goes_to_the_ranks_that_share_it(streamed: bool, cluster_of: Any, tmp_path: Path) -> None:
+    """Two pipelines of two ranks, 40 samples, 5 steps of 2 x 2: an epoch, each sample once; as DDP deals them out."""
+    job = {"folder": str(tmp_path), "count": 40, "streamed": streamed, "steps": 5}
+    expected = cluster_of(2).run(f"{JOB}samples_of", helix=None, **job)
+    ranks = cluster_of(4).run(f"{JOB}samples_of", helix={"pp_size": 2, "plan": "greedy"}, **job)
+    assert ranks[0] == ranks[1] == expected[0]
+    assert ranks[2] == ranks[3] == expected[1]
+    together = [tuple(sample) for sample in ranks[0] + ranks[2]]
+    assert len(together) == len(set(together)) == 40

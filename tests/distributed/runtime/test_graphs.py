@@ -1,0 +1,251 @@
+"""Windows from graphs: the same bits as operator by operator, whatever changes from one window to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.fake_cuda import FakeCuda
+from support.fake_graphs import FakeGraph, FakeRecorder
+from transformers import TrainingArguments
+
+from benchmarks.gpu.models import batches, on, targets, tiny
+from benchmarks.gpu.windows import engine_on, silent_mesh
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.engine.engine import Engine, Scale
+from hf_helix.runtime import cuda_graphs as graphs
+from hf_helix.runtime.cuda_graphs import CudaRecorder, WindowGraphs
+from hf_helix.runtime.notices import say
+from hf_helix.runtime.streams import CudaStreams
+
+CPU = torch.device("cpu")
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 512}
+
+
+@contextlib.contextmanager
+def engine_with(
+    recorder: FakeRecorder | None, family: str = "llama", model: Any = None, products: Any = None, **options: Any
+) -> Iterator[Engine]:
+    """An engine of rank 0 of a layout; its windows come from graphs of a recorder."""
+    sizes = {axis: options.pop(axis) for axis in ("tp", "cp", "ep") if axis in options}
+    made = functools.partial(tiny, family, **{**SMALL, **(model or {})})
+    options = {"plan": "greedy", **options}
+    with engine_on(made, silent_mesh(CPU, **sizes), 2, products, **options) as engine:
+        engine.runner.executor.streams.close()
+        engine.runner.executor.streams = CudaStreams(CPU, FakeCuda())  # in this thread, where operators are seen
+        engine.graphs = WindowGraphs(say, recorder) if recorder is not None else None
+        yield engine
+
+
+def trained(engine: Engine, lengths: tuple[tuple[int, ...], ...] = ((12, 8),) * 4) -> list[Any]:
+    """Losses, norms and weights after some steps, each of a window of its own tokens and lengths."""
+    optimizer = torch.optim.AdamW(engine.model.parameters(), lr=1e-2)
+    found: list[Any] = []
+    for step, each in enumerate(lengths):
+        window = batches(2, lengths=each, seed=step + 1)
+        scale = Scale(torch.tensor(1 / targets(window)), 1 / 2)
+        losses = engine.train_window(on(window, CPU), scale, step)
+        found += [*losses, engine.clip_gradients(1.0)]
+        optimizer.step()
+        optimizer.zero_grad()
+    # Read at the end, so that no later window may have overwritten them.
+    figures = [float(figure) for figure in found]
+    return [*figures, {name: value.detach().clone() for name, value in engine.model.named_parameters()}]
+
+
+def same(found: list[Any], wanted: list[Any]) -> bool:
+    *mine, my_weights = found
+    *theirs, their_weights = wanted
+    return mine == theirs and all(torch.equal(value, their_weights[name]) for name, value in my_weights.items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="one rank"),
+        pytest.param({"tp": 2, "products": torch.bfloat16}, id="tp2 bf16"),
+        pytest.param({"cp": 2}, id="cp2"),
+        pytest.param({"tp": 2, "recompute": "full"}, id="tp2 recompute"),
+        pytest.param({"family": "gpt2", "model": {"n_inner": 32}}, id="tied weights"),
+    ],
+)
+def test_steps_are_those_of_windows_operator_by_operator(options: dict[str, Any]) -> None:
+    with engine_with(None, **options) as engine:
+        wanted = trained(engine)
+    recorder = FakeRecorder()
+    with engine_with(recorder, **options) as engine:
+        assert same(trained(engine), wanted)
+    assert [graph.replays for graph in recorder.graphs] == [3]
+
+
+def test_routers_are_counted_on() -> None:
+    options: dict[str, Any] = {"family": "mixtral", "ep": 2, "expert_capacity_factor": 4.0}
+    entries = []
+    for recorder in (None, FakeRecorder()):
+        with engine_with(recorder, **options) as engine:
+            trained(engine)
+            routers = ("helix/router_z", "helix/expert_imbalance", "helix/dropped_tokens")
+            logged = engine.log_entries()
+            entries.append([logged[name] for name in routers])
+    assert entries[0] == entries[1]
+    assert entries[0][1] > 1
+
+
+def test_gradients_of_earlier_windows_are_added_to() -> None:
+    window = batches(2, lengths=(12,))
+    scale = Scale(torch.tensor(1 / targets(window)), 1 / 2)
+    found = []
+    for recorder in (None, FakeRecorder()):
+        with engine_with(recorder) as engine:
+            for step in range(4):
+                engine.train_window(on(window, CPU), scale, step)
+            found.append({name: parameter.grad.clone() for name, parameter in engine.model.named_parameters()})
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
+
+
+def test_each_shape_has_a_graph_up_to_a_number(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(graphs, "MOST", 2)
+    lengths = ((12, 8), (8, 12), (16, 16)) * 3
+    with engine_with(None) as engine:
+        wanted = trained(engine, lengths)
+    recorder = FakeRecorder()
+    with engine_with(recorder) as engine:
+        assert same(trained(engine, lengths), wanted)
+    assert [graph.replays for graph in recorder.graphs] == [2, 2]
+    assert capsys.readouterr().out.count("windows of 2 different shapes are kept as CUDA graphs") == 1
+
+
+def test_weights_that_lie_elsewhere_are_captured_anew() -> None:
+    recorder = FakeRecorder()
+    with engine_with(recorder) as engine:
+        trained(engine)
+        for parameter in engine.model.parameters():
+            parameter.data = parameter.data * 2
+        moved = trained(engine)
+    with engine_with(None) as engine:
+        trained(engine)
+        for parameter in engine.model.parameters():
+            parameter.data = parameter.data * 2
+        assert same(moved, trained(engine))
+    assert [graph.replays for graph in recorder.graphs] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"family": "gpt2", "model": {"n_inner": 32, "resid_pdrop": 0.1}}, "attn.dropout draws random numbers"),
+        ({"model": {"attention_dropout": 0.1}}, "draws random numbers"),
+    ],
+)
+def test_windows_that_draw_are_not_captured(options: dict[str, Any], reason: str, capsys: Any) -> None:
+    recorder = FakeRecorder()
+    with engine_with(recorder, **options) as engine:
+        trained(engine)
+    assert not recorder.graphs
+    assert capsys.readouterr().out.count(reason) == 1
+
+
+def test_hooks_run_in_every_window(capsys: Any) -> None:
+    recorder, calls = FakeRecorder(), []
+    with engine_with(recorder) as engine:
+        trained(engine)
+        before = len(recorder.graphs)
+        engine.model.model.norm.register_forward_hook(lambda *_: calls.append(1))
+        trained(engine)
+    assert before == len(recorder.graphs) == 1
+    assert len(calls) == 4 * 2
+    assert "has hooks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        pytest.param(lambda step: [0, 0, 1], "another rank cannot capture it", id="another rank cannot"),
+        pytest.param(lambda step: [step, 0, 0], "", id="the windows of another rank do not repeat"),
+        pytest.param(lambda step: [0, 1, 0], "", id="the weights of another rank have moved"),
+    ],
+)
+def test_no_rank_captures_alone(others: Any, said: str, monkeypatch: Any, capsys: Any) -> None:
+    calls: list[int] = []
+
+    def with_another(mine: list[int]) -> list[int]:
+        calls.append(1)
+        return [here + there for here, there in zip(mine, others(len(calls)), strict=True)]
+
+    monkeypatch.setattr(graphs, "add_up", with_another)
+    recorder = FakeRecorder()
+    with engine_with(recorder) as engine:
+        trained(engine)
+    assert not recorder.graphs
+    assert said in capsys.readouterr().out
+
+
+def test_graphs_end_before_the_process_groups(monkeypatch: Any) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: order.append("groups"))
+    monkeypatch.setattr(FakeGraph, "reset", lambda graph: order.append("graph"))
+    graphs._release_before_groups.cache_clear()
+    with engine_with(FakeRecorder()) as engine:
+        trained(engine)
+        dist.destroy_process_group()
+    graphs._release_before_groups.cache_clear()
+    assert order == ["graph", "groups"]
+
+
+def test_the_trainer_learns_the_same(tmp_path: Path) -> None:
+    rows = [{name: value[0] for name, value in batch.items()} for batch in batches(16, rows=1, lengths=(8,))]
+    logs, recorder = [], FakeRecorder()
+    for used in (None, recorder):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=5,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            logging_steps=2,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = HelixTrainer(tiny("llama", **SMALL), arguments, train_dataset=rows, helix_config=HelixConfig())
+        trainer.helix.graphs = WindowGraphs(say, used) if used is not None else None
+        trainer.train()
+        logs.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert logs[0] == logs[1]
+    assert [graph.replays for graph in recorder.graphs] == [4]
+
+
+def test_what_cannot_be_captured_is_said(capsys: Any) -> None:
+    with engine_on(functools.partial(tiny, "llama", **SMALL), silent_mesh(CPU), 2, cuda_graphs=True) as engine:
+        assert engine.graphs is None
+    assert "windows run without CUDA graphs: the model is on a cpu device" in capsys.readouterr().out
+
+
+class Capture(contextlib.AbstractContextManager[None]):
+    """`torch.cuda.graph`, of which the end fails where what was captured did."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        pass
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        if kind is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_window_that_cannot_be_captured_says_why(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+
+    def waiting() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    wanted = r"\(RuntimeError: operation not permitted when stream is capturing\); use HelixConfig\(cuda_graphs=False\)"
+    with pytest.raises(RuntimeError, match=wanted):
+        CudaRecorder().record(waiting)

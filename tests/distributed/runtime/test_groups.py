@@ -1,0 +1,162 @@
+"""Groups of any layout, on torch's fake process group: the same on every rank, in an order without deadlock."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (it registers the backend)
+
+from hf_helix.runtime.distributed import groups, mesh
+
+LAYOUTS = [
+    {"tp_size": 2},
+    {"tp_size": 1, "pp_size": 4},
+    {"tp_size": 2, "pp_size": 2, "cp_size": 2},
+    {"tp_size": 2, "pp_size": 2, "ep_size": 2},
+    {"tp_size": 1, "pp_size": 3, "cp_size": 2, "ep_size": 2},
+]
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Starts a process group, in the place of an earlier one."""
+
+    def begin(backend: str, rank: int = 0, world: int = 1) -> None:
+        stop()
+        dist.init_process_group(backend or None, store=dist.HashStore(), rank=rank, world_size=world)
+
+    def stop() -> None:
+        mesh.forget_meshes()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    yield begin
+    stop()
+
+
+@pytest.mark.parametrize(
+    ("started", "device", "backend"),
+    [
+        ("gloo", "cpu", "gloo"),
+        ("", "cpu", "gloo"),
+        ("cpu:gloo,cuda:fake", "cpu", "gloo"),
+        ("cpu:gloo,cuda:fake", "cuda", "fake"),
+        ("cpu:fake,cuda:gloo", "cpu", "fake"),
+    ],
+)
+def test_the_backend_is_that_of_the_device(start: Any, started: str, device: str, backend: str) -> None:
+    start(started)
+    assert groups.backend_of(torch.device(device)) == backend
+
+
+@pytest.mark.parametrize(
+    ("started", "device", "words"),
+    [
+        ("gloo", "cuda", ("gloo for cuda", "NCCL", "use_cpu=True")),
+        ("cpu:fake,cuda:gloo", "cuda", ("fake for cpu, gloo for cuda", "NCCL")),
+        ("cuda:fake", "cpu", ("fake for cuda", "on cpu", 'init_process_group("gloo")')),
+    ],
+)
+def test_a_device_without_a_fit_backend_is_refused(start: Any, started: str, device: str, words: tuple[str]) -> None:
+    start(started)
+    with pytest.raises(ValueError, match="the process group was started with") as error:
+        groups.backend_of(torch.device(device))
+    assert all(word in str(error.value) for word in words)
+
+
+def test_what_carries_the_hosts_memory_is_its_own_control_group(start: Any) -> None:
+    for started in ("gloo", "cpu:gloo,cuda:fake"):
+        start(started)
+        assert groups.control_group() is None
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_groups_and_communicators_are_made_in_one_order(sizes: dict[str, int], start: Any, monkeypatch: Any) -> None:
+    world = 2 * sizes["tp_size"] * sizes.get("pp_size", 1) * sizes.get("cp_size", 1)
+    made: list[list[tuple[int, ...]]] = []  # by rank: the members of the groups it has called for
+    used: list[list[tuple[str, tuple[int, ...]]]] = []  # by rank: the groups it has used, with their members
+
+    def note_group(stock: Any, ranks: list[int], **options: Any) -> Any:
+        made[-1].append(tuple(ranks))
+        return stock(ranks, **options)
+
+    def note_use(stock: Any, value: torch.Tensor, *args: Any, group: Any = None) -> Any:
+        group = group or dist.group.WORLD
+        about = group.group_name, tuple(dist.get_process_group_ranks(group))
+        if about not in used[-1]:
+            used[-1].append(about)
+        return stock(value, *args, group=group)
+
+    for name, note in (("new_group", note_group), ("all_reduce", note_use), ("broadcast", note_use)):
+        monkeypatch.setattr(dist, name, functools.partial(note, getattr(dist, name)))
+    for rank in range(world):
+        start("fake", rank, world)
+        made.append([])
+        used.append([])
+        built = mesh.build_mesh(device="cpu", **sizes)
+        assert not used[-1]  # only NCCL has communicators to make
+        mesh.connect(built)
+        assert groups_of(built) <= {name for name, _ in used[-1]}
+    assert all(rows == made[0] for rows in made)
+    assert not waiting_for_ever(used)
+
+
+def groups_of(built: mesh.Mesh) -> set[str]:
+    """The names of all groups that a window communicates over."""
+    pipe = built.pipe
+    found = [built.dp_group, built.copies_group, built.expert_copies_group, built.batch_group, pipe.group]
+    found += [*(axis.group for axis in built.axes), *pipe._lanes.values(), dist.group.WORLD]
+    return {group.group_name for group in found if group is not None}
+
+
+def waiting_for_ever(used: list[list[tuple[str, tuple[int, ...]]]]) -> list[Any]:
+    """What ranks still wait for at the end, where making a communicator takes all of its members at the same time."""
+    left = [list(calls) for calls in used]
+    while True:
+        heads = {calls[0] for calls in left if calls}
+        ready = [head for head in heads if all(left[member][:1] == [head] for member in head[1])]
+        if not ready:
+            return [calls for calls in left if calls]
+        for calls in left:
+            if calls and calls[0] in ready:
+                calls.pop(0)
+
+
+def test_ranks_that_take_two_groups_in_turn_would_wait() -> None:
+    one, other = ("a", (0, 1)), ("b", (0, 1))
+    assert waiting_for_ever([[one, other], [other, one]])
+    assert not waiting_for_ever([[one, other], [one, other]])
+
+
+def test_hosts_with_the_same_name_are_told_apart(monkeypatch: Any) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    mine = groups.host_name()
+    assert mine == groups.host_name()
+    assert len(mine.split()) == 2
+    monkeypatch.setattr(groups.Path, "read_text", lambda self: "another boot\n")
+    assert groups.host_name() != mine
+    monkeypatch.setenv("NCCL_HOSTID", "first")
+    assert groups.host_name() == "first"
+
+
+@pytest.mark.parametrize(("first", "value"), [(1, "1"), (2, "0")])
+def test_launches_are_ordered_unless_the_first_layout_has_a_pipeline(first: int, value: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(groups.LAUNCH_ORDER, "")
+    monkeypatch.delenv(groups.LAUNCH_ORDER)
+    groups.order_launches(first)
+    groups.order_launches(1)
+    assert os.environ[groups.LAUNCH_ORDER] == value
+
+
+def test_a_pipeline_after_a_layout_without_one_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setenv(groups.LAUNCH_ORDER, "")
+    monkeypatch.delenv(groups.LAUNCH_ORDER)
+    groups.order_launches(1)
+    with pytest.raises(ValueError, match="pp_size=2 could hang in this process"):
+        groups.order_launches(2)

@@ -1,0 +1,161 @@
+"""What ran, counted: slots, bubbles and live activations of real windows, against the paper's formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from support.pipeline_more_jobs import Step
+from support.schedules import live_activations, start_times, text
+
+from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot
+from hf_helix.planning.pipeline.schedule_file import build_schedule
+
+LAYERS = 2  # of each virtual stage: with one, a slot's two actions would run in turn
+
+
+@pytest.fixture(scope="module")
+def ran(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What every rank of a pipeline of so many computes in a window."""
+    folder = str(tmp_path_factory.mktemp("counters"))
+
+    def of(size: int, rule: str, schedule: str, count: int) -> list[list[Step]]:
+        stages = size if schedule == "1f1b" else 2 * size
+        helix = {"pp_size": size, "schedule": schedule, "layers_per_stage": [LAYERS] * stages}
+        job = {"helix": helix, "model": {"num_hidden_layers": stages * LAYERS}, "cases": [(rule, schedule, count)]}
+        return [found[0] for found in cluster_of(size).run("support.pipeline_more_jobs:traced", folder=folder, **job)]
+
+    return of
+
+
+def slots_of(steps: Sequence[Step]) -> list[Slot]:
+    """What ran side by side: parts whose operators mingle are of one slot."""
+    spans: dict[tuple[int, str, int], tuple[int, int]] = {}
+    for place, (part, microbatch, stage, _, _) in enumerate(steps):
+        spans[stage, part, microbatch] = spans.get((stage, part, microbatch), (place, place))[0], place
+    groups: list[dict[tuple[int, str, int], int]] = []
+    end = -1
+    for key, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        groups = groups if first <= end else [*groups, {}]
+        groups[-1][key] = first
+        end = max(end, last)
+    return [_slot(group) for group in groups]
+
+
+def _slot(group: dict[tuple[int, str, int], int]) -> Slot:
+    whole = {parts: direction for direction, parts in PARTS.items()}
+    actions: dict[bool, list[tuple[int, str, int]]] = {True: [], False: []}
+    for key in sorted(group):
+        actions[key[1] == "F"].append(key)
+    made = []
+    for keys in actions.values():
+        assert len({(stage, microbatch) for stage, _, microbatch in keys}) <= 1, f"not one slot: {group}"
+        parts = "".join(part for _, part, _ in keys)
+        made.append(Action(keys[0][0], whole[parts], keys[0][2]) if keys else None)
+    return Slot(*made)
+
+
+def live_chunks(steps: Sequence[Step]) -> int:
+    """How many (virtual stage, micro-batch) are between the start of F and the end of backward, at most."""
+    ends = {(stage, microbatch): place for place, (_, microbatch, stage, _, _) in enumerate(steps)}
+    live: set[tuple[int, int]] = set()
+    most = 0
+    for place, (_, microbatch, stage, _, _) in enumerate(steps):
+        live.add((stage, microbatch))
+        most = max(most, len(live))
+        if ends[stage, microbatch] == place:
+            live.remove((stage, microbatch))
+    return most
+
+
+def live_layers(steps: Sequence[Step]) -> float:
+    """How many layers' activations are alive at most: an operator keeps its own from F to its last backward part."""
+    layers = [step for step in steps if step[3].startswith("layers.")]
+    share = 1 / len({step[4] for step in layers if step[0] == "F"})
+    last = {_kept_by(step): place for place, step in enumerate(layers)}
+    alive = most = 0.0
+    for place, step in enumerate(layers):
+        alive += share if step[0] == "F" else 0.0
+        most = max(most, alive)
+        alive -= share if last[_kept_by(step)] == place else 0.0
+    return most
+
+
+def _kept_by(step: Step) -> tuple[int, str, str]:
+    part, microbatch, _, unit, operator = step
+    return microbatch, unit, operator if part == "F" else operator.removesuffix(".I").removesuffix(".W")
+
+
+def check_w(ranks: list[list[Step]], size: int, count: int) -> None:
+    observed: Schedule = [slots_of(steps) for steps in ranks]
+    assert text(observed) == text(build_schedule("w", size, count))
+    fused = 2 * max(0, count - size)
+    for steps, slots in zip(ranks, observed, strict=True):
+        assert sum(slot.fused for slot in slots) == fused
+        assert len(slots) == 4 * count - fused
+        assert live_chunks(steps) == (2 * size + 1 if count >= 2 * size else live_activations(slots))
+        assert live_layers(steps) <= 2 * size * LAYERS + 1 + 1e-6  # p stage-shares plus one layer
+        assert live_layers(steps) > 2 * size * LAYERS or count < 2 * size
+    if count >= size:
+        length = 1 + max(start_times(observed, 2 * size, count).values())
+        assert length == 4 * size + 2 * count - 2
+        assert {length - len(slots) for slots in observed} == {2 * (size - 1)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("rule", ["sequential", "round_robin"])
+def test_slots_of_w(rule: str, count: int, ran: Any) -> None:
+    check_w(ran(2, rule, "w", count), 2, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 12])
+@pytest.mark.parametrize("rule", ["sequential", "round_robin"])
+def test_slots_of_w_on_four_ranks(rule: str, count: int, ran: Any) -> None:
+    check_w(ran(4, rule, "w", count), 4, count)
+
+
+def check_as_scheduled(ranks: list[list[Step]], schedule: str, size: int, count: int) -> None:
+    wanted = build_schedule(schedule, size, count)
+    assert text([slots_of(steps) for steps in ranks]) == text(wanted)
+    assert [live_chunks(steps) for steps in ranks] == [live_activations(slots) for slots in wanted]
+    if schedule == "1f1b":
+        assert [live_chunks(steps) for steps in ranks] == [min(count, size - rank) for rank in range(size)]
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe_v"])
+def test_slots_of_the_other_schedules(schedule: str, count: int, ran: Any) -> None:
+    check_as_scheduled(ran(2, "sequential", schedule, count), schedule, 2, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 8, 12])
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe_v"])
+def test_slots_of_the_other_schedules_on_four_ranks(schedule: str, count: int, ran: Any) -> None:
+    check_as_scheduled(ran(4, "sequential", schedule, count), schedule, 4, count)
+
+
+def check_flow(ran: Any, schedule: str, size: int, count: int) -> None:
+    """A flow has no slots, but the schedule's memory: with turns by layer at most one more, and one for the flow."""
+    turns = ran(size, "sequential", schedule, count)
+    for rank, (steps, in_turns) in enumerate(zip(ran(size, "greedy", schedule, count), turns, strict=True)):
+        assert {step[:4] for step in steps} == {step[:4] for step in in_turns}
+        assert len(steps) == len(in_turns)
+        assert live_layers(steps) <= live_layers(in_turns) + 1 + 1e-6, f"rank {rank}"
+        if schedule == "w":
+            assert live_layers(steps) <= 2 * size * LAYERS + 2 + 1e-6, f"rank {rank}"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+@pytest.mark.parametrize("schedule", ["w", "dualpipe_v"])
+def test_a_flow_keeps_at_most_one_layer_more_than_its_schedule(schedule: str, count: int, ran: Any) -> None:
+    check_flow(ran, schedule, 2, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3, 5, 12])
+@pytest.mark.parametrize("schedule", ["w", "dualpipe_v"])
+def test_a_flow_on_four_ranks_keeps_at_most_one_layer_more(schedule: str, count: int, ran: Any) -> None:
+    check_flow(ran, schedule, 4, count)

@@ -1,0 +1,122 @@
+"""Figures of the logs of real trainings on two ranks, and the trace that a trainer writes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import llama
+
+from hf_helix.report.flops import token_flops
+from hf_helix.report.live import SHORT
+
+JOB = "support.tuning_jobs:score"
+CASE = {
+    "model": {"num_hidden_layers": 2},
+    "data": {"count": 40, "lengths": (16,)},
+    "training": {"gradient_accumulation_steps": 2, "max_steps": 4, "logging_steps": 2},
+}
+SPEED = {"helix/tokens_per_second", "helix/tflops_per_device"}
+
+
+def tuned_case(folder: Path) -> dict[str, Any]:
+    return {"folder": str(folder), "helix": {"tp_size": 2, "plan": "search", "cache": False}, **CASE}
+
+
+def test_logs_of_a_real_training(cluster_of: Any, tmp_path: Path) -> None:
+    """After tuning, in the same training; and what everything else logs is still there."""
+    found = cluster_of(2).run(JOB, **tuned_case(tmp_path), trace=str(tmp_path / "trace.json"))
+    flops = token_flops(llama(num_hidden_layers=2)).causal(16)
+    for rank in found:
+        assert rank["plan"] == "search"
+        assert len(rank["logs"]) == 2
+        for entry in rank["logs"]:
+            ours = {key for key in entry if key.startswith("helix/")}
+            assert {"helix/overlapped_fraction"} <= ours <= set(SHORT)
+            assert {"loss", "grad_norm", "learning_rate", "epoch", "step"} <= entry.keys()
+            assert all(0 <= entry[key] <= 1 for key in ours)
+        figures = rank["figures"]
+        assert SPEED | {"helix/overlapped_fraction", "helix/exposed_ms"} <= figures.keys()
+        # A window has 64 tokens; anything from 6 ms to a minute may pass for it.
+        assert 1 < figures["helix/tokens_per_second"] < 1e4
+        each = figures["helix/tokens_per_second"] * flops / 2 / 1e12
+        assert figures["helix/tflops_per_device"] == pytest.approx(each, rel=1e-4)
+        assert 0 <= figures["helix/exposed_ms"] < 6e4
+        assert not any(key.startswith("helix/") for entry in rank["other_logs"] for key in entry)
+        assert not rank["still_traced"]
+        assert rank["gradients"] == 0
+    check_trace(tmp_path / "trace.json")
+
+
+def check_trace(path: Path) -> None:
+    """Both ranks, every operator of both micro-batches of the last window."""
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0", "rank 1"]
+    runs = [event for event in events if event["ph"] == "X"]
+    by_rank = [Counter((e["name"], e["args"]["unit"], e["cat"]) for e in runs if e["pid"] == pid) for pid in (1, 2)]
+    assert by_rank[0] == by_rank[1]
+    assert set(by_rank[0].values()) == {1}
+    assert {e["args"]["microbatch"] for e in runs} == {0, 1}
+    assert {e["cat"] for e in runs} == {"compute", "local"}
+    assert sum(name.startswith("F0.") and unit == "layers.1" for name, unit, _ in by_rank[0]) == 14
+    assert all(event["dur"] > 0 for event in runs)
+
+
+def test_logs_of_a_plan_that_needs_no_measurement(cluster_of: Any, tmp_path: Path) -> None:
+    """Nothing was measured alone, so nothing is said of it; `measure_overlap` says what a window moves."""
+    case = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "greedy"}, **CASE}
+    first, second = cluster_of(2).run(JOB, **case, measure=True)
+    for entry in first["logs"] + second["logs"]:
+        assert {key for key in entry if key.startswith("helix/")} == {"helix/overlapped_fraction"}
+    for rank in (first, second):
+        assert rank["figures"].keys() == SPEED | {"helix/overlapped_fraction", "helix/exposed_ms"}
+        overlap = rank["overlap"]
+        assert overlap["tokens"] == 2 * 2 * 16
+        assert overlap["by_kind"] == {"local": pytest.approx(overlap["overlapped"])}
+        assert rank["gradients"] == 0
+    # A shard is half of 16 tokens of 2 sequences, 32 numbers each, in fp32; a rank sends it to one other. Per
+    # micro-batch: 2 layers with 4 collectives forward and 4 backward, 2 of the embedding, 2 of the head; and in the
+    # head the statistics of the loss.
+    shard = 8 * 2 * 32 * 4
+    hidden = 2 * (2 * 8 + 2 + 2) * shard
+    assert first["overlap"]["bytes_moved"] == second["overlap"]["bytes_moved"]
+    assert hidden < first["overlap"]["bytes_moved"] < 1.2 * hidden
+
+
+def test_tensorboard_shows_them(cluster_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    case = tuned_case(tmp_path)
+    case["training"] = {**CASE["training"], "report_to": ["tensorboard"]}
+    logs = cluster_of(2).run(JOB, **case)[0]["logs"]
+    files = list(tmp_path.rglob("events.out.tfevents.*"))
+    assert len(files) == 1, "rank 0 alone writes"
+    events = accumulator.EventAccumulator(str(files[0]))
+    events.Reload()
+    names = [key for key in logs[0] if key.startswith("helix/")]
+    assert "helix/overlapped_fraction" in names
+    for name in names:
+        scalars = events.Scalars(f"train/{name}")
+        logged = [entry for entry in logs if name in entry]
+        assert [scalar.step for scalar in scalars] == [entry["step"] for entry in logged]
+        assert [scalar.value for scalar in scalars] == pytest.approx([entry[name] for entry in logged], rel=1e-5)
+
+
+def test_a_trace_needs_a_window(cluster_of: Any, tmp_path: Path) -> None:
+    for failure in cluster_of(2).errors("support.tuning_jobs:trace_untrained", folder=str(tmp_path)):
+        assert failure.kind == "ValueError"
+        assert "after train()" in failure.message
+
+
+def test_data_parallel_ranks_have_nothing_to_hide(cluster_of: Any, tmp_path: Path) -> None:
+    """Each with a batch of its own: twice the tokens, and no communication that a plan could order."""
+    case = {"folder": str(tmp_path), "helix": {"tp_size": 1, "plan": "auto"}, **CASE}
+    flops = token_flops(llama(num_hidden_layers=2)).causal(16)
+    for rank in cluster_of(2).run(JOB, **case):
+        assert not any(key.startswith("helix/") for entry in rank["logs"] for key in entry)
+        figures = rank["figures"]
+        assert figures.keys() == SPEED
+        each = figures["helix/tokens_per_second"] * flops / 2 / 1e12
+        assert figures["helix/tflops_per_device"] == pytest.approx(each, rel=1e-4)

@@ -1,0 +1,237 @@
+"""Pipelines measure, choose a plan and a schedule, remember both, and are scored and traced afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import pipeline_trainer_jobs as jobs
+
+from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.pipeline.scheduler import FOLDED
+from hf_helix.planning.profile_file import load_profile
+from hf_helix.report.scorecard import format_scorecard
+from hf_helix.tuning.effort import CANDIDATES, FULL
+
+pytestmark = pytest.mark.slow
+
+TUNE = "support.pipeline_trainer_jobs:tune"
+SMALL: dict[str, Any] = {
+    "data": {"count": 40, "lengths": (9,)},
+    "training": {"gradient_accumulation_steps": 5, "max_steps": 2},
+}
+SCHEDULES = (*FOLDED, "auto")
+
+
+def tune(cluster: Any, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    """All ranks, which have found and trained the same; only rank 0 talks."""
+    helix = {"pp_size": 2, **options.pop("helix", {})}
+    job = {"folder": str(folder), "cache": str(options.pop("cache", folder / "cache")), "helix": helix}
+    ranks: list[dict[str, Any]] = cluster.run(TUNE, **job, **{**SMALL, **options})
+    for found in ranks[1:]:
+        for key in ("plan", "schedule", "measured", "losses", "kept", "steps", "predicted", "profiled"):
+            assert found[key] == ranks[0][key], key
+        assert found["said"] == []
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tuned")
+
+
+@pytest.fixture(scope="module")
+def tuned(folder: Path, cluster_of: Any) -> list[dict[str, Any]]:
+    """Plan and schedule free, two ranks."""
+    helix = {"plan": "auto", "schedule": "auto"}
+    return tune(cluster_of(2), folder, helix=helix, extras=True)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, cluster_of: Any) -> dict[str, Any]:
+    helix = {"plan": "sequential", "schedule": "w", "cache": False}
+    return tune(cluster_of(2), tmp_path_factory.mktemp("plain"), helix=helix, forbidden=True)[0]
+
+
+def test_plans_and_schedules_are_measured_and_the_fastest_is_kept(tuned: Any) -> None:
+    found = tuned[0]
+    assert found["measured"] == 1
+    assert set(found["predicted"]) == {f"{rule} on {schedule}" for rule in CANDIDATES for schedule in SCHEDULES}
+    assert len(found["steps"]) == 1 + FULL.timed
+    assert "sequential on w" in found["steps"]
+    assert found["kept"] == min(found["steps"], key=found["steps"].get)
+    rule, _, schedule = found["kept"].partition(" on ")
+    assert json.loads(found["plan"])["rule"] == rule
+    assert found["schedule"] == schedule
+
+
+def test_it_is_said_in_a_sentence_and_a_paragraph(tuned: Any) -> None:
+    before, verdict = tuned[0]["said"]
+    assert before.startswith("hf_helix: measuring and searching plans, about ")
+    rule, _, schedule = tuned[0]["kept"].partition(" on ")
+    assert verdict.startswith(f"hf_helix: plan `{rule}` on the schedule `{schedule}`")
+    report = tuned[0]["report"]
+    assert report.startswith(f"Plan {tuned[0]['kept']} is kept")
+    for name in tuned[0]["steps"]:
+        assert f"{name} " in report
+    assert "of which a rank of the pipeline waits " in report
+    assert "There are no collectives to hide." in report
+
+
+def test_measuring_leaves_no_trace_in_the_results(tuned: Any, plain: Any) -> None:
+    """Tied to the bits: without tensor parallelism there are no tiles, and untied gradients add up in one order."""
+    assert tuned[0]["losses"] == plain["losses"]
+
+
+def test_the_profile_covers_what_ranks_send_each_other(tuned: Any, folder: Path) -> None:
+    profiled = {tuple(name) for name in tuned[0]["profiled"]}
+    assert {(unit, f"{part}.transfer") for unit in ("send", "receive") for part in "FB"} <= profiled
+    (case,) = (folder / "cache").iterdir()
+    profile = load_profile(case / "profile.json")
+    assert profile.layout.num_ranks == 2
+    assert profile.about["mesh"] == "tp=1 pp=2"
+    assert profile.times["send", "F.transfer"] > profile.times["receive", "F.transfer"] > 0
+    assert json.loads((case / "tuning.json").read_text())["schedule"] == tuned[0]["schedule"]
+
+
+def test_the_second_run_comes_from_the_cache(tuned: Any, folder: Path, cluster_of: Any, tmp_path: Path) -> None:
+    helix = {"plan": "auto", "schedule": "auto"}
+    again = tune(cluster_of(2), tmp_path, cache=folder / "cache", helix=helix, forbidden=True)[0]
+    assert again["measured"] == 0
+    assert len(again["said"]) == 1
+    for key in ("plan", "schedule", "kept", "steps", "report", "losses"):
+        assert again[key] == tuned[0][key], key
+
+
+def test_another_schedule_is_another_case(tuned: Any, folder: Path, cluster_of: Any, tmp_path: Path) -> None:
+    found = tune(cluster_of(2), tmp_path, cache=folder / "cache", helix={"plan": "search", "schedule": "1f1b"})[0]
+    assert found["measured"] == 1
+    assert found["schedule"] == "1f1b"
+    assert found["kept"] == "search"
+
+
+# A profile that is given
+
+
+@pytest.fixture(scope="module")
+def profile(tuned: Any, folder: Path) -> str:
+    (case,) = [path for path in (folder / "cache").iterdir() if '"auto"' in (path / "tuning.json").read_text()]
+    return str(case / "profile.json")
+
+
+def test_a_given_profile_finds_the_schedule_at_once(profile: str, plain: Any, cluster_of: Any, tmp_path: Path) -> None:
+    helix = {"plan": "greedy", "schedule": "auto", "profile": profile}
+    found = tune(cluster_of(2), tmp_path, helix=helix, forbidden=True)[0]
+    assert (found["schedule"], found["kept"]) == ("auto", None)
+    assert found["losses"] == plain["losses"]
+
+
+def test_a_given_profile_and_auto_times_only(profile: str, cluster_of: Any, tmp_path: Path) -> None:
+    helix = {"plan": "auto", "schedule": "auto", "profile": profile}
+    found = tune(cluster_of(2), tmp_path, helix=helix, forbidden=True)[0]
+    assert len(found["steps"]) == 1 + FULL.timed
+    assert found["schedule"] in SCHEDULES
+
+
+def test_a_profile_of_another_pipeline_is_refused(profile: str, cluster_of: Any, tmp_path: Path) -> None:
+    for processes, options, message in (
+        (2, {"pp_size": 1}, "is for mesh 'tp=1 pp=2'"),
+        (4, {"pp_size": 2, "tp_size": 2}, "is for mesh 'tp=1 pp=2', this run has 'tp=2 pp=2'"),
+    ):
+        helix = {**options, "profile": profile, "plan": "greedy"}
+        job = {"folder": str(tmp_path), "helix": helix}
+        for failure in cluster_of(processes).errors("support.pipeline_trainer_jobs:construct", **job):
+            assert failure.kind == "ValueError"
+            assert message in failure.message
+
+
+def test_ranks_with_other_profiles(profile: str, cluster_of: Any, tmp_path: Path) -> None:
+    """Ranks would find different schedules."""
+    data = json.loads(Path(profile).read_text())
+    data["operators"]["layer"]["F.attention"]["ms"] *= 100
+    (tmp_path / "other.json").write_text(json.dumps(data))
+    common = {"pp_size": 2, "plan": "greedy", "schedule": "auto"}
+    by_rank = [{**common, "profile": path} for path in (profile, str(tmp_path / "other.json"))]
+    job = {"folder": str(tmp_path), "by_rank": by_rank}
+    for failure in cluster_of(2).errors("support.pipeline_trainer_jobs:construct_by_rank", **job):
+        assert "rank 0 and rank 1 have different options: line" in failure.message
+        assert "profile=" in failure.message
+
+
+# What can be looked at afterwards
+
+
+def test_overlap_of_a_pipeline(tuned: Any) -> None:
+    overlap = tuned[0]["overlap"]
+    assert all(found["overlap"] == overlap for found in tuned)
+    assert overlap.step > 0
+    assert overlap.computation > 0
+    assert overlap.tokens == 5 * 2 * 9
+    # Five micro-batches on two ranks: some waiting, some work.
+    assert 0 < overlap.bubble_fraction < 1
+    assert (overlap.communication, overlap.bytes_moved, dict(overlap.overlapped_by_kind)) == (0.0, 0, {})
+    assert "pipeline bubbles" in format_scorecard(overlap, "greedy")
+
+
+def test_memory_and_what_measuring_leaves(tuned: Any, plain: Any) -> None:
+    assert all(found["memory"] == tuned[0]["memory"] for found in tuned)
+    assert len(tuned[0]["memory"]) == 2
+    assert min(tuned[0]["memory"]) > 0
+    assert all(found["gradients"] == 0 for found in tuned)
+    assert tuned[0]["losses after"] == tuned[1]["losses after"]
+    assert sum(tuned[0]["losses after"]) == pytest.approx(plain["losses"][-1], rel=0.05)
+
+
+def test_a_trace_shows_the_pipeline_on_every_rank(tuned: Any, folder: Path) -> None:
+    found = jobs.tracks(folder / "trace.json")
+    assert found.keys() == {0, 1}
+    for tracks in found.values():
+        assert "compute" in tracks
+        # Values and gradients over each of the boundaries between the ranks: 0 | 1 and 2 | 3.
+        assert {track for track in tracks if track.startswith("pipeline")} == {
+            *("pipeline 0F", "pipeline 0B", "pipeline 2F", "pipeline 2B")
+        }
+
+
+def test_operators_in_a_trace_are_those_of_the_schedule(tuned: Any, folder: Path) -> None:
+    """Every micro-batch is sent and received once for each boundary and direction."""
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    sent = [event for event in events if event.get("cat", "").startswith("pipeline")]
+    slots = build_schedule("w", 2, 5)
+    assert len(sent) == 2 * 4 * 5
+    assert {event["args"]["microbatch"] for event in sent} == {
+        action.microbatch for slot in slots[0] for action in slot.actions
+    }
+
+
+@pytest.mark.parametrize(
+    ("processes", "tp", "schedule", "streams"),
+    [
+        pytest.param(4, 2, "w", {"local"}, marks=pytest.mark.slow),
+        pytest.param(4, 1, "auto", {"gradients"}, marks=pytest.mark.slow),
+        pytest.param(4, 2, "auto", {"local"}, marks=pytest.mark.slow),
+        pytest.param(8, 2, "auto", {"local", "gradients"}, marks=pytest.mark.slow),
+    ],
+)
+def test_beside_tensor_and_data_parallelism(
+    processes: int, tp: int, schedule: str, streams: set[str], cluster_of: Any, tmp_path: Path
+) -> None:
+    """Four or eight ranks decide the same, and the second run measures nothing."""
+    helix = {"tp_size": tp, "plan": "auto", "schedule": schedule}
+    options: dict[str, Any] = {"helix": helix, "cache": tmp_path / "cache", "data": {"count": 80, "lengths": (9,)}}
+    first = tune(cluster_of(processes), tmp_path, extras=True, **options)
+    again = tune(cluster_of(processes), tmp_path, forbidden=True, **options)
+    assert (first[0]["measured"], again[0]["measured"]) == (1, 0)
+    assert (first[0]["kept"], first[0]["plan"]) == (again[0]["kept"], again[0]["plan"])
+    overlap = first[0]["overlap"]
+    assert overlap.communication > 0
+    assert 0 <= overlap.overlapped_fraction <= 1
+    assert 0 < overlap.bubble_fraction < 1
+    assert overlap.tokens == 5 * 2 * 9 * processes // (2 * tp)
+    assert len(first[0]["memory"]) == processes
+    found = jobs.tracks(tmp_path / "trace.json")
+    assert found.keys() == set(range(processes))
+    for tracks in found.values():
+        assert tracks >= {"compute", *streams}

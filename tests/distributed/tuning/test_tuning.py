@@ -1,0 +1,421 @@
+"""`plan="auto"` and `plan="search"` measure before the first step; training goes on as if they had not."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs  # noqa: F401  (what the cluster runs)
+from support.models import llama
+
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.plan import load_plan
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile_file import load_profile
+from hf_helix.tuning import cache
+from hf_helix.tuning.effort import CANDIDATES, FULL
+
+CASE = {
+    "model": {"num_hidden_layers": 4, "attention_dropout": 0.1},
+    "training": {"gradient_accumulation_steps": 3, "max_steps": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def run(plan: str) -> list[dict[str, Any]]:
+        folder = str(tmp_path_factory.mktemp(plan))
+        helix = {"tp_size": 2, "plan": plan, "cache": False, "tuning_share": 1.0}
+        return cluster_of(2).run("support.tuning_jobs:train", folder=folder, helix=helix, **CASE)
+
+    return {plan: run(plan) for plan in ("auto", "search", "sequential")}
+
+
+def test_the_fastest_plan_is_kept(runs: Any) -> None:
+    for result in runs["auto"]:
+        assert set(result["predicted"]) == set(CANDIDATES)
+        assert "sequential" in result["steps_by_rule"]
+        fastest = sorted((r for r in CANDIDATES if r != "sequential"), key=result["predicted"].get)[: FULL.timed]
+        assert set(result["steps_by_rule"]) == {"sequential", *fastest}
+        assert result["kept"] == min(result["steps_by_rule"], key=result["steps_by_rule"].get)
+        assert json.loads(result["plan"])["rule"] == result["kept"]
+
+
+def test_search_is_kept_where_it_is_asked_for(runs: Any) -> None:
+    assert [json.loads(result["plan"])["rule"] for result in runs["search"]] == ["search", "search"]
+    assert "kept" not in runs["sequential"][0]
+
+
+def test_all_ranks_choose_the_same(runs: Any) -> None:
+    for plan in ("auto", "search"):
+        first, second = runs[plan]
+        assert first["plan"] == second["plan"]
+        assert first["steps_by_rule"] == second["steps_by_rule"]
+
+
+def test_measuring_leaves_no_trace_in_the_results(runs: Any) -> None:
+    """The same bits as a run that measures nothing, dropout included; only tiles may round differently."""
+    for plan in ("auto", "search"):
+        tolerance = 1e-5 if runs[plan][0]["kept"] == "intra_batch" else 0.0
+        for key in ("losses", "norms", "eval"):
+            assert runs[plan][0][key] == pytest.approx(runs["sequential"][0][key], rel=tolerance, abs=0)
+
+
+# Kept on disk
+
+TUNE = "support.tuning_jobs:tune"
+SMALL = {
+    "model": {"num_hidden_layers": 2},
+    "data": {"count": 20, "lengths": (9,)},
+    "training": {"gradient_accumulation_steps": 2, "max_steps": 1},
+}
+
+
+def tune(cluster: Any, folder: Path, plan: str, cache: Path | None = None, **options: Any) -> dict[str, Any]:
+    """What both ranks found, which is the same, and what rank 0 said."""
+    helix = {"plan": plan, **options.pop("helix", {})}
+    case = {**SMALL, **options}
+    first, second = cluster.run(TUNE, folder=str(folder), cache=str(cache or folder / "cache"), helix=helix, **case)
+    counted = [(run["tuning"] or {}).pop("gradient_bytes", None) for run in (first, second)]
+    for key in ("plan", "first", "tuning", "measured", "losses"):
+        assert first[key] == second[key], key
+    first["gradient_bytes"] = counted
+    assert second["said"] == []
+    return first
+
+
+@pytest.fixture(scope="module")
+def kept(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """A cache and what was found when it was filled."""
+    folder = tmp_path_factory.mktemp("kept")
+    return folder / "cache", {plan: tune(cluster_of(2), folder, plan) for plan in ("auto", "search", "dhelix")}
+
+
+@pytest.mark.parametrize("plan", ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("search", "dhelix"))])
+def test_the_second_run_of_a_case_measures_nothing(plan: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
+    cache, first = kept
+    assert first[plan]["measured"] == 1
+    again = tune(cluster_of(2), tmp_path, plan, cache, forbidden=True)
+    assert again["measured"] == 0
+    for key in ("plan", "tuning"):
+        assert again[key] == first[plan][key], key
+    assert again["tuning"]["measured"] == datetime.date.today().isoformat()
+    before, verdict = first[plan]["said"]
+    assert before.startswith("hf_helix: measuring and searching plans, about ")
+    assert before.endswith("; cached afterwards")
+    assert len(again["said"]) == 1
+    for said in (verdict, *again["said"]):
+        assert said.startswith(f"hf_helix: plan `{again['tuning']['kept']}`")
+    assert verdict.partition(" (details: ")[0] == again["said"][0].partition(" (details: ")[0]
+    assert again["report"] in (tmp_path / "helix" / "tuning.txt").read_text()
+    made_for = {"model": "LlamaForCausalLM", "mesh": {"tp_size": 2, "pp_size": 1}}
+    graphs = load_profile(tmp_path / "helix" / "profile.json").layout.graphs
+    assert load_plan(tmp_path / "helix" / "plan.json", graphs, **made_for).to_json() == again["plan"]
+
+
+def test_the_cache_holds_files_for_people(kept: Any) -> None:
+    cache, _ = kept
+    folders = sorted(cache.iterdir())
+    assert len(folders) == 3, "auto, search and dhelix are cases of their own"
+    for folder in folders:
+        assert sorted(path.name for path in folder.iterdir()) == ["plan.json", "profile.json", "tuning.json"]
+        profile = load_profile(folder / "profile.json")
+        case = json.loads((folder / "tuning.json").read_text())["case"]
+        assert case["model"] == profile.about["model"]
+        assert case["plan"] in ("auto", "search", "dhelix")
+        plan = load_plan(
+            folder / "plan.json",
+            profile.layout.graphs,
+            model="LlamaForCausalLM",
+            mesh={"tp_size": 2, "pp_size": 1},
+        )
+        assert plan.rule == case["plan"] or case["plan"] == "auto"
+
+
+def test_plans_that_are_asked_for_are_kept_whether_fastest_or_not(kept: Any) -> None:
+    for plan in ("search", "dhelix"):
+        found = kept[1][plan]
+        assert found["first"] == "greedy", "until it was measured"
+        assert found["rule"] == found["tuning"]["kept"] == plan
+        assert found["tuning"]["steps"].keys() == {plan}
+        assert found["tuning"]["bound"] > 0
+        assert found["tuning"]["ranks"] == 2
+
+
+def test_gradients_of_the_whole_model_are_counted(kept: Any) -> None:
+    whole = sum(parameter.numel() for parameter in llama(num_hidden_layers=2).parameters())
+    assert kept[1]["search"]["gradient_bytes"] == pytest.approx([4 * whole] * 2, rel=0.02)
+
+
+def test_gradients_are_counted_to_the_byte(kept: Any) -> None:
+    whole = sum(parameter.numel() for parameter in llama(num_hidden_layers=2).parameters())
+    assert kept[1]["search"]["gradient_bytes"] == [4 * whole] * 2
+
+
+@pytest.mark.slow
+def test_nothing_is_kept_where_that_is_not_wanted(cluster_of: Any, tmp_path: Path) -> None:
+    assert tune(cluster_of(2), tmp_path, "search", helix={"cache": False})["measured"] == 1
+    assert not (tmp_path / "cache").exists()
+
+
+OTHER_CASES: dict[str, dict[str, Any]] = {
+    "longer": {"data": {"count": 20, "lengths": (11,)}},
+    "larger batches": {"training": {**SMALL["training"], "per_device_train_batch_size": 3}},
+    "more micro-batches": {"training": {**SMALL["training"], "gradient_accumulation_steps": 3}},
+    "another model": {"model": {"num_hidden_layers": 2, "intermediate_size": 58}},
+    "another attention": {"model": {"num_hidden_layers": 2, "attn_implementation": "eager"}},
+    "an ablation": {"helix": {"without": ("wgrad",)}},
+}
+
+
+@pytest.mark.parametrize("case", OTHER_CASES)
+@pytest.mark.slow
+def test_other_cases_are_measured_anew(case: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
+    cache = Path(shutil.copytree(kept[0], tmp_path / "cache"))
+    found = tune(cluster_of(2), tmp_path, "search", cache, **OTHER_CASES[case])
+    assert found["measured"] == 1
+    assert len(list(cache.iterdir())) == 4
+
+
+def damage(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        data = json.loads((folder / name).read_text())
+        change(data)
+        (folder / name).write_text(json.dumps(data))
+
+    return write
+
+
+def garble(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no tuning": lambda folder: (folder / "tuning.json").unlink(),
+    "no plan": lambda folder: (folder / "plan.json").unlink(),
+    "empty tuning": garble("tuning.json", ""),
+    "truncated tuning": garble("tuning.json", '{"format": "hf_helix.tuning/2", "case"'),
+    "tuning is a list": garble("tuning.json", "[]"),
+    "bytes": lambda folder: (folder / "tuning.json").write_bytes(b"\xff\xfe"),
+    "another format": damage("tuning.json", lambda data: data.update(format="hf_helix.tuning/0")),
+    "another case": damage("tuning.json", lambda data: data["case"].update(torch="1.0")),
+    "no bound": damage("tuning.json", lambda data: data.pop("bound")),
+    "no schedule": damage("tuning.json", lambda data: data.pop("schedule")),
+    "an unknown figure": damage("tuning.json", lambda data: data["overlaps"]["search"].update(luck=1)),
+    "truncated plan": garble("plan.json", '{"format"'),
+    "empty plan": garble("plan.json", ""),
+    "a plan for other graphs": damage("plan.json", lambda data: data.update(graphs="0")),
+    "truncated profile": garble("profile.json", '{"format"'),
+    "an impossible profile": damage("profile.json", lambda data: data["operators"]["layer"].popitem()),
+}
+UNREAD: dict[str, Callable[[Path], object]] = {
+    "figures are a list": damage("tuning.json", lambda data: data.update(overlaps=[])),
+    "kept is unknown": damage("tuning.json", lambda data: data.update(kept="magic")),
+    "figures are text": damage("tuning.json", lambda data: data["overlaps"]["search"].update(step="fast")),
+}
+
+
+# Of these, `cache.load` knows nothing.
+PLANS_DAMAGED = ("truncated plan", "empty plan", "a plan for other graphs")
+QUICK = ("truncated tuning", "a plan for other graphs")
+
+
+def damaged(harm: Callable[[Path], object], kept: Any, folder: Path) -> Path:
+    """A cache with the case of `search` only, harmed; returns its folder."""
+    cases = {json.loads((path / "tuning.json").read_text())["case"]["plan"]: path for path in kept[0].iterdir()}
+    copy = Path(shutil.copytree(cases["search"], folder / "cache" / cases["search"].name))
+    harm(copy)
+    return copy
+
+
+def loads(harm: Callable[[Path], object], kept: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether something is read from the harmed cache; in this process."""
+    case = json.loads((damaged(lambda _: None, kept, folder / "whole") / "tuning.json").read_text())["case"]
+    monkeypatch.setenv("HELIX_CACHE", str(damaged(harm, kept, folder).parent))
+    return cache.load(case) is not None
+
+
+@pytest.mark.parametrize("harm", [pytest.param(h, marks=[pytest.mark.slow] * (h not in QUICK)) for h in DAMAGES])
+def test_what_cannot_be_read_is_measured_anew(harm: str, kept: Any, cluster_of: Any, tmp_path: Path) -> None:
+    folder = damaged(DAMAGES[harm], kept, tmp_path).parent
+    assert tune(cluster_of(2), tmp_path, "search", folder)["measured"] == 1
+    assert tune(cluster_of(2), tmp_path, "search", folder, forbidden=True)["measured"] == 0, "whole again"
+
+
+@pytest.mark.parametrize("harm", [harm for harm in DAMAGES if harm not in PLANS_DAMAGED])
+def test_what_is_damaged_is_not_read(harm: str, kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loads(lambda folder: None, kept, tmp_path / "other", monkeypatch)
+    assert not loads(DAMAGES[harm], kept, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("harm", UNREAD)
+def test_what_makes_no_sense_is_not_read(harm: str, kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read or raised on rank 0, it takes the training down."""
+    assert not loads(UNREAD[harm], kept, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_is_said(cluster_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = tune(cluster_of(2), tmp_path, "search", tmp_path / "file" / "cache")
+    assert found["rule"] == "search"
+    assert any("could not be kept for the next run" in line for line in found["said"])
+
+
+# Profiles that are given
+
+
+@pytest.fixture(scope="module")
+def profile(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("given") / "profile.json"
+    case = {"model": SMALL["model"], "data": SMALL["data"]}
+    cluster_of(2).run("support.tuning_jobs:profile", folder=str(path.parent), output=str(path), **case)
+    return path
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["search", *(pytest.param(p, marks=pytest.mark.slow) for p in ("dhelix", "greedy", "round_robin", "intra_batch"))],
+)
+def test_a_given_profile_is_planned_with(
+    plan: str, profile: Path, cluster_of: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Nothing is measured or waited for; the plan is the one that the file gives anywhere."""
+    found = tune(cluster_of(2), tmp_path, plan, helix={"profile": str(profile)}, forbidden=True)
+    assert found["first"] == found["rule"] == plan
+    assert found["tuning"] is None
+    monkeypatch.setattr(search, "EFFORT", 20_000)
+    mesh = {"tp_size": 2, "pp_size": 1}
+    made = make_plan(plan, load_profile(profile), model="LlamaForCausalLM", mesh=mesh)
+    assert found["plan"] == made.to_json()
+
+
+def test_auto_with_a_given_profile_times_plans_only(profile: Path, cluster_of: Any, tmp_path: Path) -> None:
+    found = tune(cluster_of(2), tmp_path, "auto", helix={"profile": str(profile)}, forbidden=True)
+    assert found["tuning"]["predicted"].keys() == set(CANDIDATES)
+    assert found["tuning"]["kept"] == found["rule"]
+    assert len(found["tuning"]["steps"]) == 1 + FULL.timed
+
+
+def test_a_given_profile_and_an_ablation(profile: Path, cluster_of: Any, tmp_path: Path) -> None:
+    helix = {"profile": str(profile), "without": ("wgrad", "comm_beside_comm")}
+    found = tune(cluster_of(2), tmp_path, "search", helix=helix, forbidden=True)
+    assert found["rule"] == "search"
+
+
+@pytest.mark.slow
+def test_another_profile_at_the_same_path_is_another_case(
+    profile: Path, cluster_of: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = Path(shutil.copy(profile, tmp_path / "profile.json"))
+    tune(cluster_of(2), tmp_path, "auto", helix={"profile": str(path)})
+    data = json.loads(path.read_text())
+    for figures in data["operators"]["layer"].values():
+        figures["ms"] *= 1000
+    path.write_text(json.dumps(data))
+    again = tune(cluster_of(2), tmp_path, "auto", helix={"profile": str(path)})
+    assert again["tuning"]["predicted"]["sequential"] > 0.5
+
+
+WRONG_PROFILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another model": (lambda data: data["about"].update(model="LlamaForCausalLM 0"), "is for model"),
+    "another mesh": (lambda data: data["about"].update(mesh="tp=4"), "is for mesh 'tp=4', this run has 'tp=2'"),
+    "nothing said of the model": (lambda data: data["about"].pop("model"), "is for model None"),
+    "another version": (lambda data: data.update(format="hf_helix.profile/0"), "this version reads"),
+    "an operator less": (
+        lambda data: data["operators"]["layer"].pop("B.mlp.down.W"),
+        "does not cover operator 'layer/B.mlp.down.W'",
+    ),
+    "an operator more": (
+        lambda data: data["operators"]["layer"].update({"F.new": {"ms": 1.0, "spread": 0.0}}),
+        "names 'layer/F.new', which is not an operator",
+    ),
+    "an impossible time": (lambda data: data["operators"]["head"]["F.norm"].update(ms=-1.0), "impossible time"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PROFILES)
+def test_a_wrong_profile_is_refused_at_construction(wrong: str, profile: Path, cluster_of: Any, tmp_path: Path) -> None:
+    change, message = WRONG_PROFILES[wrong]
+    path = Path(shutil.copy(profile, tmp_path / "profile.json"))
+    damage(path.name, change)(tmp_path)
+    check_refused(path, message, cluster_of(2))
+
+
+def test_a_damaged_profile_is_refused_at_construction(profile: Path, cluster_of: Any, tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(profile.read_text()[:-20])
+    check_refused(tmp_path / "profile.json", "is damaged", cluster_of(2))
+
+
+def check_refused(path: Path, message: str, cluster: Any) -> None:
+    """On every rank, with what was wrong and the command that makes a right one."""
+    helix = {"tp_size": 2, "plan": "search", "profile": str(path)}
+    for failure in cluster.errors("construct", folder=str(path.parent), helix=helix, model=SMALL["model"]):
+        assert failure.kind == "ValueError"
+        assert message in failure.message
+        assert f"profile file {path}" in failure.message
+        assert f"hf-helix profile --model FOLDER --tp_size N --output {path}" in failure.message
+
+
+# Windows that tell nothing
+
+
+def test_a_window_of_one_micro_batch_waits(cluster_of: Any, tmp_path: Path) -> None:
+    """Nothing is interleaved, and that is said once, whatever the plan, with what to change."""
+    training = {"gradient_accumulation_steps": 1, "max_steps": 3}
+    for plan, rule in (("auto", "greedy"), ("dhelix", "greedy"), ("round_robin", "round_robin")):
+        found = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
+        assert found["rule"] == rule
+        assert found["tuning"] is None
+        (said,) = found["said"]
+        assert "one micro-batch here, and nothing to interleave it with; set gradient_accumulation_steps=2" in said
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_data_set_of_one_batch_is_the_reason(cluster_of: Any, tmp_path: Path) -> None:
+    """Accumulation is on already, so no advice to switch it on."""
+    training = {"gradient_accumulation_steps": 4, "max_steps": 3}
+    options = {"training": training, "data": {"count": 2, "lengths": (9,)}}
+    (said,) = tune(cluster_of(2), tmp_path, "auto", forbidden=True, **options)["said"]
+    assert "gradient_accumulation_steps is 4, but the data set has only one batch for this rank" in said
+
+
+def test_plans_of_one_micro_batch_at_a_time_need_no_other(cluster_of: Any, tmp_path: Path) -> None:
+    training = {"gradient_accumulation_steps": 1, "max_steps": 2}
+    for plan in ("intra_batch", "sequential"):
+        found = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
+        assert found["rule"] == plan
+        assert found["said"] == []
+
+
+@pytest.mark.slow
+def test_tuning_under_every_ablation(cluster_of: Any, tmp_path: Path) -> None:
+    """All communication on the compute stream, too: no plan overlaps, and measuring copes."""
+    for without in (("local",), ("comm_beside_comm", "wgrad")):
+        found = tune(cluster_of(2), tmp_path, "search", helix={"without": without})
+        assert found["measured"] == 1
+        assert found["rule"] == "search"
+
+
+def test_one_rank_a_batch_has_nothing_to_tune(cluster_of: Any, tmp_path: Path) -> None:
+    found = tune(cluster_of(2), tmp_path, "auto", helix={"tp_size": 1}, forbidden=True)
+    assert found["first"] == found["rule"] == "sequential"
+    assert found["tuning"] is None
+    assert found["said"] == []
+
+
+@pytest.mark.slow
+def test_tuning_beside_data_parallelism(cluster_of: Any, tmp_path: Path) -> None:
+    """Four ranks, two batches: every rank decides the same, and the second run measures nothing."""
+    case = {**SMALL, "data": {"count": 40, "lengths": (9,)}, "folder": str(tmp_path), "cache": str(tmp_path / "cache")}
+    first = cluster_of(4).run(TUNE, helix={"plan": "auto"}, **case)
+    again = cluster_of(4).run(TUNE, helix={"plan": "auto"}, forbidden=True, **case)
+    assert len({run["plan"] for run in first + again}) == 1
+    assert all(run["measured"] == 1 for run in first)
+    assert all(run["measured"] == 0 for run in again)
+    assert all(run["tuning"]["steps"] == first[0]["tuning"]["steps"] for run in first + again)

@@ -1,0 +1,89 @@
+"""Tuning in proportion: a short run is not tuned, a longer one in its midst, and nothing else changes by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_helix.tuning.effort import FULL, SHORT
+
+
+def run(
+    cluster: Any, folder: Path, share: float, cache: Path | None = None, helix: Any = None, **training: Any
+) -> dict[str, Any]:
+    """Five steps of one (imagined) second; of rank 0, where every rank has decided the same."""
+    training = {"gradient_accumulation_steps": 2, "max_steps": 5, **training}
+    job = {"folder": str(folder), "share": share, "cache": str(cache or folder / "cache"), "training": training}
+    job["helix"] = helix
+    first, second = cluster.run("support.share_jobs:train", **job)
+    for key in ("effort", "rule", "measured", "losses"):
+        assert first[key] == second[key], key
+    assert second["said"] == []
+    return first  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def plain(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(cluster_of(2), tmp_path_factory.mktemp("plain"), share=0.0)
+
+
+def test_a_run_of_a_few_steps_is_not_tuned(plain: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """Neither is one step, before which nothing is known; `plain` says why."""
+    one = run(cluster_of(2), tmp_path, share=0.05, max_steps=1)
+    assert (one["measured"], one["said"]) == ([0], [])
+    assert (plain["measured"], plain["rule"]) == ([0] * 5, "greedy")
+    (said,) = plain["said"]
+    assert said.startswith("hf_helix: plan `greedy`, not measured: that would take about 1 s of the about 3 s")
+
+
+def test_a_longer_run_is_tuned_in_its_midst(plain: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """Three of five seconds are left when the pace is known; half of that pays for the second of three efforts."""
+    found = run(cluster_of(2), tmp_path, share=0.5)
+    assert (found["measured"], found["effort"]) == ([0, 0, 1, 1, 1], SHORT.name)
+    before, verdict = found["said"]
+    assert before == "hf_helix: measuring and searching plans, about 1 s of about 3 s; cached afterwards"
+    assert verdict.startswith(f"hf_helix: plan `{found['rule']}`")
+    tolerance = 1e-5 if found["rule"] == "intra_batch" else 0.0
+    assert found["losses"] == pytest.approx(plain["losses"], rel=tolerance, abs=0)
+    # The next run takes that over at its first step; one that can afford more measures anew.
+    again = run(cluster_of(2), tmp_path / "again", share=0.01, cache=tmp_path / "cache")
+    assert (again["measured"], again["rule"], again["effort"]) == ([0] * 5, found["rule"], SHORT.name)
+    assert again["said"][0].startswith(f"hf_helix: plan `{found['rule']}`")
+    better = run(cluster_of(2), tmp_path / "better", share=0.9, cache=tmp_path / "cache")
+    assert (better["measured"], better["effort"]) == ([0, 0, 1, 1, 1], FULL.name)
+
+
+def test_steps_gather_no_objects(plain: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """Not even where one micro-batch a step never lets `auto` measure; the first step says what the case is."""
+    alone = run(cluster_of(2), tmp_path, share=0.05, gradient_accumulation_steps=1)
+    assert alone["gathered"] == [0] * 5
+    assert plain["gathered"][1:] == [0] * 4
+
+
+def test_a_loop_is_tuned_once_it_has_lasted(cluster_of: Any, tmp_path: Path) -> None:
+    """As many steps as there were are expected: after four, half of their time pays for it. Gradients stay."""
+    job = {"cache": str(tmp_path), "steps": 6}
+    first, second = cluster_of(2).run("support.share_jobs:loop", share=0.5, **job)
+    plain, _ = cluster_of(2).run("support.share_jobs:loop", share=0.0, **job)
+    assert first["measured"] == second["measured"] == [0, 0, 0, 0, 1, 1]
+    assert plain["measured"] == [0] * 6
+    tolerance = 0.0 if "`intra_batch`" not in first["said"][1] else 1e-5
+    for key in ("losses", "norms"):
+        assert first[key] == pytest.approx(plain[key], rel=tolerance, abs=0)
+    assert plain["norms"][-1] > 5 * plain["norms"][0], "gradients add up"
+    assert first["said"][0] == "hf_helix: measuring and searching plans, about 2 s; cached afterwards"
+    assert first["said"][1].endswith("(details: print(model.engine.tuning))")
+
+
+@pytest.mark.slow
+def test_a_pipeline_changes_its_schedule_in_the_midst(cluster_of: Any, tmp_path: Path) -> None:
+    """Plan and schedule are those that were measured from the third step on; the losses are as if they were not."""
+    helix = {"pp_size": 2, "schedule": "auto"}
+    plain = run(cluster_of(2), tmp_path / "plain", share=0.0, helix=helix)
+    found = run(cluster_of(2), tmp_path / "tuned", share=0.9, helix=helix)
+    assert (plain["measured"], found["measured"]) == ([0] * 5, [0, 0, 1, 1, 1])
+    assert f"plan `{found['rule']}` on the schedule `{found['schedule']}`" in found["said"][1]
+    assert found["losses"] == plain["losses"]
+    assert found["eval"] == plain["eval"]

@@ -1,0 +1,72 @@
+"""What is measured on CUDA is in order: the profiler and the timing of plans, watched as in `test_cuda_streams`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.fake_cuda import FakeCuda
+from support.windows_on_fakes import one_rank
+
+from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.profile import named_operators
+from hf_helix.tuning.measure import machine, profiler
+from hf_helix.tuning.measure import overlap as measure
+from hf_helix.tuning.measure.bench import Bench
+from hf_helix.tuning.measure.overlap import measure_overlap
+from hf_helix.tuning.measure.profiler import measure_profile
+
+TP = {"tp_size": 2, "model": {"num_hidden_layers": 1}}
+CASES: dict[str, dict[str, Any]] = {
+    "tp cp": {"tp_size": 2, "cp_size": 2, "cross_node": ("cp",)},
+    "experts": {"family": "mixtral", "dp": 2, "ep_size": 2},
+    "a pipeline": {"pp_size": 2, "model": {"num_hidden_layers": 4}},
+}
+NAMES = ["tp", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
+CASES["tp"] = TP
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks find the same; no GPU is there to be held."""
+    for module in (machine, measure, profiler):
+        monkeypatch.setattr(module, "over_ranks", lambda mine: [mine])
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+
+
+def check(cuda: FakeCuda) -> None:
+    assert cuda.operators > 1000
+    assert not cuda.mistakes, "\n".join(map(str, cuda.mistakes[:10]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_profiler(name: str) -> None:
+    cuda = FakeCuda()
+    with one_rank(cuda, plan="sequential", **CASES[name]) as (runner, window):
+        with cuda.watch():
+            profile = measure_profile(runner, window)
+        kinds = {name: op.kind for name, op in named_operators(runner.layout)}
+    check(cuda)
+    assert not [pair for pair in profile.pairs if all(kinds[each] is Kind.COMPUTE for each in pair)]
+    assert profile.pairs or name == "a pipeline"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_timing_of_a_plan(name: str) -> None:
+    cuda = FakeCuda()
+    with one_rank(cuda, **CASES[name]) as (runner, window), cuda.watch():
+        found = measure_overlap({"greedy": runner}, window, repeats=1)
+    check(cuda)
+    assert found["greedy"].step > 0
+
+
+def test_two_computations_at_once_would_be_out_of_order() -> None:
+    """Which is why the profiler measures none beside each other there."""
+    cuda = FakeCuda()
+    with one_rank(cuda, plan="sequential", **TP) as (runner, window), cuda.watch():
+        bench = Bench(runner, window[0], profiler.TRAIN)
+        timed = next(timed for timed in bench.computing if timed.op.part is Part.W and bench.repeats(timed))
+        assert not cuda.mistakes
+        bench._aside(timed, timed)
+    assert {"WRITE"} <= {mistake.kind for mistake in cuda.mistakes}

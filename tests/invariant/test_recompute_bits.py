@@ -1,0 +1,236 @@
+"""Recompute changes no bit of losses and gradients under the same plan, in any layout, and takes less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invariant.classes import Case
+from invariant.harness import RANDOM, USUAL, assert_same_bits, run
+from support.models import arguments, sequences, tiny
+from support.pipeline_jobs import make, runner_of, window_of
+from transformers import Trainer
+
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.tuning.measure.memory import peak_bytes
+from hf_helix.tuning.measure.overlap import trace_window
+
+JOB = "invariant.test_recompute_bits:"
+MODES = ("none", "selective", "full")
+PIPELINE = {"num_hidden_layers": 4, "attention_dropout": 0.2}
+LLAMA = {"num_hidden_layers": 2}
+DROPOUT = {**LLAMA, "attention_dropout": 0.2}
+GPT2 = {"family": "gpt2", "n_layer": 2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+NEOX = {"family": "gpt_neox", **LLAMA, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+PHIMOE = {"family": "phimoe", **LLAMA, "random": True, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+ODD = (17, 9, 13)
+
+CASES = {
+    "gpt2": Case("gpt2", GPT2, "tp2", "dense", count=2, lengths=ODD),
+    "neox": Case("neox", NEOX, "tp2", "dense", count=2, lengths=ODD),
+    "experts": Case("phimoe", PHIMOE, "dp2+ep2", "dense", count=2, lengths=ODD),
+    "capacity": Case(  # of all ranks
+        "capacity", PHIMOE, "dp2+ep2", "dense", count=2, lengths=(17, 9), options={"expert_capacity_factor": 1.25}
+    ),
+    "cp": Case("llama", LLAMA, "cp2", "packed", count=2, lengths=ODD),
+    "bf16": Case("llama", LLAMA, "tp2", "dense", count=2, lengths=ODD),
+    "pp": Case("llama", PIPELINE, "pp2", "dense", count=4, lengths=ODD, schedules=("w", "dualpipe_v")),
+}
+
+
+def same_bits(
+    cluster_of: Any, folder: Path, case: Case, orders: Sequence[str] = USUAL, training: dict[str, Any] | None = None
+) -> None:
+    """Under every mode, also of what routers counted."""
+    usual, *others = (
+        run(cluster_of, folder, replace(case, options={**case.options, "recompute": mode}), orders, training)
+        for mode in MODES
+    )
+    for other in others:
+        for rank, expected in zip(other, usual, strict=True):
+            for found, wanted in zip(rank, expected, strict=True):
+                assert_same_bits(found, wanted)
+                assert found["meters"] == wanted["meters"]
+                assert any(map(sum, found["meters"])) == (case.model.get("family") == "phimoe")
+
+
+@pytest.mark.parametrize(
+    "orders", [("sequential", "greedy", "dhelix", RANDOM), ("intra_batch",)], ids=["whole", "tiled"]
+)
+def test_under_every_plan(orders: Sequence[str], cluster_of: Any, tmp_path: Path) -> None:
+    same_bits(cluster_of, tmp_path, Case("llama dropout", DROPOUT, "tp2", "left", lengths=ODD), orders)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_every_layout(name: str, cluster_of: Any, tmp_path: Path) -> None:
+    same_bits(cluster_of, tmp_path, CASES[name], training={"bf16": True} if name == "bf16" else {})
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_keeps_what_its_mode_says(cluster_of: Any, tmp_path: Path) -> None:
+    """In counted bytes of four layers more: `full` keeps the input, `selective` what linears give, too."""
+    hidden, intermediate, length, tp = 64, 176, 64, 2
+    shard = hidden / tp * length * 4  # of one value, in bytes
+    model = {"hidden_size": hidden, "intermediate_size": intermediate}  # four heads, two of keys and values
+    job = {"folder": str(tmp_path), "helix": {"tp_size": tp}, "count": 2, "length": length}
+    few, many = (
+        cluster_of(2).run(f"{JOB}peaks", model={**model, "num_hidden_layers": n}, plans=plans, **job)
+        for n, plans in ((2, ["sequential"]), (6, ["sequential", "greedy"]))
+    )
+    # The residuals; queries, keys and values; gate and up.
+    expected = {"full": shard, "selective": (2 * hidden + 2 * hidden + 2 * intermediate) / hidden * shard}
+    for before, after in zip(few, many, strict=True):
+        one_strand, two_strands = after["sequential"], after["greedy"]
+        layer = {mode: (one_strand[mode] - before["sequential"][mode]) / 4 for mode in MODES}
+        for mode, kept in expected.items():  # communication that ends a little later holds a value or two
+            assert layer[mode] == pytest.approx(kept, abs=2 * shard / 4)
+        assert layer["selective"] < 0.6 * layer["none"]
+        assert one_strand["full"] < one_strand["selective"] < one_strand["none"]
+        assert two_strands["full"] < two_strands["selective"] < two_strands["none"]
+        # A flow may be a layer ahead, and have two layers' worth of what ran again.
+        assert all(two_strands[mode] <= one_strand[mode] + 2 * layer["none"] for mode in MODES)
+
+
+# -- what users say ------------------------------------------------------------------------------------------------
+
+
+def test_training_arguments_of_transformers_mean_full(tmp_path: Path) -> None:
+    """The losses of the stock Trainer under the same arguments."""
+    training = {"max_steps": 3, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+    stock = train_and_measure(str(tmp_path), None, training=training)
+    ours = train_and_measure(str(tmp_path), {"cache": False}, training=training)
+    assert ours["losses"] == pytest.approx(stock["losses"], abs=1e-4)
+    assert ours["again"] == ["layers.0", "layers.1", "layers.2"]
+    assert ours["about"]["recompute"] == "full"
+    without = train_and_measure(str(tmp_path), {"cache": False}, training={**training, "gradient_checkpointing": False})
+    assert without["losses"] == ours["losses"]
+    assert without["again"] == []
+    assert ours["memory"] < without["memory"]
+
+
+def test_some_layers_only(tmp_path: Path) -> None:
+    training = {"max_steps": 1, "gradient_checkpointing": True}
+    training["gradient_checkpointing_kwargs"] = {"every_n_layers": 2, "use_reentrant": False}
+    found = train_and_measure(
+        str(tmp_path), {"plan": "dhelix"}, training={**training, "gradient_accumulation_steps": 2}
+    )
+    assert found["again"] == ["layers.0", "layers.2"]
+    assert found["about"]["recompute"] == "full x 1, none x 1, full x 1"
+
+
+def test_switched_on_in_the_model(tmp_path: Path) -> None:
+    training = {"max_steps": 1}
+    found = train_and_measure(str(tmp_path), {}, marked=True, training=training)
+    assert found["about"]["recompute"] == "full"
+    found = train_and_measure(str(tmp_path), {"recompute": "selective"}, marked=True, training=training)
+    assert found["about"]["recompute"] == "selective"
+    with pytest.raises(
+        ValueError, match=r"gradient_checkpointing_enable.*recompute='none' contradicts.*recompute=None"
+    ):
+        train_and_measure(str(tmp_path), {"recompute": "none"}, marked=True, training=training)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "config", "words"),
+    [
+        ({}, {"recompute": "none"}, ["recompute='none'", "checkpointing=False"]),
+        ({"offload": True}, {}, ["offload=True is not built", "checkpointing_kwargs=None"]),
+        ({"preserve_rng_state": False}, {}, ["preserve_rng_state=False", "same random numbers"]),
+        ({"every_n_layers": 0}, {"recompute": "selective"}, ["every_n_layers must be", "got 0"]),
+    ],
+    ids=str,
+)
+def test_what_contradicts_or_is_not_built_is_refused(
+    kwargs: dict[str, Any], config: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    training = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+    with pytest.raises(ValueError, match="cannot honour") as caught:
+        train_and_measure(str(tmp_path), config, training=training)
+    for word in words:
+        assert word in str(caught.value)
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_again_is_measured(cluster_of: Any, tmp_path: Path) -> None:
+    """Of every operator a time; gathers that run again move what they moved before."""
+    options = {"model": {"num_hidden_layers": 2, **DROPOUT}, "training": {"gradient_checkpointing": True}}
+    for rank in cluster_of(2).run("support.tuning_jobs:profile", folder=str(tmp_path), **options):
+        assert rank["times"].keys() == rank["kinds"].keys()
+        assert rank["like"]["layer", "B.mlp.gather.again"] == rank["like"].get(
+            ("layer", "F.mlp.gather"), ("layer", "F.mlp.gather")
+        )
+        assert any(a[1] == "B.mlp.up.again" for a, _ in rank["pairs"])
+        assert rank["about"]["recompute"] == "full"
+        assert rank["same_parameters"]
+        assert rank["gradients"] == 0
+
+
+@pytest.mark.slow
+def test_auto_measures_every_mode_by_itself(cluster_of: Any, tmp_path: Path) -> None:
+    """What was measured is kept by mode; losses are the same whatever is chosen."""
+    found = {}
+    for mode, forbidden in (("none", False), ("full", False), ("full", True)):
+        folder = tmp_path / f"{mode}{forbidden}"
+        job = {"folder": str(folder), "cache": str(tmp_path / "cache"), "forbidden": forbidden}
+        training = {"gradient_accumulation_steps": 2, "max_steps": 2}
+        ranks = cluster_of(2).run(
+            "support.pipeline_trainer_jobs:tune", helix={"tp_size": 2, "recompute": mode}, training=training, **job
+        )
+        found[mode, forbidden] = ranks[0]
+    assert [rank["measured"] for rank in found.values()] == [1, 1, 0]
+    losses = [rank["losses"] for rank in found.values()]
+    if "intra_batch" not in {rank["kept"] for rank in found.values()}:  # tiles round
+        assert losses[0] == losses[1] == losses[2]
+    again = {entry for _, entry in found["full", False]["profiled"] if entry.endswith(".again")}
+    assert "B.mlp.gather.again" in again
+
+
+# -- in the processes of a cluster ---------------------------------------------------------------------------------
+
+
+def peaks(folder: str, helix: dict[str, Any], model: dict[str, Any], plans: Sequence[str], **window: Any) -> Any:
+    """Bytes alive at most on this rank, by plan and mode."""
+    found: dict[str, dict[str, int]] = {plan: {} for plan in plans}
+    for mode in MODES:
+        trainer = make(folder, {**helix, "plan": "sequential", "recompute": mode}, model)
+        trainer.model.train()
+        for plan in plans:
+            runner = runner_of(trainer, plan, window.get("schedule", "w"))
+            found[plan][mode] = peak_bytes(runner, window_of(trainer, window["count"], 1, (window["length"],)))
+        trainer.helix.runner.executor.streams.close()
+    return found
+
+
+def train_and_measure(
+    folder: str, helix: dict[str, Any] | None, marked: bool = False, training: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train a little: losses, which operators ran again in which layer, and the most bytes alive.
+
+    Args:
+        helix: options of `HelixConfig`; None for the stock Trainer.
+        marked: switch checkpointing on in the model, as a user may.
+        training: training arguments.
+    """
+    model = tiny()
+    if marked:
+        model.gradient_checkpointing_enable()
+    common = {"model": model, "args": arguments(folder, **training or {}), "train_dataset": sequences(60)}
+    trainer: Any = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    trainer.train()
+    found = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
+    if helix is None:
+        return found
+    spans = trace_window(trainer.helix.runner, trainer.helix.last_window).spans
+    again = [span.label.split(".", 1)[1] for span in spans if span.label.endswith(".again")]
+    return found | {
+        "again": sorted({".".join(label.split(".")[:2]) for label in again}),
+        "memory": trainer.measure_memory(),
+        "about": dict(trainer.helix.tuner._about),
+    }

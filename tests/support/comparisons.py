@@ -1,0 +1,48 @@
+"""Comparisons of two trainings, and of two folders of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+
+def compare_runs(result: dict[str, Any], expected: dict[str, Any], steps: int = 12) -> None:
+    """Both trained alike for at least so many steps: rates exactly, losses to 1e-5, norms of gradients to 1e-4."""
+    assert result["steps"] == expected["steps"] >= steps
+    assert result["rates"] == expected["rates"]
+    np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
+    np.testing.assert_allclose(result["eval"], expected["eval"], rtol=0, atol=1e-5)
+
+
+def compare_weights(folder: Path | str, expected_folder: Path | str) -> None:
+    """Both load as plain Transformers checkpoints with the same names and nearly the same values."""
+    ours = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(expected_folder).state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        distance = torch.linalg.vector_norm(ours[name].double() - weight.double())
+        assert distance <= 1e-4 * torch.linalg.vector_norm(weight.double()), name
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every file, each once."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert not found.keys() & file.keys()
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name

@@ -1,0 +1,93 @@
+"""What construction says: the nearest option, sizes that work for processes and heads, what may not be meant."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.models import arguments, llama, tiny
+
+from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
+from hf_helix.engine import checks
+from hf_helix.engine.checks import check_sizes, say_what_surprises
+from hf_helix.integrations.accelerate import launcher
+
+
+def test_unknown_options_of_the_constructor_name_the_nearest() -> None:
+    for options, nearest in (({"tp": 2}, "tp_size"), ({"tp_sise": 2}, "tp_size"), ({"plans": "auto"}, "plan")):
+        with pytest.raises(TypeError, match=rf"HelixConfig: unknown option '.*' \(did you mean '{nearest}'\?\)"):
+            HelixConfig(**options)
+    with pytest.raises(ValueError, match=r"HelixPlugin: unknown option 'tp' \(did you mean 'tp_size'\?\)"):
+        HelixPlugin(tp=2)
+    given = HelixConfig(tp_size=2, cross_node=("tp",))
+    assert copy.deepcopy(given) == pickle.loads(pickle.dumps(given)) == given
+
+
+def test_parallelism_without_helix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "flat.yaml"
+    path.write_text("parallelism_config: {tp_size: 2}\n")
+    monkeypatch.delenv(launcher.CONFIG_FILE_VARIABLE, raising=False)
+    monkeypatch.setattr(launcher, "launcher_config_file", lambda: path)
+    with pytest.raises(ValueError, match=r"no helix options were given: .*flat\.yaml has parallelism_config without"):
+        launcher.resolve_config(None, None)
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "words"),
+    [
+        (3, {"tp_size": 2}, ["tp_size=2 must divide the world size, 3 processes", "values that work: 1"]),
+        (6, {"tp_size": 6}, ["4 attention heads and 2 key-value heads", "with 6 processes: 1, 2)"]),
+        (4, {"tp_size": 4, "pp_size": 1}, ["2 key-value heads", "with 4 processes: 1, 2)"]),
+        (4, {"tp_size": 2, "pp_size": 4}, ["pp_size=4 must divide", "values that work: 1, 2"]),
+    ],
+)
+def test_sizes_that_work_count_heads_and_processes(
+    world: int, sizes: dict[str, int], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "world_size", lambda: world)
+    with pytest.raises(ValueError, match="must divide") as caught:
+        check_sizes(llama(num_hidden_layers=1), HelixConfig(**sizes))
+    for word in words:
+        assert word in str(caught.value)
+    assert "1, 3" not in str(caught.value)
+
+
+def test_what_may_not_be_meant(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny(num_hidden_layers=1)
+    with caplog.at_level(logging.WARNING):
+        say_what_surprises(model)
+        assert not caplog.messages
+        say_what_surprises(tiny(num_hidden_layers=1, dtype="bfloat16"))
+        (said,) = caplog.messages
+        assert "torch.bfloat16" in said
+        assert "dtype=torch.float32" in said
+
+
+def test_eager_attention_of_ones_own_over_shared_sequences() -> None:
+    """Refused where it is declared; others have nothing special that a ring would leave out."""
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    from hf_helix.models.attention import Attention, declare
+
+    def declared(implementation: str, **options: Any) -> None:
+        attn = llama(num_hidden_layers=1, attn_implementation=implementation).model.layers[0].self_attn
+        b: Any = SimpleNamespace(cp=SimpleNamespace(size=2), sharing=SimpleNamespace(device=torch.device("cpu")))
+        b.local_outputs = lambda *_, **__: ("q", "kv")
+        b.shared_attention = lambda *_, **__: "attention"
+        declare(b, Attention(attn, lambda *_: _, **options), "q", "k", "v")
+
+    with pytest.raises(ValueError, match=r"cp_size=2.*gemma2.*eager_attention_forward.*cp_size=1"):
+        declared("eager", eager=eager_attention_forward)
+    declared("sdpa", eager=eager_attention_forward)
+    declared("eager")
+
+
+def test_an_unknown_model_is_told_where_to_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Starcoder2ForCausalLM is not supported.*docs/adding_a_model\.md"):
+        HelixTrainer(model=tiny("starcoder2"), args=arguments(str(tmp_path)), helix_config=HelixConfig())

@@ -1,0 +1,81 @@
+"""docs/training_arguments.md is complete and true: it lists every field, and what it calls refused is refused."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import arguments, llama
+from support.paths import ROOT
+from transformers import TrainingArguments
+
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.integrations.trainer.checks import check_arguments
+
+PAGE = ROOT / "docs" / "training_arguments.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the page."""
+
+    name: str
+    fate: str
+    refused: tuple[Any, ...]
+    everywhere: bool  # whether all supported versions of Transformers have the field
+
+
+def rows() -> list[Row]:
+    found = []
+    for line in PAGE.read_text().splitlines():
+        if match := re.match(r"\| `(\w+)`( \(not in 5\.17\))? \| (\w+) \| (.*?) ?\| ", line):
+            name, mark, fate, values = match.groups()
+            refused = tuple(ast.literal_eval(value) for value in re.findall(r"`(.+?)`", values))
+            found.append(Row(name, fate, refused, not mark))
+    return found
+
+
+REFUSED = [(row.name, value) for row in rows() for value in row.refused]
+
+
+def test_every_field_has_a_line() -> None:
+    fields = [field.name for field in dataclasses.fields(TrainingArguments)]
+    listed = [row.name for row in rows()]
+    assert len(listed) == len(set(listed))
+    assert set(fields) <= set(listed), "fields that docs/training_arguments.md does not list"
+    assert {row.name for row in rows() if row.everywhere} <= set(fields), "lines for fields that do not exist"
+
+
+def test_fates() -> None:
+    assert {row.fate for row in rows()} == {"honoured", "refused", "irrelevant"}
+    for row in rows():
+        assert row.refused or row.fate != "refused", row.name
+        assert not row.refused or row.fate != "irrelevant", row.name
+
+
+def test_the_defaults_are_accepted(tmp_path: Path) -> None:
+    check_arguments(TrainingArguments(str(tmp_path), use_cpu=True), HelixConfig())
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{name}={value}" for name, value in REFUSED])
+def test_refused_values(name: str, value: Any, tmp_path: Path) -> None:
+    """Set by hand, since some cannot be given on CPU. The error names a value, and that one is accepted."""
+    args = arguments(str(tmp_path))
+    if name == "accelerator_config":
+        value = dataclasses.replace(args.accelerator_config, **value)
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match="cannot honour") as caught:
+        HelixTrainer(model=llama(num_hidden_layers=1), args=args, helix_config=HelixConfig())
+    (line,) = str(caught.value).splitlines()[1:]
+    assert line.strip().startswith(f"{name}=")
+    option, works = re.search(r": .*?use ['\"]?(\w+)['\"]?[=:] ?([^:;,]+)", line.partition("=")[2]).groups()  # type: ignore[union-attr]
+    if name == "accelerator_config":
+        args.accelerator_config.gradient_accumulation_kwargs[option] = ast.literal_eval(works)
+    else:
+        setattr(args, option, ast.literal_eval(works))
+    check_arguments(args, HelixConfig())

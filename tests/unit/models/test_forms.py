@@ -1,0 +1,148 @@
+"""What the host reads of a batch, and what attention gets of it without looking again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.models import llama
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_helix.models.attention import attend, causal_masks, like_embeddings
+from hf_helix.models.batch_form import FORM, Form, document_ends, forms_of, starts_of
+from hf_helix.models.registry import family_of
+from hf_helix.models.sequence_sharding import SequenceCut, documents_of
+
+IDS = torch.arange(16).view(2, 8)
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
+ONES = torch.ones(2, 8, dtype=torch.long)
+LEFT = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8])
+RIGHT = LEFT.flip(1)
+BATCHES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ones": {"attention_mask": ONES},
+    "left": {"attention_mask": LEFT},
+    "right": {"attention_mask": RIGHT.bool()},
+    "positions": {"position_ids": torch.arange(8).expand(2, -1)},
+    "packed": {"position_ids": PACKED},
+    "packed, one row for all": {"position_ids": PACKED[:1]},
+    "packed, with a mask of ones": {"position_ids": PACKED, "attention_mask": ONES},
+    "packed, with padding": {"position_ids": PACKED, "attention_mask": RIGHT},
+}
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "bincount", "unique", "masked_select")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self.NAMES:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_masks_are_those_of_transformers_and_nothing_waits(name: str, implementation: str) -> None:
+    model = llama(attn_implementation=implementation)
+    model.config.sliding_window = 3
+    batch = {"input_ids": IDS, **BATCHES[name]}
+    (batch[FORM],) = forms_of([batch])
+    with Reads() as reads:
+        side = family_of(model).side_inputs(model, batch, SequenceCut(), torch.ones(()))
+        documents = starts_of(batch["position_ids"]).cumsum(1) if "position_ids" in batch else None
+        mask = batch.get("attention_mask") if batch[FORM].is_masked else None
+        if not (batch[FORM].starts_anew and "attention_mask" not in batch):
+            documents = None
+        windowed = causal_masks(model, [3], IDS, mask, documents)[3]
+    assert reads.found == []
+    positions = batch.get("position_ids", torch.arange(8)[None])
+    theirs_reads = Reads()
+    for create, mine in ((create_causal_mask, side["masks"][None]), (create_sliding_window_causal_mask, windowed)):
+        with theirs_reads:
+            theirs = create(
+                config=model.config,
+                inputs_embeds=like_embeddings(model, IDS),
+                attention_mask=batch.get("attention_mask"),
+                past_key_values=None,
+                position_ids=positions,
+            )
+        assert (mine is None) is (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
+    assert theirs_reads.found or ("attention_mask" in batch and implementation == "eager")
+
+
+def test_a_window_of_batches_is_read_at_once_and_only_where_there_is_something_to_read() -> None:
+    batches = [{"input_ids": IDS, **given} for given in BATCHES.values()]
+    with Reads() as reads:
+        found = forms_of(batches)
+        assert forms_of(batches[:1]) == [Form()]
+    # `tolist` of a whole tensor is one copy, which the dispatcher on CPU shows as none.
+    assert reads.found == []
+    known = dict(zip(BATCHES, found, strict=True))
+    assert not known["ones"].is_masked
+    assert known["left"] == Form(True, True)
+    assert known["right"] == Form(True, False)
+    assert known["positions"] == Form(num_documents=2, longest=8)
+    assert known["packed"] == Form(starts_anew=True, num_documents=4, longest=8)
+    assert known["packed, with padding"].is_masked
+
+
+@pytest.mark.parametrize("positions", [PACKED[:1], PACKED[:1] + 2, torch.arange(8)[None]])
+def test_flash_attention_is_told_what_it_would_find(positions: Tensor) -> None:
+    (form,) = forms_of([{"input_ids": IDS[:1], "position_ids": positions}])
+    with Reads() as reads:
+        mine = document_ends(positions, form)
+    assert reads.found == []
+    (ends, _), (longest, _) = prepare_fa_kwargs_from_position_ids(positions)
+    assert torch.equal(mine["cu_seq_lens_q"], ends)
+    assert mine["cu_seq_lens_q"].dtype == ends.dtype
+    assert mine["max_length_k"] == int(longest)
+
+
+@pytest.mark.parametrize(("positions", "told"), [(PACKED, False), (PACKED[:1], True), (None, False)])
+def test_flash_attention_gets_no_positions_to_look_at(
+    positions: Tensor | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not there on CPU; what would be called notes what it is given."""
+    given: dict[str, Any] = {}
+
+    def noted(module: Any, q: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, None]:
+        given.update(options)
+        return q.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", noted)
+    model = llama()
+    model.config._attn_implementation = "flash_attention_2"
+    batch = {"input_ids": IDS[:1] if told else IDS}
+    batch |= {} if positions is None else {"position_ids": positions}
+    side = family_of(model).side_inputs(model, batch, SequenceCut(), torch.ones(()))
+    q = torch.zeros(len(batch["input_ids"]), 2, 8, 4)
+    module = model.model.layers[0].self_attn
+    with Reads() as reads:
+        out = attend(module, q, q, q, side["masks"][None], side["positions"], side["ends"])
+    assert reads.found == []
+    assert out.shape == (8, len(q), 8)
+    assert "position_ids" not in given
+    assert ("cu_seq_lens_q" in given) is told
+
+
+def test_documents_of_a_cut_sequence_do_not_wait_either() -> None:
+    batch = {"input_ids": IDS, "position_ids": PACKED}
+    (form,) = forms_of([batch])
+    with Reads() as reads:
+        documents = documents_of(IDS, None, PACKED, form)
+    assert reads.found == []
+    assert documents is not None
+    assert documents.tolist() == [[0, 0, 0, 1, 1, 1, 1, 2], [0] * 8]

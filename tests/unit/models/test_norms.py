@@ -1,0 +1,129 @@
+"""Fused RMS norms give what Transformers' modules give, and stand back wherever a module is not one that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.kernel_counts import count_layer
+from support.models import tiny
+from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_helix.models import norms
+from hf_helix.models.norms import NAMES, is_rms_norm, normed, rms_norm
+
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+def run(function: Callable[[Tensor], Tensor], value: Tensor, direction: Tensor, weight: nn.Parameter) -> list[Tensor]:
+    """Value, input gradient, weight gradient, in fp64."""
+    leaf, weight.grad = value.clone().requires_grad_(), None
+    out = function(leaf)
+    out.backward(direction.to(out.dtype))
+    assert weight.grad is not None
+    return [found.detach().double() for found in (out, leaf.grad, weight.grad)]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def case(value: torch.dtype, weight: torch.dtype) -> tuple[Any, Tensor, Tensor]:
+    torch.manual_seed(0)
+    module = LlamaRMSNorm(64, 1e-5).to(weight)
+    nn.init.normal_(module.weight, 1.0, 0.3)
+    return module, (torch.randn(50, 3, 64) * 3).to(value), torch.randn(50, 3, 64).to(value)
+
+
+def test_equals_the_module_in_fp32() -> None:
+    module, value, direction = case(torch.float32, torch.float32)
+    expected = run(module, value, direction, module.weight)
+    found = run(lambda x: rms_norm(x, module.weight, 1e-5), value, direction, module.weight)
+    assert [distance(*pair) <= 2e-7 for pair in zip(found, expected, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+def test_is_as_exact_as_the_module_in_bf16(weight: torch.dtype) -> None:
+    """Each error against fp64 is at most that of the module."""
+    module, value, direction = case(torch.bfloat16, weight)
+    exact, of, to = module.weight.detach().double().requires_grad_(), value.double(), direction.double()
+    reference = run(lambda x: x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * exact, of, to, exact)
+    stock = run(module, value, direction, module.weight)
+    found = run(lambda x: rms_norm(x, module.weight, 1e-5), value, direction, module.weight)
+    for ours, theirs, expected in zip(found, stock, reference, strict=True):
+        assert distance(ours, expected) <= 1.05 * distance(theirs, expected)
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [torch.bfloat16, torch.float32])
+def test_has_the_type_of_the_module(value: torch.dtype, weight: torch.dtype) -> None:
+    module, given, _ = case(value, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rms_norm(given, module.weight, 1e-5).dtype == module(given).dtype
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_of_families_are_known(family: str) -> None:
+    found = [module for module in tiny(family).modules() if type(module).__name__ in NAMES]
+    assert len(found) >= 7  # two in each of three layers, and the last
+    assert all(map(is_rms_norm, found))
+
+
+def changed(change: str, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    module: nn.Module = LlamaRMSNorm(8)
+    if change == "another class":
+        return GemmaRMSNorm(8)
+    if change == "a class of the same name":
+        return type("LlamaRMSNorm", (nn.Module,), {"forward": lambda self, x: x})()
+    if change == "a subclass":
+        return type("LlamaRMSNorm", (LlamaRMSNorm,), {"forward": lambda self, x: x})(8)
+    if change == "forward of the instance":
+        module.forward = lambda x: x
+    elif change == "forward of the class":
+        monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: x)
+    else:
+        getattr(module, f"register_{change}")(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "another class",
+        "a class of the same name",
+        "a subclass",
+        "forward of the instance",
+        "forward of the class",
+        "forward_hook",
+        "forward_pre_hook",
+        "full_backward_hook",
+        "full_backward_pre_hook",
+    ],
+)
+def test_what_was_changed_is_called(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "DEVICES", {"cpu"})
+    module, value = changed(change, monkeypatch), torch.randn(3, 8)
+    assert not is_rms_norm(module)
+    monkeypatch.setattr(norms, "rms_norm", lambda *_: pytest.fail("the module was not called"))
+    assert torch.equal(normed(module, value), module(value))
+
+
+def test_a_cpu_calls_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "rms_norm", lambda *_: pytest.fail("the module was not called"))
+    module, value = LlamaRMSNorm(8), torch.randn(3, 8)
+    assert torch.equal(normed(module, value), module(value))
+
+
+def test_kernels_of_a_layer_on_cuda() -> None:
+    """A norm is one kernel and a cast to bf16; backward a cast, two kernels, and the sum of the weight's gradient."""
+    found = count_layer(tiny("llama")).totals()
+    assert {name: found[name] for name in found if "norm" in name} == {
+        "F.attn.norm": 2,
+        "F.mlp.norm": 2,
+        "B.mlp.norm": 4,
+        "B.attn.norm": 4,
+    }

@@ -1,0 +1,127 @@
+"""HelixConfig(compile=True) changes the kernels and not the results, and compiles once for all layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.models import tiny
+from torch._dynamo.utils import counters
+
+from hf_helix.models import norms
+from hf_helix.models.builder import Sharing
+from hf_helix.models.registry import family_of
+from hf_helix.models.sequence_sharding import SequenceCut
+from hf_helix.operators import segment as local
+from hf_helix.operators.vocab_parallel import CHUNK, TokenStatistics
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.stage import place_units
+from hf_helix.runtime.streams import make_streams
+
+LENGTHS = (12, 16, 9)
+"""Of the micro-batches of a window: three shapes."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Everything of `torch.compile` but the code generator, unless a test asks for it."""
+    monkeypatch.setattr(local, "COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def train(model: Any, compile: bool, products: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of a window, and all gradients behind one another."""
+    family = family_of(model.train())
+    stage = place_units(family.units(model, Sharing(compile=compile)))
+    mesh = build_mesh(1, torch.device("cpu"))
+    plan = make_plan("sequential", rough_profile(stage.layout), model=family.model_class, mesh=mesh.option_sizes)
+    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), 0, products)
+    window = []
+    for place, length in enumerate(LENGTHS):
+        ids = torch.randint(100, (2, length), generator=torch.Generator().manual_seed(place))
+        batch = {"input_ids": ids, "labels": ids}
+        side = family.side_inputs(model, batch, SequenceCut(1), torch.tensor(0.02))
+        window.append(MicroBatch(lambda side=side: side, (0, place)))
+    model.zero_grad()
+    losses = torch.stack(runner.train_window(window))
+    return losses, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def check(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Losses and gradients."""
+    assert counters["stats"]["unique_graphs"] > 0
+    assert all(distance(*pair) <= 1e-6 for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "mixtral"])
+def test_results_are_those_without(family: str) -> None:
+    model = tiny(family)
+    plain = train(model, compile=False)
+    check(train(model, compile=True), plain)
+
+
+def test_layers_share_a_compilation_and_shapes_do_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm, rope, activation, and of the loss three: each once, and once more when a second shape comes.
+
+    The results are those without.
+    """
+    model = tiny("llama", num_hidden_layers=3)
+    plain = train(model, compile=False)
+    monkeypatch.setattr(norms, "DEVICES", {"cpu"})  # as on CUDA
+    train(tiny("llama", num_hidden_layers=1), compile=True)
+    of_one = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    counters.clear()
+    check(train(model, compile=True), plain)
+    assert counters["stats"]["unique_graphs"] == of_one <= 12
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("products", [None, torch.bfloat16])
+def test_generated_code(family: str, products: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16 the error against fp32 is at most twice that without compilation."""
+    monkeypatch.setattr(local, "COMPILER", "inductor")
+    model = tiny(family)
+    exact = train(model, compile=False)
+    plain = [distance(*pair) for pair in zip(train(model, compile=False, products=products), exact, strict=True)]
+    found = [distance(*pair) for pair in zip(train(model, compile=True, products=products), exact, strict=True)]
+    assert found[0] <= max(1e-5, 2 * plain[0])
+    assert found[1] <= max(1e-4, 2 * plain[1])
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_the_loss_of_several_chunks(overwrites: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk is written, of the first shape and of later ones."""
+    monkeypatch.setitem(CHUNK, "cpu", 16 * 64)
+
+    def statistics_and_gradient(tokens: int, wrap: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        draws = torch.Generator().manual_seed(tokens)
+        logits = torch.randn(tokens, 2, 64, generator=draws)
+        targets = torch.randint(64, (tokens, 2), generator=draws)
+        operator = TokenStatistics(0, 64, overwrites=overwrites, wrap=wrap)
+        call = SimpleNamespace(side={"targets": targets}, training=True, saved=None)
+        (statistics,) = operator.forward(call, logits)
+        return statistics, operator.backward(call, torch.randn(statistics.shape, generator=draws))[0]
+
+    for tokens in (8, 32, 33):  # one chunk, several, and a last one that is smaller
+        found = statistics_and_gradient(tokens, local.compiled)
+        expected = statistics_and_gradient(tokens, lambda function: function)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,189 @@
+"""The way of tokens to their experts and back, on one rank and in pieces, against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_helix.operators.base import Call
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.linears.grouped_linear import GroupedLinear
+from hf_helix.operators.moe.dispatch import COUNTED, SHARD_TOKENS, Exchange, Group, RouterMeter, capacity_of
+from hf_helix.operators.moe.permutation import Collect, Fill, Permute, Unpermute
+from hf_helix.planning.graph.operator import Part
+
+EXPERTS, HIDDEN, LENGTH, BATCH, CHOICES = 5, 7, 6, 3, 2
+
+
+def a_call(counted: Tensor | None = None, training: bool = True) -> Call:
+    counted = torch.ones(LENGTH, BATCH, dtype=torch.long) if counted is None else counted
+    return Call({COUNTED: counted, SHARD_TOKENS: LENGTH * BATCH}, seed=0, training=training)
+
+
+def chosen_by(kind: str) -> Tensor:
+    """Experts of every token, no expert twice."""
+    tokens = LENGTH * BATCH
+    if kind == "all to one":
+        return torch.tensor([[2, 0]]).repeat(tokens, 1)
+    dice = torch.Generator().manual_seed(3)
+    usable = EXPERTS - (kind == "one empty")
+    return torch.stack([torch.randperm(usable, generator=dice)[:CHOICES] for _ in range(tokens)])
+
+
+KINDS = ("uneven", "one empty", "all to one")
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randn(LENGTH, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def weights() -> Tensor:
+    return torch.rand(LENGTH * BATCH, CHOICES, generator=torch.Generator().manual_seed(2))
+
+
+def plain(tokens: Tensor, chosen: Tensor, weights: Tensor, matrices: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Token by token, choice by choice."""
+    out = []
+    for token, row in enumerate(tokens.flatten(0, 1)):
+        parts = [
+            weights[token, choice] * (matrices[expert] @ row)
+            for choice, expert in enumerate(chosen[token].tolist())
+            if kept is None or kept[token, choice]
+        ]
+        out.append(torch.stack(parts).sum(0) if parts else torch.zeros(matrices.shape[1]))
+    return torch.stack(out).view(LENGTH, BATCH, -1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_go_through_their_experts_and_back(kind: str, tokens: Tensor, weights: Tensor) -> None:
+    """Values, and the gradients of tokens, weights and matrices."""
+    matrices = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
+    chosen = chosen_by(kind)
+    x, w, m = (value.clone().requires_grad_() for value in (tokens, weights, matrices.detach()))
+    expected = plain(x, chosen, w, m)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+
+    calls = [a_call() for _ in range(3)]
+    permute, linear, unpermute = Permute(EXPERTS), GroupedLinear(matrices), Unpermute()
+    rows, places, counts = permute.forward(calls[0], tokens, chosen)
+    assert counts.tolist() == [(chosen == expert).sum().item() for expert in range(EXPERTS)]
+    (made,) = linear.forward(calls[1], rows, counts)
+    (out,) = unpermute.forward(calls[2], made, weights, places)
+    torch.testing.assert_close(out, expected)
+    d_made, d_weights = unpermute.backward(calls[2], gradient)
+    (d_rows,) = linear.input_gradient(calls[1], d_made, counts)
+    linear.weight_gradient(calls[1], d_made, rows, counts)
+    (d_tokens,) = permute.backward(calls[0], d_rows)
+    torch.testing.assert_close((d_tokens, d_weights, matrices.grad), (x.grad, w.grad, m.grad))
+
+
+def plainly_kept(chosen: Tensor, counted: Tensor, capacity: int) -> Tensor:
+    """First choices before second ones, then the tokens in order; padding last."""
+    room = [capacity] * EXPERTS
+    kept = torch.zeros_like(chosen, dtype=torch.bool)
+    for real in (1, 0):
+        for choice in range(CHOICES):
+            for token in range(len(chosen)):
+                expert = chosen[token, choice].item()
+                if counted.flatten()[token] == real and room[expert]:
+                    room[expert] -= 1
+                    kept[token, choice] = True
+    return kept
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("factor", [1.0, 1.3, 5.0])
+@pytest.mark.parametrize("padded", [False, True])
+def test_with_a_capacity_the_rest_is_dropped(
+    kind: str, factor: float, padded: bool, tokens: Tensor, weights: Tensor
+) -> None:
+    matrices = nn.Parameter(torch.randn(EXPERTS, HIDDEN, HIDDEN))
+    chosen = chosen_by(kind)
+    counted = torch.ones(LENGTH, BATCH, dtype=torch.long)
+    if padded:
+        counted[-2:, 1:] = 0
+    capacity = capacity_of(LENGTH * BATCH, CHOICES, EXPERTS, factor)
+    kept = plainly_kept(chosen, counted, capacity)
+    x, w, m = (value.clone().requires_grad_() for value in (tokens, weights, matrices.detach()))
+    expected = plain(x, chosen, w, m, kept)
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+
+    meter = RouterMeter(EXPERTS, Axis.single())
+    fill, linear, collect = Fill(EXPERTS, factor, meter), GroupedLinear(matrices), Collect()
+    calls = [a_call(counted) for _ in range(3)]
+    rows, places = fill.forward(calls[0], tokens, chosen)
+    assert rows.shape == (EXPERTS * capacity, HIDDEN)
+    assert torch.equal(places >= 0, kept)
+    assert meter.read(rows.device)[-1] == (~kept[counted.flatten() > 0]).sum()
+    (made,) = linear.forward(calls[1], rows)
+    (out,) = collect.forward(calls[2], made, weights, places)
+    torch.testing.assert_close(out, expected)
+    d_made, d_weights = collect.backward(calls[2], gradient)
+    (d_rows,) = linear.input_gradient(calls[1], d_made)
+    linear.weight_gradient(calls[1], d_made, rows)
+    (d_tokens,) = fill.backward(calls[0], d_rows)
+    expected_gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in (x, w, m)]
+    torch.testing.assert_close([d_tokens, d_weights, matrices.grad], expected_gradients)
+
+
+def test_with_room_for_all_nothing_is_dropped() -> None:
+    """Every expert may be chosen by every token."""
+    assert capacity_of(40, 2, 8, 4.0) == 40
+    assert capacity_of(10, 2, 8, 1.0) == 3  # rounded up
+
+
+@pytest.mark.parametrize("counts", [[[2, 0, 3], [1, 4, 0]], [[0, 0, 0], [5, 0, 1]], None])
+def test_rows_are_grouped_by_expert_and_back(counts: list[list[int]] | None) -> None:
+    ranks, experts = 2, 3
+    sizes = torch.tensor(counts or [[4] * experts] * ranks)
+    owners = torch.arange(ranks * experts).repeat_interleave(sizes.flatten())
+    rows = torch.stack((owners % experts, owners // experts, torch.arange(len(owners))), 1).float()
+    given = () if counts is None else (sizes,)
+    there, back = a_call(), a_call()
+    grouped, *found = Group(ranks, experts).forward(there, rows, *given)
+    assert [tuple(row) for row in grouped.tolist()] == sorted(map(tuple, rows.tolist()))
+    assert [each.tolist() for each in found] == ([] if counts is None else [sizes.sum(0).tolist()])
+    (parted,) = Group(ranks, experts, back=True).forward(back, grouped, *given)
+    assert torch.equal(parted, rows)
+    assert torch.equal(Group(ranks, experts).backward(there, grouped)[0], rows)
+    assert torch.equal(Group(ranks, experts, back=True).backward(back, rows)[0], grouped)
+
+
+@pytest.mark.parametrize(("back", "part", "length"), [
+    (False, Part.F, 4), (False, Part.B, 6), (True, Part.F, 6), (True, Part.B, 4),
+])  # fmt: skip
+def test_an_exchange_makes_room_for_what_comes(back: bool, part: Part, length: int) -> None:
+    """This rank gives six rows and gets four."""
+    counts, arriving = torch.tensor([1, 2, 3, 0]), torch.tensor([[1, 2], [0, 1]])
+    rows = torch.randn(10 - length, HIDDEN)
+    (out,), work = Exchange(Axis(SilentTransport(2, 0)), back).prepare(a_call(), part, rows, counts, arriving)
+    work()
+    assert out.shape == (length, HIDDEN)
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    weight = nn.Parameter(torch.randn(2, HIDDEN, HIDDEN), requires_grad=False)
+    call, linear = a_call(), GroupedLinear(weight)
+    rows, sizes = torch.randn(4, HIDDEN), torch.tensor([1, 3])
+    linear.forward(call, rows, sizes)
+    linear.weight_gradient(call, torch.randn(4, HIDDEN), rows, sizes)
+    assert weight.grad is None
+
+
+def test_a_meter_counts_every_token_once() -> None:
+    meter = RouterMeter(EXPERTS, Axis(SilentTransport(2, 1)))
+    counted = torch.tensor([[1], [1], [1], [0]])
+    mine = meter.mine({COUNTED: counted})
+    assert mine.tolist() == [1, 0]
+    logits = torch.randn(2, EXPERTS)
+    meter.note(logits, torch.tensor([[0, 3], [3, 1]]), mine)
+    load, (squares, tokens, dropped) = meter.read(logits.device).split((EXPERTS, 3))
+    assert load.tolist() == [1, 0, 0, 1, 0]
+    assert (tokens, dropped) == (1, 0)
+    torch.testing.assert_close(squares, logits[0].logsumexp(0).square())
+    assert not meter.read(logits.device).any()

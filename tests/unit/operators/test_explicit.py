@@ -1,0 +1,124 @@
+"""A backward that is written out gives what autograd gives, and stands back where a module is not one that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.kernel_counts import Kernels, script
+from support.models import tiny
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from hf_helix.models import norms
+from hf_helix.models.attention import by_heads
+from hf_helix.models.norms import is_fused, rms_norm
+from hf_helix.models.stock_modules import is_silu
+from hf_helix.operators.attention.rope import rotated
+from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.explicit import Explicit, GatedSilu, RmsNorm
+from hf_helix.operators.linears.side_by_side import heads_in_one
+from hf_helix.operators.segment import Segment
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def run(segment: Segment, inputs: list[Tensor], direction: Tensor, precision: Precision) -> list[Tensor]:
+    """The output, the gradients of the inputs, those of the parameters; twice, so that the latter add up."""
+    for parameter in segment.parameters:
+        parameter.grad = None
+    with explicit_gradients():
+        for _ in range(2):
+            call = Call({}, 0, True, precision)
+            (output,) = segment.forward(call, *inputs)
+            gradients = segment.backward(call, direction.to(output.dtype))
+            assert call.saved is None
+    return [output, *gradients, *(p.grad for p in segment.parameters if p.grad is not None)]
+
+
+def pair(function: Callable[..., Tensor], explicit: Explicit, module: nn.Module) -> tuple[Segment, Segment]:
+    parameters = list(module.parameters())
+    return Segment(function, parameters), Segment(_not_called, parameters, explicit=explicit)
+
+
+def _not_called(*_: Tensor) -> Tensor:
+    raise AssertionError("the function was called")
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_gated_silu_gives_the_same_bits(dtype: torch.dtype) -> None:
+    act = ACT2FN["silu"]
+    left, right = pair(lambda gate, up: act(gate) * up, GatedSilu(lambda: is_silu(act)), act)
+    inputs = [torch.randn(5, 3, 16).to(dtype) for _ in range(2)]
+    direction = torch.randn(5, 3, 16)
+    found = [run(segment, inputs, direction, Precision()) for segment in (left, right)]
+    for ours, expected in zip(*found, strict=True):
+        assert torch.equal(ours, expected)
+        assert ours.dtype is expected.dtype
+
+
+def test_another_activation_is_left_to_autograd() -> None:
+    assert not is_silu(ACT2FN["gelu"])
+    hooked = ACT2FN["silu"]
+    assert is_silu(hooked)
+    hooked.register_forward_hook(lambda *_: None)
+    assert not is_silu(hooked)
+    assert all(is_silu(layer.mlp.act_fn) for layer in tiny("llama").model.layers)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("products", [None, BF16])
+@pytest.mark.parametrize("weight", [FP32, BF16])
+@pytest.mark.parametrize("value", [FP32, BF16])
+def test_rms_norm_gives_what_autograd_gives(
+    value: torch.dtype,
+    weight: torch.dtype,
+    products: torch.dtype | None,
+    trained: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the kernels of CUDA written out; types are those of the segment under autograd."""
+    monkeypatch.setattr(norms, "DEVICES", {"cpu"})
+    module = LlamaRMSNorm(16, 1e-5).to(weight).requires_grad_(trained)
+    nn.init.normal_(module.weight, 1.0, 0.3)
+
+    def norm(x: Tensor) -> Tensor:
+        made = rms_norm(x, module.weight, 1e-5)
+        return made if products is None else made.to(products)
+
+    left, right = pair(norm, RmsNorm(module, is_fused, lowers=True), module)
+    inputs, direction = [torch.randn(5, 3, 16).to(value)], torch.randn(5, 3, 16)
+    with script._fused_norms(Kernels()):
+        found = [run(segment, inputs, direction, Precision("cpu", products)) for segment in (left, right)]
+    assert len(found[0]) == 2 + trained
+    lowest = torch.finfo(BF16 if BF16 in (value, weight, products) else FP32).eps
+    for ours, expected in zip(found[1], found[0], strict=True):
+        assert ours.dtype is expected.dtype
+        torch.testing.assert_close(ours, expected, rtol=4 * lowest, atol=4 * lowest)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(("batch", "kv_heads"), [(2, 2), (1, 2), (1, 1), (2, 1)])
+@pytest.mark.parametrize("angles", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_rope_gives_the_same_bits(
+    dtype: torch.dtype, angles: torch.dtype, batch: int, kv_heads: int, together: bool
+) -> None:
+    """Of queries and keys that one product gave, and of others."""
+    tokens, sizes = 6, [4 * 8, kv_heads * 8]
+    given = torch.randn(tokens, batch, sum(sizes)).to(dtype)
+    cos, sin = (torch.randn(batch, tokens, 8).to(angles) for _ in range(2))
+    directions = [torch.randn(batch, size // 8, tokens, 8) for size in sizes]
+    rows = []
+    for rotate in (apply_rotary_pos_emb, rotated):
+        leaves = [part if together else part.clone() for part in given.split(sizes, -1)]
+        leaves = [part.detach().requires_grad_() for part in leaves]
+        assert (heads_in_one([by_heads(leaf, 8).permute(2, 0, 1, 3) for leaf in leaves]) is not None) == together
+        outputs = rotate(*(by_heads(leaf, 8) for leaf in leaves), cos, sin)
+        torch.autograd.backward(outputs, [d.to(out.dtype) for d, out in zip(directions, outputs, strict=True)])
+        rows.append([*outputs, *(leaf.grad for leaf in leaves)])
+    for ours, expected in zip(*rows, strict=True):
+        assert ours.dtype is expected.dtype
+        assert torch.equal(ours, expected)

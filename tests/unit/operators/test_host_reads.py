@@ -1,0 +1,52 @@
+"""What the host knows of an expert layer's counts is read once and serves every operator of the layer.
+
+How often the host waits in a whole window is counted in `test_cuda_streams`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_helix.operators.base import Call
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.moe.dispatch import Announce, Exchange
+from hf_helix.operators.moe.tally import Tally
+from hf_helix.planning.graph.operator import Part
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of all tensors that become lists."""
+    found: list[tuple[int, ...]] = []
+    tolist = Tensor.tolist
+
+    def noted(value: Tensor) -> Any:
+        found.append(tuple(value.shape))
+        return tolist(value)
+
+    monkeypatch.setattr(Tensor, "tolist", noted)
+    return found
+
+
+def test_the_numbers_serve_both_ways_and_backward(read: list[tuple[int, ...]]) -> None:
+    """What this rank gives and gets, by rank; recompute announces again and reads nothing."""
+    axis, tally = Axis(SilentTransport(2, 0)), Tally()
+    announce, there, back = Announce(axis, tally), Exchange(axis, tally=tally), Exchange(axis, back=True, tally=tally)
+    shared: dict[object, Any] = {}
+    counts = torch.tensor([1, 0, 2, 3])
+    rows = torch.randn(6, 4)
+    call = Call({}, 0, True, shared=shared)
+    (arriving,) = announce.forward(call, counts)
+    (gone,) = there.forward(Call({}, 0, True, shared=shared), rows, counts, arriving)
+    assert len(gone) == 6
+    announce.again(call, counts)
+    for exchange in (there, back):
+        (outputs, _) = exchange.prepare(Call({}, 0, True, shared=shared), Part.B, rows, counts, arriving)
+        assert outputs[0].shape == (6, 4)
+    assert read == [(2, 2, 2)]
+    assert tally.by_expert(call, torch.tensor([3, 3])) == [3, 3]
+    assert len(read) == 1

@@ -1,0 +1,214 @@
+"""Linear's explicit I and W are autograd's gradients, at whatever time W runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.linears.linear import Linear
+
+FEATURES = 7
+
+
+def make(outputs: tuple[int, ...], bias: bool) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(FEATURES, n, bias=bias, dtype=torch.float64) for n in outputs]
+
+
+def make_transposed(outputs: tuple[int, ...]) -> list[Any]:
+    """Their weights are [in, out]."""
+    torch.manual_seed(0)
+    linears = [Conv1D(n, FEATURES).double() for n in outputs]
+    for linear in linears:
+        nn.init.normal_(linear.bias)
+    return linears
+
+
+def values(count: int = 1) -> list[Tensor]:
+    """[sequence, batch, features] for `count` micro-batches."""
+    return list(torch.randn(count, 5, 3, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+
+def directions(linears: list[nn.Linear], seed: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [linear.nf if isinstance(linear, Conv1D) else linear.out_features for linear in linears]
+    return [torch.randn(5, 3, size, dtype=torch.float64, generator=generator) for size in sizes]
+
+
+def new_call(training: bool = True) -> Call:
+    return Call(side={}, seed=0, training=training)
+
+
+def by_autograd(linears: list[nn.Linear], value: Tensor, gradients: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Outputs and the input's gradient; parameters' gradients are added up as autograd does."""
+    leaf = value.clone().requires_grad_()
+    outputs = [linear(leaf) for linear in linears]
+    torch.autograd.backward(outputs, gradients)
+    return [output.detach() for output in outputs], leaf.grad
+
+
+def take_gradients(linears: list[nn.Linear]) -> list[Tensor | None]:
+    found = []
+    for linear in linears:
+        for parameter in linear.parameters():
+            found.append(parameter.grad)
+            parameter.grad = None
+    return found
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["bias", "no bias", "transposed"])
+@pytest.mark.parametrize("outputs", [(4,), (4, 2, 2), (6, 1)])
+def test_equals_autograd_over_two_micro_batches(outputs: tuple[int, ...], kind: str) -> None:
+    """Both W run after both I, in micro-batch order, and read only what they are given."""
+    transposed = kind == "transposed"
+    linears = make_transposed(outputs) if transposed else make(outputs, bias=kind == "bias")
+    expected = [by_autograd(linears, v, directions(linears, k)) for k, v in enumerate(values(2))]
+    expected_gradients = take_gradients(linears)
+
+    operator, calls = Linear(linears, transposed=transposed), [new_call(), new_call()]
+    with explicit_gradients():
+        found_outputs = [operator.forward(call, v) for call, v in zip(calls, values(2), strict=True)]
+        of_inputs = [operator.input_gradient(call, *directions(linears, k)) for k, call in enumerate(calls)]
+        assert all(parameter.grad is None for linear in linears for parameter in linear.parameters())
+        for k, call in enumerate(calls):
+            operator.weight_gradient(call, *directions(linears, k), values(2)[k])
+            assert call.saved is None
+
+    for k, (outputs_, of_input) in enumerate(expected):
+        assert_close(list(found_outputs[k]), outputs_)
+        assert_close(of_inputs[k], (of_input,))
+    assert_close(take_gradients(linears), expected_gradients)
+
+
+def test_weight_gradient_may_run_before_the_input_gradient() -> None:
+    linears = make((4, 2), bias=True)
+    _, expected = by_autograd(linears, values()[0], directions(linears))
+    expected_gradients = take_gradients(linears)
+    operator, call = Linear(linears), new_call()
+    operator.forward(call, values()[0])
+    operator.weight_gradient(call, *directions(linears), values()[0])
+    assert_close(operator.input_gradient(call, *directions(linears)), (expected,))
+    assert_close(take_gradients(linears), expected_gradients)
+
+
+def test_gradients_may_have_gaps_in_memory() -> None:
+    """Transposed views, as attention and scatters hand over."""
+    linears = make((4, 2), bias=True)
+    gradients = directions(linears)
+    _, expected = by_autograd(linears, values()[0], gradients)
+    expected_gradients = take_gradients(linears)
+    operator, call = Linear(linears), new_call()
+
+    def gapped(t: Tensor) -> Tensor:
+        return t.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+    operator.forward(call, gapped(values()[0]))
+    gradients = [gapped(g) for g in gradients]
+    assert not gradients[0].is_contiguous()
+    assert_close(operator.input_gradient(call, *gradients), (expected,))
+    operator.weight_gradient(call, *gradients, gapped(values()[0]))
+    assert_close(take_gradients(linears), expected_gradients)
+
+
+def test_frozen_weights_get_no_gradient() -> None:
+    linears = make((4, 2), bias=True)
+    linears[0].weight.requires_grad_(False)
+    linears[1].bias.requires_grad_(False)
+    _, expected = by_autograd(linears, values()[0], directions(linears))
+    expected_gradients = take_gradients(linears)
+    operator, call = Linear(linears), new_call()
+    operator.forward(call, values()[0])
+    assert_close(operator.input_gradient(call, *directions(linears)), (expected,))
+    operator.weight_gradient(call, *directions(linears), values()[0])
+    found = take_gradients(linears)
+    assert [gradient is None for gradient in found] == [True, False, False, True]
+    assert [gradient is None for gradient in expected_gradients] == [True, False, False, True]
+    assert_close(found[1:3], expected_gradients[1:3])
+
+
+def test_row_parallel_ranks_add_the_bias_once_and_all_have_its_gradient() -> None:
+    """Two ranks, each with half the input features: partial sums add up, and so does nothing twice."""
+    (linear,) = make((4,), bias=True)
+    (value,), gradients = values(), directions([linear])
+    (expected,), of_input = by_autograd([linear], value, gradients)
+    of_weight, of_bias = take_gradients([linear])
+    total, of_inputs, of_weights = torch.zeros_like(expected), [], []
+    for rank, columns in enumerate([slice(0, 4), slice(4, FEATURES)]):
+        half = nn.Linear(columns.stop - columns.start, 4, dtype=torch.float64)
+        half.weight.data, half.bias.data = linear.weight.data[:, columns].clone(), linear.bias.data.clone()
+        operator, call = Linear([half], adds_bias=rank == 0), new_call()
+        total += operator.forward(call, value[..., columns])[0]
+        of_inputs += operator.input_gradient(call, *gradients)
+        operator.weight_gradient(call, *gradients, value[..., columns])
+        of_weights.append(half.weight.grad)
+        assert_close(half.bias.grad, of_bias)
+    assert_close(total, expected)
+    assert_close(torch.cat(of_inputs, -1), of_input)
+    assert_close(torch.cat(of_weights, -1), of_weight)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_forward_keeps_nothing(training: bool) -> None:
+    """What W reads is a value of the graph."""
+    linears, call = make((4,), bias=True), new_call(training)
+    (output,) = Linear(linears).forward(call, values()[0])
+    assert call.saved is None
+    assert_close(output, linears[0](values()[0]).detach())
+
+
+@pytest.mark.parametrize("adds_bias", [True, False])
+def test_gradcheck(adds_bias: bool) -> None:
+    """I and W against finite differences. Without its bias the output does not depend on it, so W is checked apart."""
+    linears = make((3, 2), bias=adds_bias)
+    operator, parameters = Linear(linears, adds_bias), [p for linear in linears for p in linear.parameters()]
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor, *_: Tensor) -> Any:
+            ctx.call, ctx.value = new_call(), value
+            return operator.forward(ctx.call, value)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            (of_input,) = operator.input_gradient(ctx.call, *gradients)
+            operator.weight_gradient(ctx.call, *gradients, ctx.value)
+            return of_input, *take_gradients(linears)
+
+    value = values()[0][:2, :2].clone().requires_grad_()
+    assert torch.autograd.gradcheck(Function.apply, (value, *parameters))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("of_weights", [torch.float32, torch.bfloat16])
+def test_in_bf16_as_under_autocast(of_weights: torch.dtype, transposed: bool) -> None:
+    """Products in bf16; gradients in the type of the weights, over two micro-batches."""
+    linears = [linear.to(of_weights) for linear in (make_transposed((4,)) if transposed else make((4,), bias=True))]
+    inputs = [value.to(of_weights) for value in values(2)]
+    gradients = [[direction.bfloat16() for direction in directions(linears, k)] for k in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        leaves = [value.clone().requires_grad_() for value in inputs]
+        expected = [linears[0](leaf) for leaf in leaves]
+    for output, gradient in zip(expected, gradients, strict=True):
+        output.backward(gradient[0])
+    expected_gradients = take_gradients(linears)
+    operator = Linear(linears, transposed=transposed)
+    for value, output, gradient, leaf in zip(inputs, expected, gradients, leaves, strict=True):
+        call = Call({}, 0, True, Precision("cpu", torch.bfloat16))
+        (found,) = operator.forward(call, value)
+        assert found.dtype is torch.bfloat16
+        torch.testing.assert_close(found, output.detach())
+        (of_input,) = operator.input_gradient(call, *gradient)
+        torch.testing.assert_close(of_input.to(of_weights), leaf.grad, rtol=0.01, atol=0.01)
+        operator.weight_gradient(call, *gradient, value)
+    found_gradients = take_gradients(linears)
+    assert {gradient.dtype for gradient in found_gradients if gradient is not None} == {of_weights}
+    torch.testing.assert_close(found_gradients, expected_gradients, rtol=0.02, atol=0.02)

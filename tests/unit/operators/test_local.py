@@ -1,0 +1,218 @@
+"""A Segment computes what autograd would, bit for bit, and keeps only what its backward needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.models import llama
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+
+from hf_helix.operators.base import Call
+from hf_helix.operators.segment import Add, Dropout, Segment
+
+Case = tuple[Callable[..., Any], list[nn.Parameter], tuple[Tensor, ...]]
+
+
+def new_call(seed: int = 0, training: bool = True, **side: Any) -> Call:
+    return Call(side=side, seed=seed, training=training)
+
+
+def norm() -> Case:
+    module = llama().model.layers[0].input_layernorm
+    return module, list(module.parameters()), (torch.randn(17, 2, 32),)
+
+
+def attention() -> Case:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    return attend, [], (torch.randn(2, 4, 17, 8), torch.randn(2, 2, 17, 8), torch.randn(2, 2, 17, 8))
+
+
+def gated() -> Case:
+    return lambda gate, up: functional.silu(gate) * up, [], (torch.randn(17, 2, 57), torch.randn(17, 2, 57))
+
+
+def two_outputs() -> Case:
+    scale = nn.Parameter(torch.randn(6))
+    return lambda x: ((x * scale).exp(), x.sum(-1)), [scale], (torch.randn(4, 6),)
+
+
+@pytest.mark.parametrize("make", [norm, attention, gated, two_outputs])
+def test_equals_autograd_bit_for_bit(make: Callable[[], Case]) -> None:
+    """Twice in a row with both forwards first, so gradients accumulate and nothing is shared between calls."""
+    torch.manual_seed(0)
+    function, parameters, inputs = make()
+    batches = [inputs, tuple(torch.randn_like(value) for value in inputs)]
+    expected, directions = [], []
+    for batch in batches:
+        leaves = [value.clone().requires_grad_() for value in batch]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        directions.append([torch.randn_like(output) for output in outputs])
+        torch.autograd.backward(outputs, directions[-1])
+        expected.append(([output.detach() for output in outputs], [leaf.grad for leaf in leaves]))
+    of_parameters = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+
+    segment, calls = Segment(function, parameters), [new_call(), new_call()]
+    found = [segment.forward(call, *batch) for call, batch in zip(calls, batches, strict=True)]
+    gradients = [segment.backward(call, *given) for call, given in zip(calls, directions, strict=True)]
+    for (outputs, of_inputs), ours, of_ours in zip(expected, found, gradients, strict=True):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, outputs, strict=True))
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(of_ours, of_inputs, strict=True))
+        assert not any(value.requires_grad for value in ours)
+    for parameter, gradient in zip(parameters, of_parameters, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_chain_of_segments_equals_one_backward() -> None:
+    torch.manual_seed(0)
+    module, parameters, (x,) = norm()
+    leaf, direction = x.clone().requires_grad_(), torch.randn(17, 2, 32)
+    functional.silu(module(leaf)).backward(direction)
+    of_weight, parameters[0].grad = parameters[0].grad, None
+
+    first, second, calls = Segment(module, parameters), Segment(functional.silu), [new_call(), new_call()]
+    second.forward(calls[1], *first.forward(calls[0], x))
+    (of_x,) = first.backward(calls[0], *second.backward(calls[1], direction))
+    assert torch.equal(of_x, leaf.grad)
+    assert torch.equal(parameters[0].grad, of_weight)
+
+
+def test_side_inputs_get_no_gradient_and_an_unused_input_gets_zeros() -> None:
+    segment, call = Segment(lambda x, y, mask: x * mask, side=("mask",)), new_call(mask=torch.tensor([1.0, 0.0]))
+    segment.forward(call, torch.ones(2), torch.ones(3))
+    of_x, of_y = segment.backward(call, torch.ones(2))
+    assert of_x.tolist() == [1.0, 0.0]
+    assert of_y.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "keeps_output", "keeps_input"),
+    [(lambda x: x * 2, False, False), (lambda x: x.exp(), True, False), (lambda x: x.square(), False, True)],
+)
+def test_keeps_only_what_backward_needs(function: Callable[..., Tensor], keeps_output: bool, keeps_input: bool) -> None:
+    """exp needs its output and square its input, so the probe can tell the difference."""
+    segment, call = Segment(function), new_call()
+    value = torch.randn(100)
+    (output,) = segment.forward(call, value)
+    given, made = StorageWeakRef(value.untyped_storage()), StorageWeakRef(output.untyped_storage())
+    del value, output
+    assert made.expired() != keeps_output
+    if keeps_input:
+        assert not given.expired()
+    segment.backward(call, torch.ones(100))
+    assert call.saved is None
+    assert made.expired()
+    assert given.expired()
+
+
+def test_evaluation_keeps_nothing() -> None:
+    module, parameters, (x,) = norm()
+    call = new_call(training=False)
+    (output,) = Segment(module, parameters).forward(call, x)
+    assert torch.equal(output, module(x).detach())
+    assert call.saved is None
+    assert not output.requires_grad
+    given = StorageWeakRef(x.untyped_storage())
+    del x
+    assert given.expired()
+
+
+def drops(seed: int, draws: bool = True, training: bool = True) -> tuple[Tensor, Tensor]:
+    """Output and input gradient of dropout on ones."""
+    segment, call = Segment(lambda x: functional.dropout(x, 0.5), draws=lambda: draws), new_call(seed)
+    (output,) = segment.forward(call, torch.ones(1000))
+    return output, segment.backward(call, torch.ones(1000))[0]
+
+
+def test_random_numbers_follow_the_seed_of_the_call() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, other = drops(7)[0], drops(8)[0]
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    again, gradient = drops(7)
+    assert torch.equal(first, again)
+    assert torch.equal(gradient, again)  # the same mask in backward
+    assert not torch.equal(first, other)
+
+
+def test_without_draws_the_global_generator_is_used() -> None:
+    """The counterpart: what `draws` protects would really move otherwise."""
+    before = torch.get_rng_state()
+    drops(7, draws=False)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_add() -> None:
+    left, right, gradient = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)
+    call = new_call()
+    (total,) = Add().forward(call, left, right)
+    assert torch.equal(total, left + right)
+    assert all(torch.equal(found, gradient) for found in Add().backward(call, gradient))
+    assert call.saved is None
+
+
+def test_run_again_a_segment_is_as_if_it_had_kept_everything() -> None:
+    """Forward without keeping anything; then once more, which draws the same numbers and leaves what backward needs."""
+    x, gradient = torch.randn(5, 7), torch.randn(5, 7)
+    weight = nn.Parameter(torch.randn(7))
+    segment = Segment(lambda x: functional.dropout(x, 0.5) * weight, [weight], draws=lambda: True)
+    usual, call = new_call(7), new_call(7, training=False)
+    (expected,) = segment.forward(usual, x)
+    (of_input,) = segment.backward(usual, gradient)
+    of_weight, weight.grad = weight.grad, None
+    (first,) = segment.forward(call, x)
+    assert call.saved is None
+    call.training = True
+    (again,) = segment.again(call, x)
+    assert torch.equal(first, expected)
+    assert torch.equal(again, expected)
+    assert torch.equal(segment.backward(call, gradient)[0], of_input)
+    assert torch.equal(weight.grad, of_weight)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["mask kept", "drawn again"])
+def test_dropout_drops_the_same_in_backward(training: bool) -> None:
+    """However values and gradients lie in memory."""
+    module = nn.Dropout(0.25)
+    operator, call = Dropout(module), new_call(3, training)
+    (out,) = operator.forward(call, torch.ones(400, 50).t())
+    assert (call.saved is not None) == training
+    (gradient,) = operator.backward(call, torch.ones(50, 400))
+    assert torch.equal(out, gradient)
+    assert out.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
+    assert abs(out.mean() - 1) < 0.02
+    assert not torch.equal(operator.forward(new_call(4), torch.ones(50, 400))[0], out)
+    module.eval()
+    assert torch.equal(operator.forward(new_call(3), out)[0], out)
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    module, parameters, (x,) = norm()
+    parameters[0].requires_grad_(False)
+    segment, call = Segment(module, parameters), new_call()
+    segment.forward(call, x)
+    (gradient,) = segment.backward(call, torch.ones_like(x))
+    assert gradient.abs().sum() > 0
+    assert parameters[0].grad is None
+
+
+def test_a_frozen_table_without_inputs() -> None:
+    """The lookup of a frozen embedding: nothing to differentiate at all."""
+    table = nn.Parameter(torch.randn(5, 3), requires_grad=False)
+    segment = Segment(lambda ids: functional.embedding(ids, table), [table], ("ids",))
+    call = new_call(ids=torch.tensor([1, 2]))
+    (found,) = segment.forward(call)
+    assert torch.equal(found, table[1:3])
+    assert segment.backward(call, torch.ones(2, 3)) == ()
+    assert table.grad is None

@@ -1,0 +1,211 @@
+"""Blocks of attention over a cut sequence against torch's attention over the whole, without any communication."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_helix.models.sequence_sharding import SequenceCut, documents_of
+from hf_helix.operators.attention.kernels import kernel_for
+from hf_helix.operators.attention.partial import Exact, FirstOf, Kernel, TorchCpu
+from hf_helix.operators.attention.ring_attention import DOCUMENTS, Block, Blocks, Join, positions_of, visible
+from hf_helix.operators.base import Call
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+
+SCALE = 0.3
+KERNELS = {"exact": Exact, "torch": lambda: FirstOf(TorchCpu())}
+
+
+def make(heads: int, groups: int, length: int, batch: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(length + heads)
+    q, do = (torch.randn(batch, heads, length, 8, generator=dice) for _ in range(2))
+    k, v = (torch.randn(batch, groups, length, 8, generator=dice) for _ in range(2))
+    return q, k, v, do
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, do: Tensor, hidden: Tensor | None) -> list[Tensor]:
+    """Output and gradients by autograd, in double precision."""
+    leaves = [value.double().requires_grad_() for value in (q, k, v)]
+    keys, values = (value.repeat_interleave(q.shape[1] // k.shape[1], 1) for value in leaves[1:])
+    scores = leaves[0] @ keys.mT * SCALE
+    length = q.shape[2]
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+    mask = mask if hidden is None else (mask | hidden[:, None])
+    weights = scores.masked_fill(mask, -torch.inf).softmax(-1).nan_to_num()
+    out = weights @ values
+    (out * do.double()).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def by_blocks(
+    kernel: Kernel,
+    size: int,
+    tensors: tuple[Tensor, ...],
+    documents: Tensor | None,
+    gathered: bool,
+    window: int | None = None,
+) -> list[Tensor]:
+    """The same as every rank in turn would do it, with what the others would send at hand."""
+    q, k, v, do = tensors
+    length = q.shape[2]
+    n = length // size
+    places = [positions_of(n, size, rank) for rank in range(size)]
+    found = [torch.zeros_like(value) for value in (q, q, k, v)]
+    out, dq, dk, dv = found
+    kv = [torch.stack((k, v))[:, :, :, place] for place in places]
+    for rank, mine in enumerate(places):
+        axis = Axis(SilentTransport(size, rank))
+        side = {DOCUMENTS: documents}
+        join = Join()
+        call = Call(side, 0, True)
+        if gathered:
+            blocks = Blocks(kernel, axis, SCALE, window)
+            so_far = blocks.forward(call, q[:, :, mine], torch.cat(kv))
+        else:
+            ring = [Block(kernel, axis, distance, SCALE, window) for distance in range(size)]
+            so_far = ()
+            for block in ring:
+                so_far = block.forward(call, q[:, :, mine], kv[block.source], *so_far)
+        joined, lse = join.forward(call, *so_far)
+        out[:, :, mine] = joined.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3)
+        (gradient,) = join.backward(call, do[:, :, mine].permute(2, 0, 1, 3).flatten(2))
+        if gathered:
+            mine_dq, all_dkv = blocks.backward(call, gradient, q[:, :, mine], torch.cat(kv), joined, lse)
+            dq[:, :, mine] = mine_dq
+            for place, dkv in zip(places, all_dkv.chunk(size), strict=True):
+                dk[:, :, place] += dkv[0]
+                dv[:, :, place] += dkv[1]
+            continue
+        for block in reversed(ring):
+            part, dkv, *rest = block.backward(call, gradient, q[:, :, mine], kv[block.source], joined, lse)
+            assert bool(rest) is (block.distance > 0)
+            dq[:, :, mine] += part
+            dk[:, :, places[block.source]] += dkv[0]
+            dv[:, :, places[block.source]] += dkv[1]
+    return found
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
+@pytest.mark.parametrize("documents", ["one", "packed", "left"])
+def test_blocks_equal_the_whole(
+    heads: int, groups: int, size: int, kernel: str, documents: str, gathered: bool
+) -> None:
+    length = 4 * size
+    tensors = make(heads, groups, length)
+    ids = torch.zeros(2, length, dtype=torch.long)
+    mask, positions = None, None
+    if documents == "packed":
+        positions = torch.cat((torch.arange(3), torch.arange(length - 3))).expand(2, -1)
+    elif documents == "left":
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[0, :5] = 0
+    found = documents_of(ids, mask, positions)
+    assert (found is None) is (documents == "one")
+    hidden = None
+    do = tensors[3]
+    if found is not None:
+        hidden = (found[:, :, None] != found[:, None, :]) | (found[:, None, :] < 0)
+    if documents == "left":
+        do[0, :, :5] = 0  # what padding computes is not looked at
+    expected = whole(*tensors, hidden)
+    for mine, theirs in zip(by_blocks(KERNELS[kernel](), size, tensors, found, gathered), expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 9, 100])  # parts have four tokens
+@pytest.mark.parametrize("packed", [False, True])
+def test_windows_equal_the_whole(packed: bool, window: int, size: int, kernel: str, gathered: bool) -> None:
+    length = 8 * size
+    tensors = make(4, 2, length)
+    places = torch.arange(length)
+    hidden = (places[:, None] - places >= window).expand(2, -1, -1)
+    documents = None
+    if packed:
+        documents = (places >= 6).long().expand(2, -1)
+        hidden = hidden | (documents[:, :, None] != documents[:, None, :])
+    found = by_blocks(KERNELS[kernel](), size, tensors, documents, gathered, window)
+    for mine, theirs in zip(found, whole(*tensors, hidden), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 6, 8])
+def test_meetings_are_the_pairs_that_see_each_other(n: int, size: int) -> None:
+    """Each pair in one meeting, and no query or key in one that it has no part in."""
+    for window in (None, *range(1, n * size + 2)):
+        for rank, source in product(range(size), repeat=2):
+            queries, keys = (positions_of(n, size, place) for place in (rank, source))
+            back = queries[:, None] - keys
+            expected = (back >= 0) if window is None else (back >= 0) & (back < window)
+            found = torch.zeros(n, n, dtype=torch.int)
+            for rows, columns, seen in visible(n, Axis(SilentTransport(size, rank)), source, {}, window):
+                hidden = seen.hides(rows.stop - rows.start, columns.stop - columns.start, torch.device("cpu"))
+                part = torch.ones_like(found[rows, columns]) if hidden is None else (~hidden).int()
+                assert window is None or bool(part.any(0).all() and part.any(1).all())
+                found[rows, columns] += part
+            assert torch.equal(found, expected.int())
+
+
+def test_what_a_window_hides_is_not_computed() -> None:
+    class Counting(Exact):
+        calls = 0
+
+        def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+            self.calls += 1
+            return super().forward(*inputs)
+
+    kernel = Counting()
+    q, k, v, _ = make(2, 2, 8)
+    block = Block(kernel, Axis(SilentTransport(4, 3)), 3, SCALE, window=5)  # parts 3 and 4 of 8, with parts 0 and 7
+    before = torch.randn(2, 2, 8, 9)
+    (after,) = block.forward(Call({}, 0, True), q, torch.stack((k, v)), before)
+    assert kernel.calls == 0
+    assert torch.equal(after, before)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("length", [1, 7, 16, 33])
+def test_a_cut_sequence_comes_together_again(length: int, tp_size: int, size: int) -> None:
+    value = torch.arange(length).repeat(2, 1)
+    cuts = [SequenceCut(tp_size, size, rank) for rank in range(size)]
+    parts = [cut.take(value, 1, -1).t() for cut in cuts]
+    assert len({part.shape for part in parts}) == 1
+    assert parts[0].shape[0] % tp_size == 0
+    together = cuts[0].join(torch.cat(parts)).t()
+    assert torch.equal(together[:, :length], value)
+    assert bool((together[:, length:] == -1).all())
+
+
+def test_every_rank_has_as_much_of_the_triangle() -> None:
+    places = [positions_of(8, 4, rank) for rank in range(4)]
+    assert torch.equal(torch.cat(places).sort().values, torch.arange(32))
+    assert len({int(place.sum()) for place in places}) == 1
+
+
+def test_padding_at_the_end_needs_no_mask() -> None:
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    assert documents_of(ids, torch.tensor([[1, 1, 0, 0]]), None) is None
+    assert documents_of(ids, None, torch.arange(4)[None]) is None
+
+
+def test_a_mask_of_four_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention_mask has 4 dimensions"):
+        documents_of(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 1, 4, 4), None)
+
+
+def test_implementations_without_log_sum_exp_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'flex_attention' gives no log-sum-exp.*eager, sdpa, flash_attention_2"):
+        kernel_for("flex_attention", torch.device("cpu"))
+    with pytest.raises(ValueError, match="needs the package flash-attn"):
+        kernel_for("flash_attention_2", torch.device("cpu"))

@@ -1,0 +1,149 @@
+"""Tiles of a unit: rows come back in order, gradients likewise, and the same linears serve every tile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.models import llama
+from torch import Tensor, nn
+
+from hf_helix.models.builder import Builder, Sharing
+from hf_helix.models.families.llama import Llama
+from hf_helix.operators.base import Call
+from hf_helix.operators.communication.collectives import Gather, GatherReplicated, Scatter
+from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
+from hf_helix.operators.linears.linear import Linear
+from hf_helix.operators.tiling import Cut, Join, TileTransfer, cut_rows, join_rows, tile_unit
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.plans.baselines.intra_batch import tile_graph
+from hf_helix.runtime.stage import place_units
+
+SIZES = {"rows": st.integers(0, 9), "size": st.integers(1, 4), "tiles": st.integers(1, 5)}
+
+
+def a_call() -> Call:
+    return Call({}, 0, True)
+
+
+def numbered(rows: int) -> Tensor:
+    """Every element another number, [rows, 2, 3]."""
+    return torch.arange(rows * 6, dtype=torch.float32).view(rows, 2, 3)
+
+
+@given(**SIZES)
+def test_rows_come_back_as_they_were(rows: int, size: int, tiles: int) -> None:
+    value = numbered(size * rows)
+    pieces = cut_rows(value, size, tiles)
+    assert torch.equal(join_rows(pieces, size), value)
+    lengths = [piece.shape[0] // size for piece in pieces]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] - lengths[-1] <= 1
+
+
+@given(**SIZES)
+def test_gathered_tiles_join_to_the_gathered_whole(rows: int, size: int, tiles: int) -> None:
+    """What every rank's tiles give when gathered one by one, in rank order."""
+    whole = numbered(size * rows)
+    shards = [whole[rank * rows : (rank + 1) * rows] for rank in range(size)]
+    by_rank = [Cut(1, tiles).forward(a_call(), shard) for shard in shards]
+    gathered = [torch.cat(tile) for tile in zip(*by_rank, strict=True)]
+    (joined,) = Join(size, tiles).forward(a_call(), *gathered)
+    assert torch.equal(joined, whole)
+
+
+@given(**SIZES)
+def test_scattered_tiles_join_to_the_shard_of_the_whole(rows: int, size: int, tiles: int) -> None:
+    whole = numbered(size * rows)
+    pieces = Cut(size, tiles).forward(a_call(), whole)
+    for rank in range(size):
+        own = [piece.unflatten(0, (size, len(piece) // size))[rank] for piece in pieces]
+        (joined,) = Join(1, tiles).forward(a_call(), *own)
+        assert torch.equal(joined, whole[rank * rows : (rank + 1) * rows])
+
+
+@given(**SIZES)
+def test_backward_is_forward_transposed(rows: int, size: int, tiles: int) -> None:
+    """<cut(x), y> = <x, cut^T(y)>, and the same of join with two values."""
+    x, y = numbered(size * rows), numbered(size * rows) ** 2
+    cut, join = Cut(size, tiles), Join(size, tiles)
+    pieces = cut.forward(a_call(), y)
+    (back,) = cut.backward(a_call(), *pieces)
+    assert torch.equal(back, y)
+    together = [piece for pair in zip(cut_rows(x, size, tiles), pieces, strict=True) for piece in pair]
+    left, right = join.forward(a_call(), *together)
+    assert torch.equal(left, x)
+    assert torch.equal(right, y)
+    assert all(map(torch.equal, join.backward(a_call(), left, right), together))
+
+
+@pytest.mark.parametrize("sizes", [(5, 4), (3, 0), (2, 2, 2)], ids=str)
+def test_weight_gradients_of_tiles_add_up(sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 4)
+    operator = Linear([linear])
+    x, gradient = torch.randn(sum(sizes), 2, 3), torch.randn(sum(sizes), 2, 4)
+    calls = [a_call() for _ in sizes]
+    outputs = [operator.forward(call, piece)[0] for call, piece in zip(calls, x.split(sizes), strict=True)]
+    torch.testing.assert_close(torch.cat(outputs), linear(x))
+    inputs = [operator.input_gradient(call, g)[0] for call, g in zip(calls, gradient.split(sizes), strict=True)]
+    for call, piece, rows in reversed(list(zip(calls, gradient.split(sizes), x.split(sizes), strict=True))):
+        operator.weight_gradient(call, piece, rows)
+    found = linear.weight.grad, linear.bias.grad
+    linear.weight.grad = linear.bias.grad = None
+    leaf = x.clone().requires_grad_()
+    linear(leaf).backward(gradient)
+    torch.testing.assert_close((torch.cat(inputs), *found), (leaf.grad, linear.weight.grad, linear.bias.grad))
+
+
+@pytest.mark.parametrize("part", [Part.F, Part.B])
+@pytest.mark.parametrize("kind", [Gather, Scatter])
+def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
+    transport = Recorder(SilentTransport(2, 0))
+    transfer = TileTransfer(kind(Axis(transport)))
+    (out,), work = transfer.prepare(a_call(), part, torch.empty(0, 2, 3))
+    work()
+    assert out.shape == (0, 2, 3)
+    assert transport.moved == []
+    (out,), work = transfer.prepare(a_call(), part, torch.empty(4, 2, 3))
+    work()
+    assert len(transport.moved) == 1
+    assert len(out) in (2, 8)
+
+
+@pytest.mark.parametrize("tiles", [2, 3])
+def test_units_and_graphs_are_tiled_alike(tiles: int) -> None:
+    whole = place_units(Llama().units(llama(), Sharing(Axis(SilentTransport(2, 0)))))
+    stage = whole.tiled(tiles)
+    assert stage.placements == whole.placements
+    assert whole.units.keys() == stage.units.keys()
+    for index, after in stage.units.items():
+        before = whole.units[index]
+        forward = after.graphs.forward
+        assert forward == tile_graph(before.graphs.forward, tiles)
+        assert after.graphs == GraphPair.of(forward)
+        assert set(after.operators) == {op.name for op in forward.operators}
+        assert after.label == before.label
+        assert stage.layout.graphs[after.name] == after.graphs
+    layer, whole_layer = stage.units[1], whole.units[1]
+    for tile in range(tiles):
+        assert layer.operators[f"mlp.up.{tile}"] is whole_layer.operators["mlp.up"]
+        assert layer.operators[f"mlp.gather.{tile}"].whole is whole_layer.operators["mlp.gather"]
+    assert stage.tiled(tiles).layout.graphs == stage.layout.graphs
+
+
+def test_without_tiles_or_collectives_units_stay() -> None:
+    for axis, tiles in ((Axis.single(), 4), (Axis(SilentTransport(2, 0)), 1)):
+        for unit in Llama().units(llama(), Sharing(axis)):
+            assert tile_unit(unit, tiles) is unit
+
+
+def test_a_collective_whose_rows_lie_otherwise_is_refused() -> None:
+    builder = Builder("layer", "layers.0", Sharing(Axis(SilentTransport(2, 0))))
+    gathered = builder.gather("gather", builder.input("x"))
+    unit = builder.build(*builder.column_parallel("up", {"up": nn.Linear(3, 4)}, gathered))
+    unit.operators["gather"] = GatherReplicated(builder.tp)
+    with pytest.raises(ValueError, match=r"layers\.0: 'gather' is a GatherReplicated where tiles need a Gather"):
+        tile_unit(unit, 2)

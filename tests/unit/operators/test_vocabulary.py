@@ -1,0 +1,208 @@
+"""The cut vocabulary is Transformers' own: slices of logits give ForCausalLMLoss or LabelSmoother, slices of the table
+nn.Embedding.
+
+The ranks are simulated in one process: every slice is computed by itself, and what ranks would exchange is joined by
+hand.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_pt_utils import LabelSmoother
+
+from hf_helix.operators import vocab_parallel as vocabulary
+from hf_helix.operators.base import Call
+from hf_helix.operators.unit import cut_bounds
+from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy, lookup, noisy
+
+SIZES = [1, 2, 3, 5]
+VOCABULARY, SEQUENCE, BATCH = 23, 11, 3  # 23 divides by no size but 1
+NUM_ITEMS = 41
+
+
+def logits_and_labels(dtype: torch.dtype = torch.float32, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """[batch, sequence, vocabulary] and [batch, sequence], a quarter of the labels ignored."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(BATCH, SEQUENCE, VOCABULARY, generator=generator, dtype=torch.float64) * scale
+    labels = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    labels[torch.rand(BATCH, SEQUENCE, generator=generator) < 0.25] = IGNORED
+    return logits.to(dtype), labels
+
+
+def whole(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of the stock functions."""
+    logits, num_items = logits.clone().requires_grad_(), torch.tensor(NUM_ITEMS)
+    if smoothing:
+        smoother = LabelSmoother(smoothing)
+        loss = smoother({"logits": logits}, labels, shift_labels=True, num_items_in_batch=num_items)
+    else:
+        loss = ForCausalLMLoss(logits, labels, VOCABULARY, num_items_in_batch=num_items)
+    loss.backward()
+    return loss.detach(), logits.grad
+
+
+def in_slices(
+    logits: Tensor, labels: Tensor, size: int, smoothing: float = 0.0, overwrites: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient by way of `size` slices, put together again."""
+    targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED).t().contiguous()
+    bounds = [cut_bounds(VOCABULARY, size, rank) for rank in range(size)]
+    slices = [logits.transpose(0, 1)[..., first:last].contiguous() for first, last in bounds]
+    calls = [Call({"targets": targets}, 0, True) for _ in bounds]
+    operators = [TokenStatistics(first, VOCABULARY, smoothing, overwrites) for first, _ in bounds]
+    pieces = [op.forward(call, piece)[0] for op, call, piece in zip(operators, calls, slices, strict=True)]
+    gathered = torch.cat(pieces).requires_grad_()
+    loss = cross_entropy(gathered, targets, torch.tensor(1 / NUM_ITEMS))
+    loss.backward()
+    found = [
+        op.backward(call, gradient)[0]
+        for op, call, gradient in zip(operators, calls, gathered.grad.split(1), strict=True)
+    ]
+    assert all(gradient.dtype == logits.dtype for gradient in found)
+    assert all((gradient is piece) == overwrites for gradient, piece in zip(found, slices, strict=True))
+    return loss.detach(), torch.cat(found, -1).transpose(0, 1)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative to the expected norm."""
+    found, expected = found.double(), expected.double()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_and_gradient(size: int, dtype: torch.dtype) -> None:
+    logits, labels = logits_and_labels(dtype, scale=3.0)
+    (expected, expected_gradient), (found, gradient) = whole(logits, labels), in_slices(logits, labels, size)
+    assert distance(found, expected) <= 1e-6
+    assert distance(gradient, expected_gradient) <= 1e-6
+    assert not gradient[:, -1].any()  # the last token predicts nothing
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_label_smoothing(size: int, smoothing: float) -> None:
+    logits, labels = logits_and_labels(scale=3.0)
+    expected, expected_gradient = whole(logits, labels, smoothing)
+    found, gradient = in_slices(logits, labels, size, smoothing)
+    assert distance(found, expected) <= 1e-6
+    assert distance(gradient, expected_gradient) <= 1e-6
+
+
+def test_noise_of_embeddings() -> None:
+    """Uniform within alpha / sqrt(length * hidden), whatever part of the sequence a rank holds."""
+    torch.manual_seed(0)
+    embeddings, length, hidden = torch.randn(40, 3, 64, requires_grad=True), 80, 64
+    noise = noisy(embeddings, 5.0, length) - embeddings
+    bound = 5.0 / math.sqrt(length * hidden)
+    assert 0.99 * bound < noise.abs().max() <= bound * 1.001
+    assert noise.var().item() == pytest.approx(bound**2 / 3, rel=0.05)
+    noisy(embeddings, 5.0, length).sum().backward()
+    assert (embeddings.grad == 1).all()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a new tensor in fp32."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for value in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
+                self.elements = max(self.elements, value.numel())
+        return found
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_and_memory(dtype: torch.dtype, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token the bits are the same; in fp32 there is a chunk, and the gradient may take the logits' place."""
+    logits, labels = logits_and_labels(dtype, scale=3.0)
+    loss, gradient = in_slices(logits, labels, 1, smoothing)
+    monkeypatch.setitem(vocabulary.CHUNK, "cpu", 4 * VOCABULARY)
+    for overwrites in (False, True):
+        with Largest() as largest:
+            found = in_slices(logits, labels, 1, smoothing, overwrites)
+        assert torch.equal(found[0], loss)
+        assert torch.equal(found[1], gradient)
+        if dtype == torch.bfloat16:
+            assert 3 * VOCABULARY <= largest.elements <= 3 * SEQUENCE * BATCH < SEQUENCE * BATCH * VOCABULARY
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bf16_logits(size: int) -> None:
+    """The loss is computed in fp32 all the same; the gradient is rounded to bf16 once."""
+    logits, labels = logits_and_labels(torch.bfloat16)
+    (expected, expected_gradient), (found, gradient) = whole(logits, labels), in_slices(logits, labels, size)
+    assert found.dtype == torch.float32
+    assert distance(found, expected) <= 1e-6
+    torch.testing.assert_close(gradient, expected_gradient, rtol=2**-7, atol=1e-6)
+    assert distance(gradient, expected_gradient) <= 1e-3
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("place", ["everywhere", "first slice only", "last column only"])
+def test_huge_logits(size: int, place: str) -> None:
+    """Slices whose maxima lie 1e4 apart neither overflow nor lose their gradient to NaN."""
+    logits, labels = logits_and_labels(scale=1e4 if place == "everywhere" else 1.0)
+    if place == "first slice only":
+        logits[..., :4] += 1e4
+    elif place == "last column only":
+        logits[..., -1] -= 1e4
+    (expected, expected_gradient), (found, gradient) = whole(logits, labels), in_slices(logits, labels, size)
+    assert torch.isfinite(gradient).all()
+    assert distance(found, expected) <= 1e-6
+    # An fp32 logit of 1e4 is exact to 1e-3 only, and so is its softmax.
+    assert distance(gradient, expected_gradient) <= (1e-6 if place == "everywhere" else 1e-3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_labels_ignored(size: int) -> None:
+    logits, labels = logits_and_labels(scale=1e4)
+    found, gradient = in_slices(logits, torch.full_like(labels, IGNORED), size)
+    assert found == 0
+    assert not gradient.any()  # and no NaN, which would count as any
+
+
+def test_ignored_tokens_do_not_count() -> None:
+    """A token without a target gives no gradient to any slice, one with a target gives some."""
+    logits, labels = logits_and_labels()
+    targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    _, gradient = in_slices(logits, labels, 3)
+    assert (targets == IGNORED).sum() > BATCH
+    assert torch.equal(gradient.abs().sum(-1) > 0, targets != IGNORED)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("padding", [None, 0, 12, VOCABULARY - 1])
+def test_lookup_is_the_embedding(size: int, padding: int | None) -> None:
+    """Pieces sum to the embedding exactly, and gradients are its own; the padding row lies in one slice only."""
+    table = nn.Embedding(VOCABULARY, 6, padding_idx=padding)
+    nn.init.normal_(table.weight)  # the padding row, too
+    ids = torch.randint(VOCABULARY, (SEQUENCE, BATCH), generator=torch.Generator().manual_seed(1))
+    ids[0] = 12 if padding is None else padding
+    expected = table(ids)
+    direction = torch.randn_like(expected)
+    expected.backward(direction)
+
+    total, gradients = torch.zeros_like(expected), []
+    for rank in range(size):
+        first, last = cut_bounds(VOCABULARY, size, rank)
+        rows = table.weight.detach()[first:last].clone().requires_grad_()
+        piece = lookup(ids, rows, first, VOCABULARY, padding)
+        piece.backward(direction)
+        total += piece.detach()
+        gradients.append(rows.grad)
+    assert torch.equal(total, expected.detach())
+    assert torch.equal(torch.cat(gradients), table.weight.grad)
+    if padding is not None:
+        assert not table.weight.grad[padding].any()

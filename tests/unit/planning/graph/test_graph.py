@@ -1,0 +1,285 @@
+"""The backward graph derived from a layer is the one a person would write: its operators, their order, their sums."""
+
+from __future__ import annotations
+
+import pytest
+from support.graphs import collective, compute, linear, llama_layer, llama_layer_on_one_rank
+
+from hf_helix.planning.graph.backward import derive_backward
+from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part, digest
+from hf_helix.planning.graph.pair import GraphPair
+
+# fmt: off
+BACKWARD = [
+    "mlp.add", "mlp.scatter", "mlp.down.I", "mlp.down.W", "mlp.act", "mlp.up.I", "mlp.gather", "mlp.up.W", "mlp.norm",
+    "attn.add", "attn.scatter", "attn.out.I", "attn.out.W", "attention", "attn.qkv.I", "attn.gather", "attn.qkv.W",
+    "attn.norm",
+]
+# fmt: on
+COLLECTIVES = {"attn.gather", "attn.scatter", "mlp.gather", "mlp.scatter"}
+
+
+def names(graph: Graph) -> list[str]:
+    return [operator.name for operator in graph.operators]
+
+
+def test_a_layer_of_14_operators_has_a_backward_of_18():
+    forward = llama_layer()
+    assert len(forward.operators) == 14
+    assert names(derive_backward(forward)) == BACKWARD
+    assert len(BACKWARD) == 18
+
+
+def test_without_the_collectives_it_is_10_and_14():
+    forward = llama_layer_on_one_rank()
+    assert len(forward.operators) == 10
+    backward = names(derive_backward(forward))
+    assert sorted(backward) == sorted(name for name in BACKWARD if name not in COLLECTIVES)
+    assert len(backward) == 14
+    for name in ("attn.qkv", "attn.out", "mlp.up", "mlp.down"):  # no collective follows: W directly after its I
+        assert backward.index(f"{name}.W") == backward.index(f"{name}.I") + 1
+
+
+def test_the_backward_of_communication_is_communication_the_other_way():
+    backward = derive_backward(llama_layer())
+    gather = backward["attn.gather"]
+    assert (gather.kind, gather.part, gather.of) == (Kind.LOCAL, Part.B, "attn.gather")
+    assert (gather.reads, gather.writes) == (("d.attn.gather",), ("d.attn.norm",))
+    assert {op.name for op in backward.operators if op.kind.communicates} == COLLECTIVES
+
+
+def test_the_backward_of_a_local_operator_reads_every_output_and_writes_every_input():
+    attention = derive_backward(llama_layer())["attention"]
+    assert (attention.kind, attention.part) == (Kind.COMPUTE, Part.B)
+    assert attention.reads == ("d.attention",)
+    assert attention.writes == ("d.attn.qkv.q", "d.attn.qkv.k", "d.attn.qkv.v")
+
+
+def test_a_split_linear_has_an_input_gradient_and_a_weight_gradient_of_the_same_output():
+    backward = derive_backward(llama_layer())
+    dgrad, wgrad = backward["mlp.up.I"], backward["mlp.up.W"]
+    assert (dgrad.part, wgrad.part) == (Part.I, Part.W)
+    assert dgrad.of == wgrad.of == "mlp.up"
+    assert dgrad.reads == ("d.mlp.up.gate", "d.mlp.up.up")
+    assert wgrad.reads == (*dgrad.reads, "mlp.gather")  # what forward read
+    assert dgrad.writes == ("d.mlp.gather",)
+    assert wgrad.writes == ()
+
+
+@pytest.mark.parametrize("name", ["attn.qkv", "attn.out", "mlp.up", "mlp.down"])
+def test_weight_gradients_follow_their_input_gradients(name: str):
+    order = names(derive_backward(llama_layer()))
+    assert order.index(f"{name}.I") < order.index(f"{name}.W")
+
+
+@pytest.mark.parametrize(("name", "gather"), [("attn.qkv", "attn.gather"), ("mlp.up", "mlp.gather")])
+def test_the_weight_gradient_waits_for_the_collective_after_its_input_gradient(name: str, gather: str):
+    order = names(derive_backward(llama_layer()))
+    place = order.index(f"{name}.I")
+    assert order[place : place + 3] == [f"{name}.I", gather, f"{name}.W"]
+
+
+def test_a_collective_that_only_happens_to_be_next_does_not_take_the_weight_gradient():
+    graph = Graph(
+        "g", (collective("gather", "y"), linear("lin", "x"), compute("add", "lin gather")), ("x", "y"), ("add",)
+    )
+    assert names(derive_backward(graph)) == ["add", "lin.I", "lin.W", "gather"]
+
+
+def test_the_backward_of_the_residual_sums_in_one_fixed_order():
+    backward = derive_backward(llama_layer())
+    for first, second, value in (("attn.add", "attn.norm", "x"), ("mlp.add", "mlp.norm", "attn.add")):
+        assert f"d.{value}@{first}" in backward[first].writes
+        assert set(backward[first].adds) == {None}
+        assert backward[second].writes == (f"d.{value}",)
+        assert backward[second].adds == (f"d.{value}@{first}",)
+
+
+def test_three_readers_make_a_chain_and_the_collective_begins_it():
+    operators = (compute("a", "x"), compute("b", "x"), collective("gather", "x"), compute("sum", "a b gather"))
+    backward = derive_backward(Graph("g", operators, ("x",), ("sum",)))
+    chain = [(backward[name].adds, backward[name].writes) for name in ("gather", "b", "a")]
+    assert chain == [
+        ((None,), ("d.x@gather",)),
+        (("d.x@gather",), ("d.x@b",)),
+        (("d.x@b",), ("d.x",)),
+    ]
+
+
+def test_a_collective_whose_backward_computes_may_share_its_value():
+    gathers = [collective(name, "x", backward_kind=Kind.COMPUTE) for name in ("left", "right")]
+    backward = derive_backward(Graph("g", (*gathers, compute("sum", "left right")), ("x",), ("sum",)))
+    assert backward["right"].kind is backward["left"].kind is Kind.COMPUTE
+    assert backward["left"].adds == ("d.x@right",)
+
+
+def test_what_two_collectives_bring_is_summed_by_an_operator_of_its_own():
+    operators = (collective("left", "x"), collective("right", "x"), compute("join", "left right"))
+    backward = derive_backward(Graph("g", operators, ("x",), ("join",)))
+    assert names(backward) == ["join", "right", "left", "x.sum"]
+    assert backward["x.sum"].reads == ("d.x@right", "d.x@left")
+    assert backward["x.sum"].writes == ("d.x",)
+    assert backward["left"].adds == backward["right"].adds == (None,)
+
+
+def test_a_ring_is_fetched_again_and_its_gradients_go_back_beside_the_blocks():
+    """Three ranks: block i reads what the i-th step brought, while the next step is under way."""
+    operators = (
+        compute("rotate", "x", "q kv"),
+        collective("ring1", "kv", kind=Kind.CROSS, again=True),
+        compute("block0", "q kv", keeps=("q", "kv", "out", "lse")),
+        collective("ring2", "ring1", kind=Kind.CROSS, again=True),
+        compute("block1", "q ring1 block0", keeps=("q", "ring1", "out", "lse")),
+        compute("block2", "q ring2 block1", keeps=("q", "ring2", "out", "lse")),
+        compute("join", "block2", "out lse"),
+    )
+    backward = derive_backward(Graph("g", operators, ("x",), ("out",)))
+    assert names(backward) == [
+        *("ring1.again", "ring2.again", "join", "block2", "ring2", "block1", "ring1.sum", "ring1", "block0", "kv.sum"),
+        "rotate",
+    ]
+    assert backward.kept == ("q", "kv", "out", "lse")
+    assert backward["join"].reads == ("d.out",)  # nothing comes back for what is only kept
+    assert backward["block2"].reads == ("d.block2", "q", "r.ring2", "out", "lse")
+    assert backward["block0"].reads == ("d.block0", "q", "kv", "out", "lse")
+    assert backward["ring1.again"].reads == ("kv",)
+    assert backward["ring1.again"].waits == ("d.out",)
+    assert backward["ring2.again"].reads == ("r.ring1",)
+    assert backward["ring2.again"].part is Part.R
+    assert backward["ring1.sum"].reads == ("d.ring1@block1", "d.ring1@ring2")
+    assert backward["block0"].writes == ("d.q", "d.kv@block0")
+    assert backward["block0"].adds == ("d.q@block1", None)
+
+
+def test_reading_what_is_not_yet_written_is_refused():
+    with pytest.raises(ValueError, match=r"graph 'g': operator 'a' reads \['b'\], not yet written"):
+        Graph("g", (compute("a", "x b"), compute("b", "x")), ("x",), ("a",))
+
+
+def test_adding_what_is_not_yet_written_is_refused():
+    with pytest.raises(ValueError, match=r"operator 'a' reads \['partial'\]"):
+        Graph("g", (compute("a", "x", adds=("partial",)),), ("x",), ("a",))
+
+
+@pytest.mark.parametrize("value", ["x", "a"])
+def test_writing_a_value_twice_is_refused(value: str):
+    with pytest.raises(ValueError, match=f"operator 'b' writes '{value}' a second time"):
+        Graph("g", (compute("a", "x"), compute("b", "x", value)), ("x",), ("a",))
+
+
+def test_an_output_that_is_never_written_is_refused():
+    with pytest.raises(ValueError, match=r"outputs \['y'\] are never written"):
+        Graph("g", (compute("a", "x"),), ("x",), ("y",))
+
+
+def test_the_digest_tells_graphs_apart():
+    whole, one = llama_layer(), llama_layer_on_one_rank()
+    assert digest([whole]) == digest([llama_layer()])
+    assert len({digest([whole]), digest([one]), digest([whole, one]), digest([one, whole])}) == 4
+
+
+@pytest.mark.parametrize(("size", "forward", "backward"), [(2, 14, 18), (1, 10, 14)])
+def test_the_real_llama_adapter_declares_these_layers(size: int, forward: int, backward: int):
+    from support.models import llama
+
+    from hf_helix.models.builder import Sharing
+    from hf_helix.models.families.llama import Llama
+    from hf_helix.operators.communication.transport import Axis, SilentTransport
+
+    axis = Axis(SilentTransport(2, 0)) if size == 2 else Axis.single()
+    units = Llama().units(llama(), Sharing(axis))
+    layers = [unit for unit in units if unit.name == "layer"]
+    assert [unit.name for unit in units] == ["embedding", "layer", "layer", "layer", "head"]
+    by_hand = llama_layer() if size == 2 else llama_layer_on_one_rank()
+    for unit in layers:
+        assert len(unit.graphs.forward.operators) == len(unit.operators) == forward
+        assert len(unit.graphs.backward.operators) == backward
+        assert shape_of(unit.graphs.forward) == shape_of(by_hand)
+        assert shape_of(unit.graphs.backward) == shape_of(derive_backward(by_hand))
+
+
+def shape_of(graph: Graph) -> list[tuple]:
+    """Everything but the efforts, which are only a rule of thumb."""
+    return [(op.name, op.of, op.part, op.kind, op.reads, op.writes, op.adds, op.split) for op in graph.operators]
+
+
+def test_a_collective_before_another_reader_needs_a_sum_and_after_it_does_not():
+    before = (collective("gather", "x"), compute("add", "x gather"))
+    assert names(derive_backward(Graph("g", before, ("x",), ("add",)))) == ["add", "gather", "x.sum"]
+    after = (compute("norm", "x"), collective("gather", "x"), compute("add", "norm gather"))
+    assert derive_backward(Graph("g", after, ("x",), ("add",)))["norm"].adds == ("d.x@gather",)
+
+
+@pytest.mark.parametrize(
+    ("operators", "outputs", "problem"),
+    [
+        ((compute("a", "x x"),), ("a",), "is read twice by one operator"),
+        ((compute("a", "x"), compute("b", "a")), ("a", "b"), "leaves the unit and is read in it"),
+        ((compute("a", "x"), compute("b", "x")), ("b",), "is written and never read"),
+    ],
+)
+def test_forwards_without_a_derivable_gradient_say_why(operators, outputs, problem):
+    with pytest.raises(ValueError, match=problem):
+        derive_backward(Graph("g", operators, ("x",), outputs))
+
+
+def test_names_are_unique():
+    with pytest.raises(ValueError, match="two operators called 'a'"):
+        Graph("g", (Operator(name="a", kind=Kind.COMPUTE, reads=("x",), writes=("y",)),) * 2, ("x",), ("y",))
+    with pytest.raises(ValueError, match="inputs list 'x' a second time"):
+        Graph("g", (), ("x", "x"), ())
+
+
+def test_the_description_tells_properties_apart():
+    def text(repeats=False, **changes):
+        first = Operator(name="first", kind=Kind.COMPUTE, reads=("x",), writes=("f",))
+        op = Operator(**{"name": "a", "kind": Kind.COMPUTE, "reads": ("f",), "writes": ("y",), **changes})
+        return Graph("g", (first, op), ("x",), ("y",), repeats).describe()
+
+    others = [{"effort": 2.0}, {"split": True}, {"kind": Kind.LOCAL}, {"after": ("first",)}, {"repeats": True}]
+    others += [{"again": True}, {"keeps": ("f",)}]
+    assert len({text(), *(text(**changes) for changes in others)}) == 8
+
+
+def test_a_pair_is_a_graph_and_the_backward_derived_from_it():
+    pair = GraphPair.of(llama_layer())
+    assert pair == GraphPair(llama_layer(), derive_backward(llama_layer()))
+
+
+def test_what_repeats_lets_as_many_values_out_as_in():
+    operators = (compute("a", "x y"),)
+    Graph("g", operators, ("x", "y"), ("a",))
+    with pytest.raises(ValueError, match="as many values must leave it as enter it"):
+        Graph("g", operators, ("x", "y"), ("a",), repeats=True)
+
+
+# Order without values
+
+
+def test_what_comes_after_forward_comes_before_backward():
+    """Parts of one linear: their weight gradients add up from the last to the first; the input gradients are free."""
+    parts = (linear("up.0", "x"), linear("up.1", "y", after=("up.0",)), linear("up.2", "z", after=("up.0", "up.1")))
+    backward = derive_backward(Graph("g", (*parts, compute("join", "up.0 up.1 up.2")), ("x", "y", "z"), ("join",)))
+    after = {op.name: set(op.after) for op in backward.operators if op.after}
+    assert after == {"up.0.W": {"up.1.W", "up.2.W"}, "up.1.W": {"up.2.W"}}
+
+
+def test_whole_backwards_keep_the_order_too():
+    parts = (compute("norm.0", "x"), compute("norm.1", "y", after=("norm.0",)))
+    backward = derive_backward(Graph("g", (*parts, compute("join", "norm.0 norm.1")), ("x", "y"), ("join",)))
+    assert {op.name: op.after for op in backward.operators} == {"join": (), "norm.1": (), "norm.0": ("norm.1",)}
+
+
+@pytest.mark.parametrize("name", ["late", "nobody"])
+def test_coming_after_what_is_not_there_yet_is_refused(name: str):
+    operators = (compute("early", "x", after=(name,)), compute("late", "early"))
+    with pytest.raises(ValueError, match=rf"operator 'early' reads \['{name}'\], not yet written"):
+        Graph("g", operators, ("x",), ("late",))
+
+
+@pytest.mark.parametrize("first_is_split", [True, False])
+def test_a_split_and_a_whole_operator_cannot_be_put_in_order(first_is_split: bool):
+    first, second = compute("a", "x", split=first_is_split), compute("b", "y", split=not first_is_split, after=("a",))
+    graph = Graph("g", (first, second, compute("join", "a b")), ("x", "y"), ("join",))
+    with pytest.raises(ValueError, match=r"'b' is declared to come after 'a'.* declare both with split, or none"):
+        derive_backward(graph)

@@ -1,0 +1,206 @@
+"""What backward runs again: which operators, where they stand, and that only what they begin with is kept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import graphs as by_hand
+from support.graphs import collective, compute, linear, llama_layer, llama_layer_on_one_rank, segment
+
+from hf_helix.config import RECOMPUTE
+from hf_helix.planning.graph.backward import derive_backward
+from hf_helix.planning.graph.operator import Graph, Kind, Part, digest
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.graph.recompute import FULL, NONE, SELECTIVE, recomputed
+from hf_helix.planning.plans.baselines.intra_batch import tile_graph
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+
+
+def names(graph: Graph) -> list[str]:
+    return [op.name for op in graph.operators]
+
+
+def again(graph: Graph) -> list[str]:
+    return [op.name for op in graph.operators if op.again]
+
+
+def backward_of(mode: str, forward: Graph | None = None) -> Graph:
+    return derive_backward(recomputed(forward or llama_layer(), mode))
+
+
+def test_none_leaves_a_layer_as_it_is() -> None:
+    assert recomputed(llama_layer(), NONE) == llama_layer()
+    assert len(backward_of(NONE).operators) == 18
+
+
+def test_full_keeps_nothing_but_the_input_and_stops_before_what_nobody_needs() -> None:
+    forward = recomputed(llama_layer(), FULL)
+    assert set(names(forward)) - set(again(forward)) == {"mlp.down", "mlp.scatter", "mlp.add"}
+    assert derive_backward(forward).kept == ("x",)
+
+
+def test_selective_keeps_what_linears_give_and_runs_no_linear_and_no_scatter_again() -> None:
+    forward = recomputed(llama_layer(), SELECTIVE)
+    assert again(forward) == ["attn.norm", "attn.gather", "attention", "mlp.norm", "mlp.gather", "mlp.act"]
+    kept = {"x", "attn.qkv.q", "attn.qkv.k", "attn.qkv.v", "attn.add", "mlp.up.gate", "mlp.up.up"}
+    assert set(derive_backward(forward).kept) == kept
+
+
+def test_on_one_rank_selective_runs_norms_attention_and_activation_again() -> None:
+    forward = recomputed(llama_layer_on_one_rank(), SELECTIVE)
+    assert again(forward) == ["attn.norm", "attention", "mlp.norm", "mlp.act"]
+
+
+def test_full_begins_behind_the_gradients_first_collective_and_runs_the_forward_in_its_order() -> None:
+    """Even one strand computes beside the all-gather that backward begins with."""
+    order = names(backward_of(FULL))
+    assert order[:3] == ["mlp.add", "mlp.scatter", "attn.norm.again"]
+    repeats = [name for name in order if name.endswith(".again")]
+    assert repeats == [f"{name}.again" for name in again(recomputed(llama_layer(), FULL))]
+    assert order[2 : 2 + len(repeats)] == repeats
+
+
+def test_selective_runs_again_where_it_is_needed_and_gathers_beside_the_input_gradient() -> None:
+    order = names(backward_of(SELECTIVE))
+    assert order[:6] == ["mlp.add", "mlp.scatter", "mlp.act.again", "mlp.down.I", "mlp.down.W", "mlp.act"]
+    place = order.index("mlp.norm.again")
+    assert order[place : place + 5] == ["mlp.norm.again", "mlp.gather.again", "mlp.up.I", "mlp.gather", "mlp.up.W"]
+    assert order.index("attention.again") > order.index("attn.scatter")
+
+
+def test_what_runs_again_reads_what_comes_again_and_waits_for_the_gradients() -> None:
+    backward = backward_of(FULL)
+    norm, gather, qkv = (backward[f"attn.{name}.again"] for name in ("norm", "gather", "qkv"))
+    assert (norm.part, norm.of, norm.kind) == (Part.R, "attn.norm", Kind.COMPUTE)
+    assert (norm.reads, norm.writes) == (("x",), ("r.attn.norm",))
+    assert (gather.kind, gather.reads) == (Kind.LOCAL, ("r.attn.norm",))
+    assert qkv.writes == ("r.attn.qkv.q", "r.attn.qkv.k", "r.attn.qkv.v")
+    assert {op.waits for op in backward.operators if op.part is Part.R} == {("d.mlp.add",)}
+    assert not any(op.split for op in backward.operators if op.part is Part.R)
+
+
+def test_weight_gradients_read_the_input_that_comes_again_and_input_gradients_do_not() -> None:
+    for mode in (SELECTIVE, FULL):
+        backward = backward_of(mode)
+        assert backward["mlp.down.W"].reads == ("d.mlp.down", "r.mlp.act")
+        assert backward["mlp.down.I"].reads == ("d.mlp.down",)
+        assert backward["mlp.up.W"].reads == ("d.mlp.up.gate", "d.mlp.up.up", "r.mlp.gather")
+
+
+def test_a_backward_that_needs_what_forward_leaves_comes_after_it() -> None:
+    backward = backward_of(FULL)
+    assert backward["attention"].after == ("attention.again",)
+    assert backward["mlp.norm"].after == ("mlp.norm.again",)
+    assert backward["attn.add"].after == ()  # an addition leaves nothing
+    assert backward["mlp.scatter"].after == ()
+    assert backward_of(NONE)["attention"].after == ()
+
+
+def test_efforts_of_what_runs_again_are_those_of_forward() -> None:
+    forward, backward = recomputed(llama_layer(), FULL), backward_of(FULL)
+    assert all(backward[f"{name}.again"].effort == forward[name].effort for name in again(forward))
+
+
+def test_indices_and_counts_are_kept() -> None:
+    """How many rows went where is what it was: nothing is asked again."""
+    operators = (
+        segment("router", "x", "weights chosen", plain=("chosen",)),
+        compute("permute", "x chosen", "rows places counts", plain=("places", "counts"), saves=True),
+        collective("announce", "counts", plain=("announce",)),
+        compute("group", "rows announce", "sorted", saves=True),
+        linear("up", "sorted announce", "made", keeps=("announce",)),
+        compute("unpermute", "made weights places", "out", saves=True),
+    )
+    forward = recomputed(Graph("g", operators, ("x",), ("out",)), FULL)
+    assert again(forward) == ["router", "permute", "group", "up", "unpermute"]
+    backward = derive_backward(forward)
+    assert backward.kept == ("chosen", "places", "announce", "x")
+    assert backward["router.again"].writes == ("r.weights",)
+    assert backward["permute.again"].reads == ("x", "chosen")
+    assert backward["group.again"].reads == ("r.rows", "announce")
+    assert backward["up.I"].reads == ("d.made", "announce")
+    assert backward["up.W"].reads == ("d.made", "r.sorted", "announce")
+
+
+def test_a_ring_begins_where_its_keys_come_again() -> None:
+    operators = (
+        segment("rotate", "x", "q kv"),
+        collective("ring1", "kv", kind=Kind.CROSS, again=True),
+        compute("block0", "q kv", keeps=("q", "kv", "out", "lse")),
+        compute("block1", "q ring1 block0", keeps=("q", "ring1", "out", "lse")),
+        compute("join", "block1", "out lse"),
+    )
+    graph = Graph("g", operators, ("x",), ("out",))
+    assert again(recomputed(graph, SELECTIVE)) == ["rotate", "ring1"]
+    full = backward_of(FULL, graph)
+    assert full.kept == ("x",)
+    assert full["block1"].reads == ("d.block1", "r.q", "r.ring1", "r.out", "r.lse")
+    order = [name for name in names(full) if name.endswith(".again")]
+    assert order == [f"{name}.again" for name in ("rotate", "ring1", "block0", "block1", "join")]
+
+
+@pytest.mark.parametrize("mode", [SELECTIVE, FULL])
+def test_tiles_keep_no_more(mode: str) -> None:
+    whole = recomputed(llama_layer(), mode)
+    tiled = derive_backward(tile_graph(whole, 2))
+    assert tiled.kept == derive_backward(whole).kept
+    assert {"mlp.gather.cut.again", "mlp.gather.0.again", "mlp.gather.1.again"} <= set(names(tiled))
+    assert tiled["mlp.down.1.W"].reads == ("d.mlp.down.1", "r.mlp.down.cut.1")
+
+
+@pytest.mark.parametrize("num_layers", [4, 8])
+@pytest.mark.parametrize("mode", [SELECTIVE, FULL])
+def test_flows_hold_two_layers_of_what_ran_again_at_most(mode: str, num_layers: int) -> None:
+    """Where weight gradients are the least urgent, and would keep what they read of every layer."""
+    layer = GraphPair.of(recomputed(llama_layer(), mode))
+    layout = by_hand.layout_of({**by_hand.LLAMA, "layer": layer}, num_layers)
+    times = by_hand.efforts(layout)
+    bias = {name: 1.0 for name in times if name[1].endswith(".W")}
+    (program,) = flow_order(by_hand.schedule_of(3), layout, Flow(times, bias))
+    last = {(i.microbatch, key): place for place, i in enumerate(program) for key in (*i.reads, *i.writes)}
+    alive: set[tuple[int, tuple[int, str]]] = set()
+    most = 0
+    for place, i in enumerate(program):
+        alive |= {(i.microbatch, key) for key in i.writes if key[1].startswith("r.")}
+        most = max(most, len(alive))
+        alive = {value for value in alive if last[value] > place}
+    in_a_layer = sum(op.part is Part.R for op in layer.backward.operators)
+    assert in_a_layer / 2 < most <= 2 * in_a_layer
+
+
+def test_flows_let_forward_go_on_as_far_as_without() -> None:
+    """What may be alive is counted in what a layer keeps, whatever its mode."""
+    for mode in RECOMPUTE:
+        layer = GraphPair.of(recomputed(llama_layer(), mode))
+        layout = by_hand.layout_of({**by_hand.LLAMA, "layer": layer}, 4)
+        (program,) = flow_order(by_hand.schedule_of(5), layout, Flow(by_hand.efforts(layout), {}, extra_layers=1))
+        assert 4 <= by_hand.most_layers_alive(program, layout) <= 5 + 1e-3
+
+
+def test_the_digest_tells_modes_apart() -> None:
+    pairs = [GraphPair.of(recomputed(llama_layer(), mode)) for mode in RECOMPUTE]
+    assert len({digest([pair.forward]) for pair in pairs}) == len({digest([pair.backward]) for pair in pairs}) == 3
+
+
+@given(by_hand.graphs(), st.sampled_from([SELECTIVE, FULL]))
+def test_whatever_backward_reads_is_kept_or_comes_again(forward: Graph, mode: str) -> None:
+    """Of any graph. `Graph` itself refuses a reader before its writer."""
+    marked = recomputed(forward, mode)
+    backward = derive_backward(marked)
+    found = set(names(backward))
+    usual = {op.name for op in derive_backward(forward).operators}
+    assert found == usual | {f"{name}.again" for name in again(marked)}
+    written = {value for op in forward.operators for value in op.writes}
+    for op in marked.operators:
+        assert not op.again or mode == FULL or op.cheap
+        if op.again:
+            assert not written.intersection(op.writes) & set(backward.kept)
+        if op.again and op.saves:
+            assert f"{op.name}.again" in backward[op.name].after
+    if mode == FULL:
+        assert set(backward.kept) <= set(forward.inputs)
+    read = {value for op in backward.operators for value in op.reads}
+    for op in backward.operators:
+        if op.part is Part.R and not marked[op.of].saves:
+            assert read.intersection(op.writes), "nobody needs it"

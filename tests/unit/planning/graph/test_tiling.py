@@ -1,0 +1,331 @@
+"""Tiled graphs: the same values in and out, orders in which one strand overlaps, gradients that add up in one order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import graphs as by_hand
+from support.graphs import (
+    LLAMA,
+    check_whole_and_in_order,
+    collective,
+    compute,
+    layers_only,
+    layout_of,
+    linear,
+    llama_layer,
+    llama_layer_on_one_rank,
+    pair,
+    profile_of,
+    random_bias,
+    random_times,
+    schedule_of,
+)
+
+from hf_helix.planning.cost import simulate, work_of
+from hf_helix.planning.graph.operator import Graph, Kind, Part
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import Instruction, unit_instructions, window_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.plans.baselines.intra_batch import sites, tile_graph, tile_profile
+from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+from hf_helix.planning.plans.plan import all_blocks, validate_order
+from hf_helix.planning.plans.registry import BLOCK_RULES
+from hf_helix.planning.profile import Pair, Profile, named_operators
+from hf_helix.planning.profile_file import load_profile, save_profile
+
+TILES = [2, 3, 4]
+
+
+def names(graph: Graph) -> list[str]:
+    return [op.name for op in graph.operators]
+
+
+def part_of(graph: Graph, *prefixes: str) -> list[str]:
+    return [name for name in names(graph) if name.startswith(prefixes)]
+
+
+def tiled(layout: Layout, tiles: int) -> Layout:
+    graphs = {name: GraphPair.of(tile_graph(pair.forward, tiles)) for name, pair in layout.graphs.items()}
+    return Layout(layout.units, layout.chunks, graphs)
+
+
+# Graphs
+
+
+def test_a_gather_and_its_linear_become_tiles_with_every_gather_first() -> None:
+    graph = tile_graph(llama_layer(), 2)
+    assert part_of(graph, "attn.gather", "attn.qkv") == [
+        "attn.gather.cut", "attn.gather.0", "attn.gather.1", "attn.qkv.0", "attn.qkv.1", "attn.qkv.join",
+    ]  # fmt: skip
+    assert graph["attn.gather.cut"].reads == ("attn.norm",)
+    assert graph["attn.gather.1"].reads == graph["attn.gather.cut"].writes[1:]
+    assert graph["attn.qkv.1"].reads == graph["attn.gather.1"].writes
+    assert graph["attn.qkv.join"].reads == graph["attn.qkv.0"].writes + graph["attn.qkv.1"].writes
+    assert graph["attn.qkv.join"].writes == ("attn.qkv.q", "attn.qkv.k", "attn.qkv.v")
+
+
+def test_a_linear_and_its_scatter_become_tiles_in_turn() -> None:
+    graph = tile_graph(llama_layer(), 2)
+    assert part_of(graph, "mlp.down", "mlp.scatter") == [
+        "mlp.down.cut", "mlp.down.0", "mlp.scatter.0", "mlp.down.1", "mlp.scatter.1", "mlp.scatter.join",
+    ]  # fmt: skip
+    assert graph["mlp.scatter.1"].reads == graph["mlp.down.1"].writes
+    assert graph["mlp.scatter.join"].writes == ("mlp.scatter",)
+
+
+def test_the_backward_of_a_gather_scatters_each_tile_beside_the_next_input_gradient_and_the_weights() -> None:
+    backward = GraphPair.of(tile_graph(llama_layer(), 2)).backward
+    assert part_of(backward, "attn.gather", "attn.qkv") == [
+        "attn.qkv.join", "attn.qkv.1.I", "attn.gather.1", "attn.qkv.0.I", "attn.gather.0", "attn.qkv.1.W",
+        "attn.qkv.0.W", "attn.gather.cut",
+    ]  # fmt: skip
+
+
+def test_the_backward_of_a_scatter_gathers_all_tiles_first() -> None:
+    backward = GraphPair.of(tile_graph(llama_layer(), 2)).backward
+    assert part_of(backward, "mlp.down", "mlp.scatter") == [
+        "mlp.scatter.join", "mlp.scatter.1", "mlp.scatter.0", "mlp.down.1.I", "mlp.down.1.W", "mlp.down.0.I",
+        "mlp.down.0.W", "mlp.down.cut",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tiles", TILES)
+def test_efforts_of_the_tiles_sum_to_the_whole_and_copies_are_light(tiles: int) -> None:
+    whole = by_hand.SMALL_LAYER.forward
+    graph = tile_graph(whole, tiles)
+    for name in ("gather", "up"):
+        assert sum(graph[f"{name}.{tile}"].effort for tile in range(tiles)) == pytest.approx(whole[name].effort)
+    lightest = min(op.effort for op in whole.operators)
+    assert graph["gather.cut"].effort == graph["up.join"].effort == lightest / 2
+
+
+@pytest.mark.parametrize("tiles", TILES)
+def test_weight_gradients_of_the_tiles_declare_one_order(tiles: int) -> None:
+    backward = GraphPair.of(tile_graph(llama_layer(), tiles)).backward
+    for tile in range(tiles):
+        later = {f"mlp.up.{other}.W" for other in range(tile + 1, tiles)}
+        assert set(backward[f"mlp.up.{tile}.W"].after) == later
+        assert backward[f"mlp.up.{tile}.I"].after == ()
+        assert backward[f"mlp.up.{tile}.W"].part is Part.W
+
+
+def test_what_cannot_be_tiled_stays() -> None:
+    assert tile_graph(llama_layer_on_one_rank(), 4) == llama_layer_on_one_rank()
+    assert tile_graph(llama_layer(), 1) == llama_layer()
+    assert tile_graph(LLAMA["embedding"].forward, 2) == LLAMA["embedding"].forward  # a lookup is no linear
+    head = tile_graph(LLAMA["head"].forward, 2)
+    assert "loss.gather" in names(head)
+    assert "gather.1" in names(head)
+    twice = tile_graph(tile_graph(llama_layer(), 2), 2)
+    assert twice == tile_graph(llama_layer(), 2)
+
+
+@pytest.mark.parametrize(
+    "operators",
+    [
+        (collective("gather", "x"), linear("a", "gather"), linear("b", "gather"), compute("add", "a b")),
+        (collective("gather", "x"), compute("act", "gather")),
+        (collective("gather", "x", backward_kind=Kind.COMPUTE), linear("a", "gather"), compute("act", "a")),
+        (linear("a", "x", "p q"), collective("scatter", "p"), compute("add", "scatter q")),
+        (compute("a", "x"), collective("scatter", "a"), compute("act", "scatter")),
+    ],
+    ids=["two readers", "no linear", "backward computes", "two outputs", "no linear before"],
+)
+def test_where_nothing_fits_nothing_is_cut(operators: tuple) -> None:
+    forward = pair("g", *operators).forward
+    assert sites(forward) == []
+    assert tile_graph(forward, 2) == forward
+
+
+def test_a_linear_between_two_collectives_goes_with_the_gather() -> None:
+    forward = pair("g", collective("gather", "x"), linear("a", "gather"), collective("scatter", "a")).forward
+    (site,) = sites(forward)
+    assert (site.first.name, site.second.name) == ("gather", "a")
+    assert "scatter" in names(tile_graph(forward, 2))
+
+
+def test_no_tiles_are_refused() -> None:
+    with pytest.raises(ValueError, match="tiles=0"):
+        tile_graph(llama_layer(), 0)
+
+
+@given(graph=by_hand.graphs(), tiles=st.integers(2, 4))
+def test_any_graph_keeps_its_ends_and_has_a_backward(graph: Graph, tiles: int) -> None:
+    cut = tile_graph(graph, tiles)
+    assert (cut.inputs, cut.outputs) == (graph.inputs, graph.outputs)
+    assert len(cut.operators) == len(graph.operators) + len(sites(graph)) * 2 * tiles
+    backward = GraphPair.of(cut).backward
+    validate_order([f"B.{name}" for name in names(backward)], None, backward)
+
+
+# Orders
+
+
+@pytest.mark.parametrize(
+    ("rule", "tiles"),
+    [(rule, tiles) for rule in BLOCK_RULES for tiles in TILES if rule != "dhelix" or tiles == 2],  # it searches long
+)
+def test_every_rule_orders_tiled_blocks(rule: str, tiles: int) -> None:
+    profile = tile_profile(profile_of(layout_of(LLAMA, 2)), tiles)
+    graphs = profile.layout.graphs
+    for block in all_blocks(graphs):
+        forward = graphs[block.forward].forward if block.forward else None
+        backward = graphs[block.backward].backward if block.backward else None
+        validate_order(BLOCK_RULES[rule](forward, backward, profile), forward, backward, block=block)
+
+
+def test_an_order_that_adds_tiles_up_the_other_way_is_refused() -> None:
+    backward = GraphPair.of(tile_graph(llama_layer(), 2)).backward
+    order = [f"B.{name}" for name in names(backward)]
+    first, second = order.index("B.mlp.up.1.W"), order.index("B.mlp.up.0.W")
+    order[first], order[second] = order[second], order[first]
+    with pytest.raises(ValueError, match=r"'B.mlp.up.0.W' comes before mlp.up.1.W"):
+        validate_order(order, None, backward)
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@given(seed=st.integers(0, 10**6))
+def test_flows_order_tiled_windows(tiles: int, seed: int) -> None:
+    layout = tiled(layout_of(LLAMA, 3), tiles)
+    program, made = flow_window(layout, seed)
+    check_whole_and_in_order(program, made)
+
+
+def test_flows_add_up_every_tile_of_a_microbatch_before_the_next() -> None:
+    layout = tiled(layout_of(LLAMA, 3), 2)
+    late = {("layer", "B.mlp.up.0.W"): 1.0}  # whatever else could run goes first
+    (program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), late))
+    for weight, adding in weight_gradients(program).items():
+        assert adding == sorted(adding), weight
+
+
+def flow_window(layout: Layout, seed: int) -> tuple[list[Instruction], list[Instruction]]:
+    flow = Flow(random_times(layout, seed), random_bias(layout, seed + 1))
+    (program,) = flow_order(schedule_of(4), layout, flow)
+    return program, window_instructions(schedule_of(4), layout)
+
+
+def weight_gradients(program: list[Instruction]) -> dict[tuple[int, str], list[int]]:
+    """By weight: the micro-batches in the order in which they add to it."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for i in program:
+        if i.operator and i.operator.part is Part.W:
+            found.setdefault((i.unit, i.operator.of.rstrip("0123456789")), []).append(i.microbatch)
+    return found
+
+
+def layer_seconds(layer: GraphPair, forward: bool) -> float:
+    """A single strand through one layer in canonical order, every operator taking its effort in seconds."""
+    layout = layers_only(layer, 1)
+    program = unit_instructions(layout, (0, 0), forward)
+    times = {name: op.effort for name, op in named_operators(layout)}
+    return simulate(work_of(program, layout, times)).seconds
+
+
+def real_layer(transfer: float) -> Graph:
+    """The layer with efforts such as the adapters declare."""
+    found = {"attn.qkv": 6.0, "attention": 4.0, "attn.out": 4.0, "mlp.up": 4.0, "mlp.down": 4.0}
+    operators = []
+    for op in llama_layer().operators:
+        effort = transfer if op.kind.communicates else found.get(op.name, 0.5)
+        operators.append(replace(op, effort=effort))
+    return Graph("layer", tuple(operators), ("x",), ("mlp.add",), repeats=True)
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize(("forward", "transfer"), [(True, 5.0), (False, 10.0)], ids=["forward", "backward"])
+def test_a_single_strand_is_faster_where_communication_is_about_half(
+    tiles: int, forward: bool, transfer: float
+) -> None:
+    whole = real_layer(transfer)
+    before = layer_seconds(GraphPair.of(whole), forward)
+    after = layer_seconds(GraphPair.of(tile_graph(whole, tiles)), forward)
+    assert after < 0.9 * before
+
+
+def spans(layer: GraphPair, forward: bool) -> dict[str, tuple[float, float]]:
+    layout = layers_only(layer, 1)
+    work = work_of(
+        unit_instructions(layout, (0, 0), forward), layout, {name: op.effort for name, op in named_operators(layout)}
+    )
+    return {entry: (start, end) for _, entry, _, start, end in simulate(work).spans()}
+
+
+@pytest.mark.parametrize(
+    ("moving", "computing", "forward"),
+    [
+        ("F.attn.gather.1", "F.attn.qkv.0", True),
+        ("F.mlp.scatter.0", "F.mlp.down.1", True),
+        ("B.mlp.scatter.0", "B.mlp.down.1.I", False),
+        ("B.mlp.gather.1", "B.mlp.up.0.I", False),
+        ("B.mlp.gather.0", "B.mlp.up.0.W", False),
+    ],
+)
+def test_tiles_run_beside_each_other(moving: str, computing: str, forward: bool) -> None:
+    found = spans(GraphPair.of(tile_graph(real_layer(transfer=5.0), 2)), forward)
+    assert max(found[moving][0], found[computing][0]) < min(found[moving][1], found[computing][1])
+
+
+# Profiles
+
+
+def layer_profile(**options: object) -> Profile:
+    layout = layout_of(LLAMA, 2)
+    return profile_of(layout, random_times(layout, 3), **options)
+
+
+@pytest.mark.parametrize("tiles", TILES)
+def test_a_tiled_profile_divides_the_measured_times(tiles: int) -> None:
+    whole = layer_profile()
+    derived = tile_profile(whole, tiles)
+    assert derived.about == {**whole.about, "tiled": "derived, not measured"}
+    for entry, tile in (
+        ("F.attn.gather", "F.attn.gather.1"),
+        ("F.mlp.up", "F.mlp.up.1"),
+        ("B.mlp.up.W", "B.mlp.up.0.W"),
+    ):
+        assert derived.times["layer", tile] == pytest.approx(whole.times["layer", entry] / tiles)
+    assert derived.times["layer", "B.attention"] == whole.times["layer", "B.attention"]
+    lightest = min(
+        whole.times["layer", f"F.{name}"]
+        for name in ("attn.norm", "attn.add", "mlp.norm", "mlp.add", "mlp.act", "attention")
+    )
+    for entry in ("F.attn.gather.cut", "B.attn.gather.cut", "F.mlp.scatter.join", "B.mlp.scatter.join"):
+        assert derived.times["layer", entry] == lightest
+    assert tile_profile(whole, 1) is whole
+
+
+def test_a_tiled_profile_slows_tiles_down_as_the_whole() -> None:
+    gather, act, up = ("layer", "F.mlp.gather"), ("layer", "B.mlp.act"), ("layer", "B.mlp.up.I")
+    layout = layout_of(LLAMA, 2)
+    times = {**random_times(layout, 3), gather: 6e-3, act: 4e-3, up: 9e-3}
+    pairs = {(gather, act): Pair(8e-3, 8e-3, 5e-3), (gather, up): Pair(12e-3, 9e-3, 12e-3)}
+    like = {("layer", "F.attn.gather"): gather}
+    whole = profile_of(layout, times, pairs=pairs, like=like)
+    derived = tile_profile(whole, 2)
+    for other, tile in ((act, act), (up, ("layer", "B.mlp.up.1.I"))):
+        for place in ("F.mlp.gather.0", "F.mlp.gather.1", "F.attn.gather.1"):
+            beside = ("layer", place)
+            assert derived.slowdown(beside, tile) == pytest.approx(whole.slowdown(gather, other))
+            assert derived.slowdown(tile, beside) == pytest.approx(whole.slowdown(other, gather))
+    assert tile_profile(derived, 2).times == derived.times
+
+
+def test_a_tiled_profile_survives_its_file(tmp_path: Path) -> None:
+    derived = tile_profile(layer_profile(), 2)
+    save_profile(derived, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json").layout.graphs == derived.layout.graphs
+
+
+def test_a_graph_without_local_operators_has_copies_that_cost_part_of_its_lightest() -> None:
+    layout = Layout(
+        ["g"], {0: [0]}, {"g": pair("g", collective("gather", "x", effort=6), linear("a", "gather", effort=4))}
+    )
+    derived = tile_profile(profile_of(layout), 2)
+    assert derived.times["g", "F.a.join"] == derived.times["g", "F.a.0"] == pytest.approx(2e-3)
+    assert derived.layout.graphs["g"].forward["a.join"].effort == 1

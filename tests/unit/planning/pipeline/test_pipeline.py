@@ -1,0 +1,348 @@
+"""Simulated pipelines against formulas and an oracle of its own; the chosen schedule is never behind the named ones."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from hf_helix.planning.pipeline import local_search as refine
+from hf_helix.planning.pipeline.list_schedule import Policy, list_schedule
+from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
+from hf_helix.planning.pipeline.schedule_file import (
+    PLACEMENT_OF,
+    Schedule,
+    Slot,
+    build_schedule,
+    format_schedule,
+    parse_schedule,
+)
+from hf_helix.planning.pipeline.select import (
+    SEARCHED,
+    Costs,
+    Simulated,
+    choose_schedule,
+    find_schedule,
+    simulate_schedule,
+)
+from hf_helix.planning.pipeline.validate import validate
+
+UNIT = {"forward": 1.0, "input": 1.0, "weight": 1.0}
+SETS: dict[str, dict[str, float]] = {
+    "no gain": UNIT,
+    "the paper's gain": {**UNIT, "gain": 1.4},
+    "slow backward": {"forward": 1.0, "input": 1.3, "weight": 0.9, "gain": 1.2},
+    "recompute and links": {"forward": 1.0, "input": 2.0, "weight": 1.0, "gain": 1.3, "transfer": 0.2},
+}
+every_set = pytest.mark.parametrize("costs", SETS.values(), ids=SETS)
+
+
+def even(num_stages: int, **options: float) -> Costs:
+    return Costs.of_layers([1] * num_stages, **options)
+
+
+def simulated(name: str, num_ranks: int, num_microbatches: int, **options: float) -> Simulated:
+    ranks = stage_ranks(PLACEMENT_OF[name], num_ranks)
+    return simulate_schedule(build_schedule(name, num_ranks, num_microbatches), ranks, even(len(ranks), **options))
+
+
+# Costs
+
+
+def test_what_things_take():
+    costs = Costs((1.0, 2.0), (4.0, 8.0), (16.0, 32.0), gain=1.5)
+    texts = {"0F0": 1, "1F3": 2, "1I0": 8, "1W0": 32, "1B0": 40, "(0F1;1B0)OVERLAP_F_B": 40, "(1F1;0I0)OVERLAP_F_B": 4}
+    assert {text: costs.slot_seconds(Slot.parse(text)) for text in texts} == texts, "no faster than the longer alone"
+    assert even(2, **UNIT, gain=1.5).slot_seconds(Slot.parse("(0F1;1B0)OVERLAP_F_B")) == 2
+    assert Costs.of_layers([2, 3], 1, 10, 100, 7, 2) == Costs([2, 3], [20, 30], [200, 300], 7, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (((1.0,), (1.0, 1.0), (1.0,)), "a number for each virtual stage"),
+        (((-1.0,), (1.0,), (1.0,)), "at least 0"),
+        (((math.nan,), (1.0,), (1.0,)), "at least 0"),
+        (((1.0,), (math.inf,), (1.0,)), "at least 0"),
+        (((0.0,), (1.0,), (1.0,)), "a forward that takes more"),
+        (((1.0,), (1.0,), (1.0,), -0.1), "at least 0"),
+        (((1.0,), (1.0,), (1.0,), 0.0, 0.0), "gain=0.0 must be more than 0"),
+        (((1.0,), (1.0,), (1.0,), 0.0, math.nan), "gain=nan"),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused(arguments: tuple[object, ...], said: str):
+    with pytest.raises(ValueError, match=said):
+        Costs(*arguments)
+
+
+# Simulation
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 6) for m in (p, p + 1, 3 * p)])
+def test_the_numbers_of_w(num_ranks: int, num_microbatches: int):
+    """With F and B of one unit and fused slots, too, time is the number of slots."""
+    found = simulated("w", num_ranks, num_microbatches, forward=1.0, input=0.5, weight=0.5, gain=2.0)
+    assert found.seconds == 4 * num_ranks + 2 * num_microbatches - 2
+    assert found.idle == [2 * num_ranks - 2] * num_ranks
+    assert found.fused == [2 * (num_microbatches - num_ranks)] * num_ranks
+    assert found.without_bubble == 2 * num_ranks + 2 * num_microbatches
+    assert found.num_microbatches == num_microbatches
+    if num_microbatches >= 2 * num_ranks:
+        assert found.live == [2 * num_ranks + 1] * num_ranks
+        assert found.shares == pytest.approx([num_ranks + 0.5] * num_ranks), "stage-shares: two chunks each"
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 6) for m in (p, p + 1, 3 * p)])
+def test_the_numbers_of_1f1b(num_ranks: int, num_microbatches: int):
+    found = simulated("1f1b", num_ranks, num_microbatches, **UNIT, gain=1.4)
+    units = num_microbatches + num_ranks - 1
+    assert found.seconds == 3 * units
+    assert found.bubble == pytest.approx((num_ranks - 1) / units)
+    assert found.bubbles == pytest.approx([(num_ranks - 1) / units] * num_ranks)
+    assert found.live == [num_ranks - rank for rank in range(num_ranks)]
+    assert found.shares == pytest.approx(found.live)
+    assert found.fused == [0] * num_ranks
+
+
+def test_transfers_count_between_ranks_only():
+    """One micro-batch goes through four stages and back; two hops each way, none at the turn."""
+    found = simulated("w", 2, 1, **UNIT, transfer=10.0)
+    assert found.seconds == 4 * 1 + 4 * 2 + 4 * 10
+    assert simulated("w", 1, 1, **UNIT, transfer=10.0).seconds == 6
+
+
+def test_activations_are_weighed_by_the_forward_of_their_stage():
+    costs = Costs((3.0, 1.0), (0.0, 0.0), (0.0, 0.0))
+    schedule = parse_schedule("0F0 1F0 1I0 0I0 0W0 1W0", 1)
+    assert simulate_schedule(schedule, (0, 0), costs).shares == [1.0]
+    schedule = parse_schedule("0F0 1F0 1I0 1W0 0I0 (0F1;0W0)OVERLAP_F_B 1F1 1B1 0B1", 1)
+    found = simulate_schedule(schedule, (0, 0), costs)
+    assert found.live == [2]
+    assert found.shares == [1.5], "in a fused slot both live"
+
+
+def oracle(schedule: Schedule, ranks: Sequence[int], costs: Costs) -> dict[tuple[int, int], float]:
+    """When each slot ends, as a longest path."""
+    place = {
+        f"{a.stage}{part}{a.microbatch}": (rank, number)
+        for rank, slots in enumerate(schedule)
+        for number, slot in enumerate(slots)
+        for a in slot.actions
+        for part in a.direction.replace("B", "IW")
+    }
+    edges: dict[tuple[int, int], list[tuple[tuple[int, int], float]]] = {node: [] for node in place.values()}
+    for rank, slots in enumerate(schedule):
+        for number, slot in enumerate(slots):
+            if number:
+                edges[rank, number].append(((rank, number - 1), 0.0))
+            for a in slot.actions:
+                needs = [(a.stage - 1, "F")] if a.direction == "F" else [(a.stage, "F"), (a.stage + 1, "I")]
+                needs = [(a.stage, "I")] if a.direction == "W" else needs
+                for stage, part in needs:
+                    if 0 <= stage < len(ranks):
+                        hop = costs.transfer if ranks[stage] != rank else 0.0
+                        edges[rank, number].append((place[f"{stage}{part}{a.microbatch}"], hop))
+    ends: dict[tuple[int, int], float] = {}
+    for rank, number in TopologicalSorter({node: {n for n, _ in e} for node, e in edges.items()}).static_order():
+        start = max((ends[node] + hop for node, hop in edges[rank, number]), default=0.0)
+        ends[rank, number] = start + costs.slot_seconds(schedule[rank][number])
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_simulation_is_a_longest_path(seed: int):
+    dice = random.Random(seed)
+    name, num_ranks, count = dice.choice(list(PLACEMENT_OF)), dice.randint(1, 4), dice.randint(1, 9)
+    ranks = stage_ranks(PLACEMENT_OF[name], num_ranks)
+    times = [[dice.uniform(0.1, 3) for _ in ranks] for _ in range(3)]
+    costs = Costs(*times, transfer=dice.uniform(0, 1), gain=dice.uniform(0.8, 1.8))
+    schedule = build_schedule(name, num_ranks, count)
+    found = simulate_schedule(schedule, ranks, costs)
+    ends = oracle(schedule, ranks, costs)
+    assert {(r, n): end for r, row in enumerate(found.ends) for n, end in enumerate(row)} == pytest.approx(ends)
+    for rank, slots in enumerate(schedule):
+        lengths = [end - start for start, end in zip(found.starts[rank], found.ends[rank], strict=True)]
+        assert lengths == pytest.approx([costs.slot_seconds(slot) for slot in slots])
+        assert found.busy[rank] + found.idle[rank] == pytest.approx(found.seconds)
+
+
+def test_what_cannot_end_is_refused():
+    with pytest.raises(ValueError, match="cannot run to its end"):
+        simulate_schedule(parse_schedule("1F0 0F0 1B0 0B0", 1), (0, 0), even(2))
+    with pytest.raises(ValueError, match="of 4 virtual stages and the placement has 2"):
+        simulate_schedule(parse_schedule("0F0 1F0 1B0 0B0", 1), (0, 0), even(4))
+
+
+# List scheduling
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_policy_gets_stuck_or_takes_more_room(seed: int):
+    dice = random.Random(seed)
+    num_ranks, count = dice.randint(1, 5), dice.randint(1, 12)
+    ranks = stage_ranks(FOLD, num_ranks)
+    times = [[dice.choice([0.0, dice.uniform(0.1, 3)]) for _ in ranks] for _ in range(3)]
+    times[0][0] += 0.1
+    costs = Costs(*times, transfer=dice.choice([0.0, dice.uniform(0, 2)]), gain=dice.uniform(0.8, 1.8))
+    policy = Policy(
+        most_live=dice.randint(2, 2 * num_ranks + 3),
+        pair=dice.choice([True, False]),
+        early=dice.choice([True, False]),
+        apart=dice.randint(0, 2 * count),
+        forward=dice.randint(0, 2),
+        backward=dice.randint(0, 2),
+        delay=dice.choice([0.0, 0.5, 1.0]),
+    )
+    schedule, seconds = list_schedule(num_ranks, count, costs, policy)
+    validate(schedule, count, ranks)
+    found = simulate_schedule(schedule, ranks, costs)
+    assert max(found.live) <= policy.most_live
+    assert found.seconds <= seconds + 1e-9, "a rank may have waited for a partner that it did not take"
+
+
+# The choice
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refinement of a few steps."""
+    monkeypatch.setattr(refine, "TRIALS", 200)
+
+
+def named(num_ranks: int, num_microbatches: int, costs: Costs) -> dict[str, Simulated]:
+    ranks = stage_ranks(FOLD, num_ranks)
+    names = [name for name, placement in PLACEMENT_OF.items() if placement == FOLD]
+    return {name: simulate_schedule(build_schedule(name, num_ranks, num_microbatches), ranks, costs) for name in names}
+
+
+def chosen(num_ranks: int, num_microbatches: int, costs: Costs, **options: int) -> Simulated:
+    ranks = stage_ranks(FOLD, num_ranks)
+    label, schedule = choose_schedule(num_ranks, num_microbatches, costs, **options)
+    validate(schedule, num_microbatches, ranks)
+    assert label in ("w", "dualpipe_v", SEARCHED)
+    if label != SEARCHED:
+        assert schedule == build_schedule(label, num_ranks, num_microbatches)
+    return simulate_schedule(schedule, ranks, costs)
+
+
+@every_set
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7, 8))])
+def test_the_choice_is_never_behind_and_takes_no_more_room(num_ranks: int, costs: dict[str, float], hasty: None):
+    """At two micro-batches a rank, it clearly beats W."""
+    for count in sorted({1, num_ranks, num_ranks + 1, 2 * num_ranks, min(16, 4 * num_ranks)}):
+        times = even(2 * num_ranks, **costs)
+        others, found = named(num_ranks, count, times), chosen(num_ranks, count, times)
+        assert found.seconds <= min(other.seconds for other in others.values()) + 1e-9
+        assert max(found.live) <= max(max(other.live) for other in others.values())
+        if num_ranks > 1 and count == 2 * num_ranks:
+            assert others["w"].seconds / found.seconds >= 1.1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_choice_on_uneven_stages(seed: int, hasty: None):
+    dice = random.Random(seed)
+    num_ranks, count = dice.randint(1, 5), dice.randint(1, 12)
+    times = [[dice.uniform(0.5, 2) for _ in range(2 * num_ranks)] for _ in range(3)]
+    costs = Costs(*times, transfer=dice.choice([0.0, 0.3]), gain=dice.choice([0.9, 1.0, 1.4]))
+    found = chosen(num_ranks, count, costs)
+    assert found.seconds <= min(other.seconds for other in named(num_ranks, count, costs).values()) + 1e-9
+    assert format_schedule(choose_schedule(num_ranks, count, costs)[1]) == format_schedule(found.schedule)
+
+
+@pytest.mark.parametrize("most_live", [2, 3, 5, 8, 12, 30])
+def test_the_choice_keeps_to_the_room_it_is_given(most_live: int, hasty: None):
+    found = chosen(3, 9, even(6, **UNIT, gain=1.4), most_live=most_live)
+    assert max(found.live) <= most_live
+
+
+def test_room_is_made_use_of(hasty: None):
+    costs = even(6, **UNIT, gain=1.2)
+    few, some, usual = (chosen(3, 9, costs, most_live=most_live).seconds for most_live in (2, 4, 7))
+    assert few > 1.1 * some > 1.1 * 1.1 * usual
+
+
+def test_one_rank_has_no_bubble():
+    for count in (1, 2, 5):
+        found = chosen(1, count, even(2, **UNIT, gain=1.4))
+        assert found.idle == pytest.approx([0.0])
+        assert found.seconds <= named(1, count, even(2, **UNIT, gain=1.4))["w"].seconds
+
+
+@pytest.mark.parametrize("most_live", [1, 0, -1])
+def test_no_room_is_refused(most_live: int):
+    with pytest.raises(ValueError, match=f"most_live={most_live} is too few.* use 2 or more"):
+        choose_schedule(2, 4, even(4), most_live=most_live)
+
+
+@pytest.mark.slow
+def test_the_choice_takes_seconds(monkeypatch: pytest.MonkeyPatch):
+    """Two on an idle core, which run about so many slots."""
+    slots = 0
+    run = refine._Clock.run
+
+    def counting(clock: refine._Clock, rows: Sequence[refine.Row]) -> object:
+        nonlocal slots
+        slots += sum(map(len, rows))
+        return run(clock, rows)
+
+    monkeypatch.setattr(refine._Clock, "run", counting)
+    choose_schedule(8, 64, even(16, **UNIT, gain=1.4, transfer=0.05))
+    assert 0 < slots < 2_000_000, slots
+
+
+# Refinement
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_refinement_is_never_slower_and_keeps_to_its_room(seed: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(refine, "TRIALS", 1500)
+    dice = random.Random(seed)
+    name, num_ranks, count = dice.choice(list(PLACEMENT_OF)), dice.randint(1, 4), dice.randint(1, 8)
+    ranks = stage_ranks(PLACEMENT_OF[name], num_ranks)
+    times = [[dice.uniform(0.5, 2) for _ in ranks] for _ in range(3)]
+    costs = Costs(*times, transfer=dice.choice([0.0, 0.3]), gain=dice.choice([1.0, 1.3]))
+    before = simulate_schedule(build_schedule(name, num_ranks, count), ranks, costs)
+    schedule = refine.refine_schedule(before.schedule, ranks, costs, max(before.live))
+    validate(schedule, count, ranks)
+    after = simulate_schedule(schedule, ranks, costs)
+    clock = refine._Clock(ranks, costs, count)
+    run = clock.run([[clock.item(slot) for slot in slots] for slots in schedule])
+    assert run is not None
+    assert run.ends == [ends[-1] for ends in after.ends], "the fast clock is the simulation"
+    assert after.seconds <= before.seconds
+    assert max(after.live) <= max(before.live)
+    assert refine.refine_schedule(before.schedule, ranks, costs, max(before.live)) == schedule
+
+
+@every_set
+def test_refinement_helps(costs: dict[str, float]):
+    """W alone becomes a schedule without most of its bubble."""
+    times = even(8, **costs)
+    ranks = stage_ranks(FOLD, 4)
+    before = simulate_schedule(build_schedule("w", 4, 8), ranks, times)
+    after = simulate_schedule(refine.refine_schedule(before.schedule, ranks, times, 9), ranks, times)
+    assert before.seconds > 1.1 * after.seconds
+
+
+# By name
+
+
+def test_schedules_are_found_by_name_or_path(tmp_path: Path, hasty: None):
+    def costs(ranks: Sequence[int]) -> Costs:
+        assert tuple(ranks) == stage_ranks(FOLD, 2)
+        return even(len(ranks))
+
+    for name in PLACEMENT_OF:
+        assert find_schedule(name, 2, 5, costs) == (name, build_schedule(name, 2, 5))
+        assert find_schedule(name, 2, None, costs) == (name, build_schedule(name, 2, 6))
+    assert find_schedule("auto", 2, 5, costs) == choose_schedule(2, 5, even(4))
+    path = tmp_path / "schedule.txt"
+    path.write_text(format_schedule(build_schedule("w", 2, 5)))
+    assert find_schedule(str(path), 2, None, costs) == (str(path), build_schedule("w", 2, 5))
+    assert find_schedule(str(path), 2, 5, costs)[1] == build_schedule("w", 2, 5)
+    with pytest.raises(ValueError, match=r"'magic' is neither .* use one of w, dualpipe_v, 1f1b, auto, or the path"):
+        find_schedule("magic", 2, 5, costs)

@@ -1,0 +1,88 @@
+"""Heat maps hold what was measured and nothing else; breakdowns add up to all of a micro-batch's time."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.windows import MS, PAIRS, boxes, layer, profile
+
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.profile import Pair, Profile
+from hf_helix.report.heatmap import breakdown, draw_breakdown, pair_table, text_breakdown, text_heatmap
+
+
+def test_the_heat_map_holds_what_was_measured_and_nothing_else() -> None:
+    known = profile(pairs=PAIRS)
+    gather, up, weight = ("layer", "F.gather"), ("layer", "F.up"), ("layer", "B.up.W")
+    assert pair_table(known) == (
+        [up, weight],
+        [gather],
+        {(up, gather): pytest.approx(0.75), (weight, gather): pytest.approx(-0.5)},
+    )
+    lines = [line.split() for line in text_heatmap(known).splitlines()]
+    assert lines[1:4] == [["F.gather"], ["F.up", "0.75"], ["B.up.W", "-0.50"]]
+    assert text_heatmap(profile()) == "no pairs of operators were measured"
+
+
+def test_cells_of_the_heat_map_that_were_not_measured_stay_empty() -> None:
+    more = {(("layer", "F.up"), ("layer", "F.send")): Pair(9e-3, 6e-3, 3e-3)}
+    head, up, weight = text_heatmap(profile(pairs=PAIRS | more)).splitlines()[1:4]
+    assert up.split() == ["F.up", "0.75", "0.00"]
+    assert weight.split() == ["B.up.W", "-0.50"]
+    assert len(weight) == head.index("F.gather") + len("F.gather")  # under its column
+
+
+def test_a_pair_is_found_in_either_order() -> None:
+    up, gather = ("layer", "F.up"), ("layer", "F.gather")
+    alike = {(up, up): Pair(12e-3, 12e-3, 12e-3), (gather, gather): Pair(8e-3, 8e-3, 8e-3)}
+    _, _, cells = pair_table(profile(pairs=PAIRS | alike))
+    assert cells[up, gather] == cells[gather, up] == pytest.approx(0.75)
+    _, _, cells = pair_table(profile(pairs=PAIRS | alike | {(gather, up): Pair(10e-3, 4e-3, 6e-3)}))
+    assert (cells[up, gather], cells[gather, up]) == pytest.approx((0.75, 0.0))  # each as it was measured
+
+
+def test_what_is_too_short_to_tell_is_marked() -> None:
+    known = profile(pairs=PAIRS)
+    short = replace(known, times={**known.times, ("layer", "F.up"): 1e-5})
+    text = text_heatmap(short)
+    assert re.search(r"F\.up +\(-?\d+\)", text)
+    assert "too little to tell" in text
+    assert "too little to tell" not in text_heatmap(known)
+
+
+def test_units_are_named_where_there_are_several() -> None:
+    pairs, times = layer(), {("layer", entry): ms / 1e3 for entry, ms in MS.items()}
+    layout = Layout(["layer", "other"], {0: [0], 1: [1]}, {"layer": pairs, "other": pairs})
+    times |= {("other", entry): seconds for (_, entry), seconds in times.items()}
+    like = {("other", "F.gather"): ("layer", "F.gather")}
+    found = {(("other", "F.up"), ("layer", "F.gather")): Pair(7e-3, 7e-3, 4e-3)}
+    text = text_heatmap(Profile({}, layout, times, pairs=found, like=like))
+    assert re.search(r"^other/F\.up +0\.75$", text, re.MULTILINE)
+    assert "layer/F.gather stands for other/F.gather, too" in text
+
+
+def test_the_breakdown() -> None:
+    """Two layers, by hand."""
+    assert {kind: [round(s * 1e3, 6) for s in seconds] for kind, seconds in breakdown(profile()).items()} == {
+        "GEMM": [12, 26],
+        "attention": [4, 10],
+        "other computation": [2, 4],
+        "local communication": [8, 8],
+        "cross communication": [6, 6],
+    }
+    assert breakdown(profile(), num_layers=6)["GEMM"] == pytest.approx((36e-3, 78e-3))
+    lines = {line[:19].strip(): line[19:].split() for line in text_breakdown(profile()).splitlines()}
+    assert lines["together"] == ["32.0", "ms", "37.2%", "54.0", "ms", "62.8%", "86.0", "ms", "100.0%"]
+    assert lines["GEMM"][6:] == ["38.0", "ms", "44.2%", "█" * 11]
+
+
+def test_the_breakdown_as_a_figure_is_to_scale(tmp_path: Path) -> None:
+    draw_breakdown(profile(), tmp_path / "a.svg")
+    found = boxes(tmp_path / "a.svg")
+    assert len(found) == 3 * 5
+    widths = {name: width for name, (_, width) in found.items()}
+    assert widths["both:GEMM"] == pytest.approx(widths["forward:GEMM"] * 38 / 12, rel=1e-4)
+    assert widths["backward:attention"] == pytest.approx(widths["forward:GEMM"] * 10 / 12, rel=1e-4)

@@ -1,0 +1,189 @@
+"""Timelines show what they are given: every operator once, to scale, under its name. What all pictures share."""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from support.windows import MS, PAIRS, SVG, bar, boxes, profile, window
+
+from hf_helix.planning.cost import simulate, work_of
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION
+from hf_helix.report.bars import Bar, bars_of_timeline, bars_of_trace, between, busy_fraction, parse_label, part_of
+from hf_helix.report.heatmap import draw_breakdown, draw_heatmap, text_heatmap
+from hf_helix.report.timeline import draw_timeline, text_timeline
+from hf_helix.runtime.trace import Span, Trace
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+# What bars say.
+
+
+@pytest.mark.parametrize(
+    ("label", "parts"),
+    [
+        ("B2.layers.3.mlp.down.W", ("B", 2, "layers.3", "mlp.down.W")),
+        ("F0.embedding.lookup", ("F", 0, "embedding", "lookup")),
+        ("F12.head.loss", ("F", 12, "head", "loss")),
+        ("F1.head.loss.statistics", ("F", 1, "head", "loss.statistics")),
+        ("B1.layer.0.attention", ("B", 1, "layer.0", "attention")),
+    ],
+)
+def test_labels(label: str, parts: tuple[object, ...]) -> None:
+    assert parse_label(label) == parts
+
+
+@pytest.mark.parametrize("label", ["", "first", "X0.layers.0.up", "F.layers.0.up", "F0.head"])
+def test_what_is_no_label_is_refused(label: str) -> None:
+    with pytest.raises(ValueError, match="not the label of an operator"):
+        parse_label(label)
+
+
+def test_parts() -> None:
+    pairs = [("F", "up"), ("B", "up.I"), ("B", "up.W"), ("B", "norm"), ("F", "x.W"), ("B", "norm.again")]
+    assert [part_of(*pair) for pair in pairs] == ["F", "I", "W", "B", "F", "R"]
+
+
+def test_bars_of_a_prediction() -> None:
+    timeline, program = window()
+    bars = bars_of_timeline(timeline, program)
+    assert len(bars) == len(program) == 2 * 2 * (5 + 6)
+    assert len({b.label for b in bars}) == len(bars)
+    assert {b.label for b in bars} >= {"F0.layer.0.norm", "F1.layer.1.send", "B1.layer.0.up.W"}
+    for b in bars:
+        assert b.end - b.start == pytest.approx(MS[f"{b.strand}.{b.operator}"] / 1e3)
+        assert b.communicates == (b.stream in ("local", "cross")) == (b.operator in ("gather", "send"))
+        assert b.label.startswith(f"{b.strand}{b.microbatch}.")
+    assert max(b.end for b in bars) == timeline.seconds
+
+
+def test_barriers_are_no_bars() -> None:
+    timeline, program = window()
+    known = profile()
+    stopped = [*program[:5], BARRIER_INSTRUCTION, *program[5:]]
+    found = bars_of_timeline(simulate(work_of(stopped, known.layout, known.times)), stopped)
+    assert [b.label for b in found] == [b.label for b in bars_of_timeline(timeline, program)]
+    with pytest.raises(ValueError, match="not of one window"):
+        bars_of_timeline(timeline, stopped)
+
+
+def test_bars_of_a_trace() -> None:
+    spans = [Span("compute", "F0.embedding.lookup", 7.0, 8.0), Span("local", "B2.layers.3.mlp.gather", 7.5, 9.0)]
+    found = bars_of_trace(Trace(spans=spans))
+    assert found == [
+        Bar("compute", "F", 0, "F0.embedding.lookup", 0.0, 1.0, False),
+        Bar("local", "B", 2, "B2.layers.3.mlp.gather", 0.5, 2.0, True),
+    ]
+    assert [b.letter for b in found] == ["F", "b"]
+    assert bars_of_trace(Trace()) == []
+
+
+def test_a_stretch() -> None:
+    bars = [bar(0, 2), bar(2, 5), bar(6, 8)]
+    assert between(bars, 1, 6) == [bar(1, 2), bar(2, 5)]
+    assert busy_fraction(bars, "compute", 1, 6) == pytest.approx(4 / 5)
+    assert busy_fraction(bars, "local", 1, 6) == 0
+
+
+# Text.
+
+
+def test_rows_fill_as_their_streams_are_busy() -> None:
+    bars = [bar(0, 4), bar(4, 6, strand="B", operator="up.I"), bar(6, 8, strand="B", operator="up.W")]
+    bars += [bar(2, 6, "local", "F", "gather"), bar(7, 8, "cross", "B", "send")]
+    lines = text_timeline(bars, width=100).splitlines()
+    rows = {name: (letters, busy) for name, letters, busy in (line.split()[:3] for line in lines[:3])}
+    assert list(rows) == ["compute", "local", "cross"]
+    assert rows["compute"] == ("F" * 40 + "B" * 20 + "W" * 20, "100%")
+    assert rows["local"] == ("·" * 20 + "f" * 40 + "·" * 20, "50%")
+    assert rows["cross"] == ("·" * 70 + "b" * 10, "12%")
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_ruler_and_the_legend() -> None:
+    lines = text_timeline([bar(0, 0.04), bar(0.04, 0.08)], width=100).splitlines()
+    assert len(lines) == 4  # no rows for streams that run nothing
+    assert lines[2].split() == ["0", "ms", "20", "40", "60", "80"]
+    assert [lines[2].index(f"{ms}") - lines[2].index("0 ms") for ms in (20, 40, 60)] == [20, 40, 60]
+    assert lines[3].split("   ")[-2:] == ["F forward", "· idle"]
+    assert [place - 9 for place, mark in enumerate(lines[1]) if mark == "┬"] == [0, 20, 40, 60, 79]
+
+
+def test_short_operators_do_not_hide_that_a_stream_idles() -> None:
+    bars = [bar(place, place + 0.25) for place in range(100)] + [bar(99, 100, "local", operator="gather")]
+    compute = text_timeline(bars).splitlines()[0]
+    assert compute.count("F") == 0
+    assert "26% busy" not in compute
+    assert "25% busy" in compute
+
+
+def test_there_must_be_something_to_show(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing to draw"):
+        text_timeline([])
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_timeline([bar(1, 1)], tmp_path / "a.svg")
+
+
+# Figures.
+
+
+def test_every_operator_is_a_rectangle_to_scale(tmp_path: Path) -> None:
+    bars = bars_of_timeline(*window())
+    draw_timeline(bars, tmp_path / "a.svg", "title")
+    found = boxes(tmp_path / "a.svg")
+    assert found.keys() == {f"line0:{b.label}" for b in bars}
+    left, width = found[f"line0:{bars[0].label}"]
+    scale = width / bars[0].seconds
+    for b in bars:
+        x, extent = found[f"line0:{b.label}"]
+        assert extent == pytest.approx(b.seconds * scale, rel=1e-4)
+        assert x - left == pytest.approx((b.start - bars[0].start) * scale, abs=1e-3)
+
+
+def test_a_timeline_in_lines(tmp_path: Path) -> None:
+    draw_timeline([bar(0, 3), bar(3, 4, operator="down")], tmp_path / "a.svg", lines=2)
+    found = boxes(tmp_path / "a.svg")
+    assert found.keys() == {"line0:F0.layers.0.up", "line1:F0.layers.0.up", "line1:F0.layers.0.down"}
+    assert found["line0:F0.layers.0.up"][1] == pytest.approx(2 * found["line1:F0.layers.0.up"][1], rel=1e-4)
+
+
+def test_the_same_bars_make_the_same_file(tmp_path: Path) -> None:
+    bars = bars_of_timeline(*window())
+    for name in ("a.svg", "b.svg", "c.svg"):
+        draw_timeline(bars[:-1] if name == "c.svg" else bars, tmp_path / name)
+    a, b, c = ((tmp_path / name).read_bytes() for name in ("a.svg", "b.svg", "c.svg"))
+    assert a == b != c
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "PNG", "pdf"])
+def test_formats(tmp_path: Path, suffix: str) -> None:
+    known = profile(pairs=PAIRS)
+    for name in ("timeline", "heatmap", "breakdown"):
+        path = tmp_path / f"{name}.{suffix}"
+        if name == "timeline":
+            draw_timeline(bars_of_timeline(*window()), path)
+        else:
+            {"heatmap": draw_heatmap, "breakdown": draw_breakdown}[name](known, path)
+        data = path.read_bytes()
+        assert data.startswith({"svg": b"<?xml", "png": PNG, "pdf": b"%PDF"}[suffix.lower()])
+        if suffix == "svg":
+            assert ET.fromstring(data).tag == f"{SVG}svg"
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must end with one of \.svg, \.png, \.pdf"):
+        draw_timeline([bar(0, 1)], tmp_path / "a.gif")
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    known = profile(pairs=PAIRS)
+    draws = [lambda path: draw_timeline([bar(0, 1)], path), lambda path: draw_heatmap(known, path)]
+    for draw in [*draws, lambda path: draw_breakdown(known, path)]:
+        with pytest.raises(ImportError, match=r"pip install matplotlib$"):
+            draw(tmp_path / "a.svg")
+    assert text_timeline([bar(0, 1)])  # text needs nothing
+    assert text_heatmap(known)

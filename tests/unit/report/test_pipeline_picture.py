@@ -1,0 +1,138 @@
+"""Pictures of pipelines show every action once, to scale, and idle time as such."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.windows import boxes
+
+from hf_helix.planning.pipeline.placement import stage_ranks
+from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule, parse_schedule
+from hf_helix.planning.pipeline.simulate import Costs, Simulated, simulate_schedule
+from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
+
+pytest.importorskip("matplotlib")
+
+
+def simulated(name: str = "w", num_ranks: int = 2, num_microbatches: int = 4, **options: float) -> Simulated:
+    ranks = stage_ranks(PLACEMENT_OF[name], num_ranks)
+    schedule = build_schedule(name, num_ranks, num_microbatches)
+    return simulate_schedule(schedule, ranks, Costs.of_layers([1] * len(ranks), **options))
+
+
+def apart() -> Simulated:
+    """0F0 takes 2, then 1F0 1; I 1 and W 1 each."""
+    schedule = parse_schedule("0F0 1F0 1I0 1W0 0B0", 1)
+    return simulate_schedule(schedule, (0, 0), Costs((2.0, 1.0), (1.0, 1.0), (1.0, 1.0)))
+
+
+# Text
+
+
+def rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("rank ")]
+
+
+def test_slots_are_drawn_to_scale_with_their_numbers():
+    (row,) = rows(text_pipeline(apart(), width=8 + 28 + 11))
+    assert row == "rank 0  F0──────f0──i0──w0──B0──────    0% idle"
+    (row,) = rows(text_pipeline(apart(), width=8 + 14 + 11))
+    assert row.split()[2] == "F0──f0i0w0B0──"
+    (row,) = rows(text_pipeline(apart(), width=8 + 10 + 11))
+    assert len(row.split()[2]) == 10
+
+
+def test_idle_time_is_dots_and_fused_slots_are_marked():
+    found = simulated(forward=1.0, input=0.5, weight=0.5, gain=2.0)
+    text = text_pipeline(found, width=8 + 14 * 4 + 11)
+    assert found.seconds == 14
+    cells = [row.split()[2] for row in rows(text)]
+    assert [len(cell) for cell in cells] == [56, 56]
+    assert cells[1].startswith("····F0──f0──F1──f1──")
+    assert [cell.count("·") for cell in cells] == [2 * 4, 2 * 4]
+    assert "F2b0" in cells[0]
+    assert "F2b0" in cells[1]
+    narrow = [row.split()[2] for row in rows(text_pipeline(found, width=8 + 14 * 2 + 11))]
+    assert [row.count("X") for row in narrow] == found.fused == [4, 4]
+    assert "X forward beside backward" in text
+
+
+@pytest.mark.parametrize("width", [20, 60, 100, 200])
+@pytest.mark.parametrize("name", PLACEMENT_OF)
+def test_text_keeps_to_its_width(name: str, width: int):
+    found = simulated(name, 4, 12)
+    lines = rows(text_pipeline(found, width))
+    assert len(lines) == 4
+    assert len({len(line) for line in lines}) == 1
+    assert len(lines[0]) == max(width, 8 + 10 + 11)
+    for line, bubble in zip(lines, found.bubbles, strict=True):
+        assert line.endswith(f"{bubble:4.0%} idle")
+
+
+def test_dots_are_the_bubble():
+    found = simulated("1f1b", 4, 8)
+    for line, bubble in zip(rows(text_pipeline(found, 8 + 330 + 11)), found.bubbles, strict=True):
+        assert line.count("·") / 330 == pytest.approx(bubble, abs=0.01)
+
+
+def test_a_line_for_every_rank():
+    found = simulated("w", 2, 4)
+    head, *lines = text_ranks(found).splitlines()
+    assert head.split() == ["bubble", "fused", "live", "activations", "in", "stage-shares"]
+    assert [line.split() for line in lines] == [
+        [f"rank {rank}".split()[0], str(rank), f"{found.bubbles[rank]:.1%}", "4", "5", "2.50"] for rank in range(2)
+    ]
+
+
+def test_a_line_for_every_schedule():
+    found = {name: simulated(name, 2, 4) for name in PLACEMENT_OF}
+    head, *lines = text_comparison(found).splitlines()
+    assert head.split()[:4] == ["schedule", "time", "bubble", "fused"]
+    for line, (name, one) in zip(lines, found.items(), strict=True):
+        assert line.split()[:4] == [name, f"{one.seconds:.2f}", f"{one.bubble:.1%}", str(max(one.fused))]
+    assert len({len(line) for line in [head, *lines]}) == 1
+
+
+# Figures
+
+
+@pytest.mark.parametrize("name", PLACEMENT_OF)
+def test_every_action_is_a_box_to_scale(name: str, tmp_path: Path):
+    found = simulated(name, 3, 7, gain=1.4, transfer=0.1)
+    draw_pipeline(found, tmp_path / "a.svg", "title")
+    shown = boxes(tmp_path / "a.svg")
+    expected = {
+        f"rank{rank}:{action}": (found.starts[rank][place], found.ends[rank][place])
+        for rank, slots in enumerate(found.schedule)
+        for place, slot in enumerate(slots)
+        for action in slot.actions
+    }
+    assert shown.keys() == expected.keys()
+    left, first = shown["rank0:0F0"]
+    scale = first / (expected["rank0:0F0"][1] - expected["rank0:0F0"][0])
+    for key, (start, end) in expected.items():
+        x, width = shown[key]
+        assert width == pytest.approx((end - start) * scale, rel=1e-3)
+        assert x - left == pytest.approx(start * scale, abs=1e-2)
+
+
+def test_margins_and_legend_say_what_a_reader_needs(tmp_path: Path):
+    found = simulated("dualpipe_v", 2, 5)
+    draw_pipeline(found, tmp_path / "a.svg", "my title", "ms")
+    written = (tmp_path / "a.svg").read_text()
+    for text in ("my title", "rank 1", "forward, chunk 0", "backward or input gradient, chunk 1", "weight gradient"):
+        assert f"<!-- {text} -->" in written, text
+    assert any(f"<!-- {number} ms -->" in written for number in (5, 10, 20))
+    assert f"{found.bubbles[1]:.1%} bubble" in written
+    assert f"{found.live[0]} live" in written
+
+
+def test_the_same_window_makes_the_same_file(tmp_path: Path):
+    for suffix, start in ((".svg", b"<?xml"), (".png", b"\x89PNG"), (".pdf", b"%PDF")):
+        draw_pipeline(simulated(), tmp_path / f"a{suffix}")
+        draw_pipeline(simulated(), tmp_path / f"b{suffix}")
+        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+        assert (tmp_path / f"a{suffix}").read_bytes().startswith(start)
+    with pytest.raises(ValueError, match=r"must end with one of \.svg"):
+        draw_pipeline(simulated(), tmp_path / "a.bmp")

@@ -1,0 +1,40 @@
+"""Bars are for terminals; a file gets a line for each stage."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from hf_helix.tuning.progress import progress_bar
+
+
+def work(is_shown: bool = True) -> None:
+    with progress_bar(is_shown) as show:
+        for stage in ("measuring operators", "timing plans"):
+            for done in range(11):
+                show(stage, done / 10)
+
+
+def test_a_file_gets_a_line_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    work()
+    assert capsys.readouterr().err == "hf_helix: measuring operators ...\nhf_helix: timing plans ...\n"
+
+
+def test_other_ranks_stay_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    work(is_shown=False)
+    assert capsys.readouterr() == ("", "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    work()
+    assert "hf_helix: timing plans: 100%|" in terminal.getvalue()
+    assert "\n" not in terminal.getvalue()

@@ -1,0 +1,282 @@
+"""The scorecard tells the truth: gains, small gains with their reason, losses, and the layout that would be faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_helix.report.scorecard import format_scorecard
+from hf_helix.tuning.autotune import Tuning
+from hf_helix.tuning.measure.overlap import Overlap
+from hf_helix.tuning.verdict import format_tuning, format_verdict
+
+
+def overlap(step: float = 8.0, **changes: Any) -> Overlap:
+    """Figures in ms: 6 of computation, 4 of communication, of which 2 show at a step of 8."""
+    figures = {"computation": 6.0, "communication": 4.0, **changes}
+    seconds = {name: value / 1e3 for name, value in figures.items() if name in ("computation", "communication")}
+    rest = {name: value for name, value in figures.items() if name not in seconds}
+    return Overlap(**{"overlapped_fraction": 0.5, "tokens": 4000, "step": step / 1e3, **seconds, **rest})
+
+
+def tuning(kept: str, steps: dict[str, Overlap], **options: Any) -> Tuning:
+    return Tuning(kept, steps, **options)
+
+
+BOTH = {"sequential": overlap(10.0), "search": overlap(8.0)}
+
+
+def test_figures_of_an_overlap() -> None:
+    found = overlap()
+    assert found.exposed == pytest.approx(2e-3)
+    assert found.hidden_fraction == pytest.approx(0.5)
+    assert found.bound == pytest.approx(6e-3)
+    assert found.tokens_per_second == pytest.approx(500_000)
+    assert overlap(5.0).exposed == 0.0
+    assert overlap(5.0).hidden_fraction == 1.0
+    assert overlap(12.0).hidden_fraction == pytest.approx(-0.5)
+    assert overlap(communication=9.0).bound == pytest.approx(9e-3)
+    assert overlap(communication=0.0).hidden_fraction == 0.0
+
+
+def test_a_scorecard() -> None:
+    text = format_scorecard(overlap(), "search")
+    assert text.startswith("plan search: 500,000 tokens/s, 8.0 ms a window of 4,000 tokens")
+    lines = {line[:23].strip(): line[23:].strip() for line in text.splitlines()[1:]}
+    assert lines["computation alone"] == "6.0 ms"
+    assert lines["communication alone"] == "4.0 ms"
+    assert lines["overlapped"].startswith("50% ")
+    assert lines["hidden"].startswith("50% ")
+    assert lines["hidden"].endswith("2.0 ms are exposed")
+    assert lines["one after the other"] == "10.0 ms"
+    assert lines["no plan can beat"] == "6.0 ms"
+    assert "slows" not in text
+
+
+def test_a_scorecard_of_a_loss_and_of_one_rank() -> None:
+    assert "communication slows computation down" in format_scorecard(overlap(12.0), "search")
+    assert "-50%" in format_scorecard(overlap(12.0), "search")
+    alone = format_scorecard(overlap(6.0, communication=0.0), "sequential")
+    assert alone.endswith("one rank: there is no communication to hide")
+    assert "hidden" not in alone
+
+
+def test_a_gain() -> None:
+    found = tuning("search", BOTH, predicted={"search": 7e-3, "dhelix": 9e-3}, measured="2026-01-02")
+    text = format_tuning(found)
+    assert text.startswith("Plan search is kept, 1.25 times as fast as sequential (measured 2026-01-02).")
+    assert "A window takes: sequential 10.0 ms, search 8.0 ms (predicted 7.0 ms);" in text
+    assert "its computation alone 6.0 ms, its communication alone 4.0 ms, and no plan can beat 6.0 ms." in text
+    assert "50% of communication runs beside computation, 50% of its time is saved, 2.0 ms are exposed." in text
+    assert text.endswith("are exposed.")
+    assert "\n" not in text
+
+
+def test_kinds_of_communication_are_told_apart_where_there_are_two() -> None:
+    kept = overlap(overlapped_by_kind={"cross": 0.75, "local": 0.25})
+    assert "beside computation (cross 75%, local 25%), " in format_tuning(tuning("search", {**BOTH, "search": kept}))
+    one = overlap(overlapped_by_kind={"local": 0.25})
+    assert "local" not in format_tuning(tuning("search", {**BOTH, "search": one}))
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        # Of 100 ms of work.
+        ({"computation": 95.0, "communication": 5.0}, "communication is only 5% of the work"),
+        (
+            {"computation": 60.0, "communication": 40.0, "overlapped_fraction": 0.9},
+            "communication runs beside computation, but takes the cores or the memory that it needs",
+        ),
+        (
+            {"computation": 60.0, "communication": 40.0, "overlapped_fraction": 0.1},
+            "communication is 40% of the work, and computation waits for it",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kept", "start"), [("search", "The gain over sequential is small"), ("sequential", "No plan")]
+)
+def test_small_gains_say_why(figures: dict[str, float], reason: str, kept: str, start: str) -> None:
+    steps = {"sequential": overlap(99.0, **figures), "search": overlap(98.0, **figures)}
+    steps[kept] = overlap(97.0, **figures)
+    text = format_tuning(tuning(kept, steps))
+    assert start in text
+    assert reason in text
+
+
+def test_contention_that_costs_more_than_all_communication_is_the_reason() -> None:
+    figures = {"computation": 60.0, "communication": 30.0, "overlapped_fraction": 0.1}
+    steps = {"sequential": overlap(100.0, **figures), "search": overlap(101.0, **figures)}
+    assert "but takes the cores or the memory that it needs" in format_tuning(tuning("sequential", steps))
+
+
+def test_the_baseline_is_not_compared_with_itself() -> None:
+    text = format_tuning(tuning("sequential", {"sequential": overlap(8.0), "search": overlap(9.0)}))
+    assert text.startswith("Plan sequential is kept. A window takes: sequential 8.0 ms, search 9.0 ms;")
+
+
+def test_a_bound_that_was_beaten_is_noise_and_not_said() -> None:
+    assert "no plan can beat" not in format_tuning(tuning("search", {**BOTH, "search": overlap(5.9)}))
+    assert "no plan can beat 6.0 ms" in format_tuning(tuning("search", {**BOTH, "search": overlap(6.1)}))
+
+
+@pytest.mark.parametrize(("baseline", "small"), [(10.4, True), (10.6, False)])
+def test_what_counts_as_small(baseline: float, small: bool) -> None:
+    text = format_tuning(tuning("search", {"sequential": overlap(baseline), "search": overlap(10.0)}))
+    assert ("is small" in text) == small
+
+
+def test_no_baseline_no_comparison() -> None:
+    text = format_tuning(tuning("dhelix", {"dhelix": overlap()}))
+    assert text.startswith("Plan dhelix is kept. A window takes: dhelix 8.0 ms;")
+    assert "sequential" not in text
+
+
+def test_a_loss_is_called_a_loss() -> None:
+    steps = {"sequential": overlap(12.0), "search": overlap(13.0)}
+    text = format_tuning(tuning("sequential", steps))
+    assert "none of its time is saved (-50%: it also slows computation down)" in text
+    assert "6.0 ms are exposed" in text
+
+
+def test_data_parallelism_is_named_where_it_would_be_faster() -> None:
+    """4 ms for 4,000,000 bytes sent: a gradient of 1,000,000 bytes summed over 2 ranks sends as many, in 1 ms."""
+    kept = overlap(8.0, bytes_moved=4_000_000)
+    found = tuning("search", {**BOTH, "search": kept}, gradient_bytes=1_000_000, ranks=2)
+    assert found.gradient_seconds == pytest.approx(1e-3)
+    text = format_tuning(found)
+    assert "Data parallelism alone would take about 7.0 ms a step instead of 8.0 ms (an estimate" in text
+    assert text.endswith("if the whole model fits on every rank.")
+    # Half of a step's micro-batches were timed: twice the computation, the same gradients.
+    assert "would take about 13.0 ms a step instead of 16.0 ms" in format_tuning(found, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("gradient_bytes", "ranks", "bytes_moved"),
+    [(3_000_000, 2, 4_000_000), (1_000, 1, 4_000_000), (10_000_000, 4, 4_000_000)],
+)
+def test_data_parallelism_is_not_named_where_it_would_not_be(gradient_bytes: int, ranks: int, bytes_moved: int) -> None:
+    kept = overlap(8.0, bytes_moved=bytes_moved)
+    found = tuning("search", {**BOTH, "search": kept}, gradient_bytes=gradient_bytes, ranks=ranks)
+    assert "Data parallelism" not in format_tuning(found)
+
+
+def test_gradients_of_four_ranks() -> None:
+    """Each sends 2 * 3/4 of all bytes."""
+    kept = overlap(8.0, bytes_moved=4_000_000)
+    found = tuning("search", {"search": kept}, gradient_bytes=2_000_000, ranks=4)
+    assert found.gradient_seconds == pytest.approx(3e-3)
+    assert tuning("search", {"search": overlap()}, gradient_bytes=1, ranks=4).gradient_seconds == 0.0
+
+
+# Pipelines
+
+
+def test_a_scorecard_of_a_pipeline() -> None:
+    text = format_scorecard(overlap(bubble_fraction=0.25), "search")
+    assert "  pipeline bubbles              25%   of it a rank waits for others" in text
+    assert "overlapped" in text
+    alone = format_scorecard(overlap(communication=0.0, bubble_fraction=0.25), "search")
+    assert alone.splitlines()[-2].startswith("  pipeline bubbles ")
+    assert alone.endswith("\n  no collectives to hide")
+    assert "one rank" not in alone
+
+
+def test_a_tuning_of_a_pipeline() -> None:
+    kept = overlap(bubble_fraction=0.25)
+    found = tuning("search", {**BOTH, "search": kept}, gradient_bytes=1_000, ranks=2)
+    text = format_tuning(found)
+    assert "computation alone 6.0 ms (of which a rank of the pipeline waits 25% for others), its communication" in text
+    assert "Data parallelism" not in text
+
+
+def test_a_tuning_without_collectives() -> None:
+    """A pipeline without tensor parallelism."""
+    figures = {"communication": 0.0, "overlapped_fraction": 0.0, "bubble_fraction": 0.25}
+    steps = {"sequential": overlap(8.1, **figures), "greedy": overlap(8.0, **figures)}
+    text = format_tuning(tuning("greedy", steps, predicted={"greedy": 7e-3}))
+    assert text.startswith("Plan greedy is kept, 1.01 times as fast as sequential. A window takes: ")
+    assert text.endswith(" waits 25% for others). There are no collectives to hide.")
+
+
+def test_a_choice_among_schedules() -> None:
+    steps = {"sequential on w": overlap(10.0), "greedy on w": overlap(9.0), "greedy on dualpipe_v": overlap(8.0)}
+    text = format_tuning(tuning("greedy on dualpipe_v", steps))
+    assert "Plan greedy on dualpipe_v is kept, 1.25 times as fast as sequential on w. A window takes: " in text
+    small = format_tuning(tuning("sequential on w", {"sequential on w": overlap(8.0), "greedy on auto": overlap(8.1)}))
+    assert "No plan that overlaps is faster here" in small
+    other = {"sequential on w": overlap(8.1), "sequential on dualpipe_v": overlap(8.0)}
+    assert "1.01 times as fast as sequential on w" in format_tuning(tuning("sequential on dualpipe_v", other))
+
+
+def test_sums_of_gradients_are_not_called_overlapped() -> None:
+    """With data parallelism alone, no plan orders what is communicated."""
+    figures = {"overlapped_fraction": 0.0, "bubble_fraction": 0.25}
+    text = format_scorecard(overlap(**figures), "greedy")
+    assert "overlapped" not in text
+    assert "only the sums of gradients" in text
+    assert "hidden" in text
+    said = format_tuning(tuning("greedy", {"greedy": overlap(**figures)}))
+    assert "Communication is sums of gradients only: 50% of its time is saved, 2.0 ms are exposed." in said
+
+
+# The sentence that is said
+
+SHARED = "2 ranks compute and communicate on the same 2 cores"
+FEW = {"sequential": overlap(10.0, communication=0.5), "search": overlap(9.9, communication=0.5)}
+
+
+@pytest.mark.parametrize(
+    ("kept", "steps", "contention", "sentence"),
+    [
+        ("search", BOTH, SHARED, "plan `search`, 1.25x as fast as without overlap"),
+        (
+            "sequential",
+            {**BOTH, "sequential": overlap(7.0)},
+            SHARED,
+            f"plan `sequential`: overlap gains nothing here, because {SHARED}",
+        ),
+        (
+            "sequential",
+            {**BOTH, "sequential": overlap(7.0)},
+            "",
+            "plan `sequential`: overlap gains nothing here, because computation beside communication loses as much "
+            "time as it hides",
+        ),
+        (
+            "search",
+            FEW,
+            SHARED,
+            "plan `search`, 1.01x as fast as without overlap; overlap gains little here, because communication is only "
+            "8% of the work",
+        ),
+        (
+            "greedy on auto",
+            {"sequential on w": overlap(10.0), "greedy on auto": overlap(8.0)},
+            "",
+            "plan `greedy` on the schedule `auto`, 1.25x as fast as without overlap",
+        ),
+        (
+            "sequential on auto",
+            {"sequential on w": overlap(10.0), "sequential on auto": overlap(8.0)},
+            "",
+            "plan `sequential` on the schedule `auto`, 1.25x as fast as with `sequential` on the schedule `w`",
+        ),
+        (
+            "dhelix",
+            {"dhelix": overlap(12.0)},
+            "",
+            "plan `dhelix`, as asked for: 50% of communication runs beside computation, 0% of it is hidden",
+        ),
+        (
+            "sequential",
+            {"sequential": overlap(7.0, communication=0.0), "greedy": overlap(7.1, communication=0.0)},
+            SHARED,
+            "plan `sequential`: overlap gains nothing here, because there are no collectives to hide",
+        ),
+    ],
+)
+def test_the_verdict_is_a_sentence(kept: str, steps: dict[str, Overlap], contention: str, sentence: str) -> None:
+    assert format_verdict(tuning(kept, steps), contention) == sentence

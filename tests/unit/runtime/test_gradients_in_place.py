@@ -1,0 +1,123 @@
+"""Gradients are averaged where they lie: what is copied at all is copied once, and there is no second set of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.more_jobs import unit_of
+from torch import Tensor, nn
+
+from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.unit import COPIED, CUT_ROWS
+from hf_helix.runtime import grad_reduce as gradients
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.runtime.streams import CpuStreams, Event
+
+RANKS = 2
+
+
+class AtOnce(CpuStreams):
+    """Runs work when it is issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[Any] = []
+
+    def issue(self, kind: Any, work: Callable[[], Any], after: Sequence[Event], label: str, lane: str = "") -> Any:
+        work()
+        return label
+
+    def wait(self, event: Any) -> None:
+        self.waited.append(event)
+
+
+@pytest.fixture
+def summed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What goes over the ranks, each of which brings the same."""
+    found: list[Tensor] = []
+
+    def all_reduce(value: Tensor, group: Any, link: Any) -> None:
+        found.append(value)
+        value.mul_(RANKS)
+
+    monkeypatch.setattr(gradients, "all_reduce", all_reduce)
+    return found
+
+
+def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    found = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    for parameter in found:
+        parameter.grad = torch.randn(parameter.shape, dtype=dtype)
+    return found
+
+
+def reduce(parameters: Sequence[nn.Parameter], device: str = "cpu") -> AtOnce:
+    sizes, group, one, streams = {"dp": RANKS, "pp": 1, "cp": 1, "tp": 1, "ep": 1}, object(), Axis.single(), AtOnce()
+    given: Any = (sizes, torch.device(device), None, one, Axis.single(), one, Pipe([0]), group, group, group, None)
+    unit = unit_of({parameter: CUT_ROWS if parameter.dim() > 1 else COPIED for parameter in parameters})
+    reduction = gradients.Reduction({0: unit}, Mesh(*given), streams)
+    reduction.complete(0)
+    reduction.finish()
+    return streams
+
+
+def test_a_bucket_becomes_one_piece_which_stays(summed: list[Tensor]) -> None:
+    parameters = parameters_of((4, 3), (3,), (2, 3))
+    before = [parameter.grad.clone() for parameter in parameters]
+    reduce(parameters)
+    (piece,) = summed
+    assert piece.shape == (4 * 3 + 3 + 2 * 3,)
+    for parameter, gradient in zip(parameters, before, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)  # the average of equal ones
+        assert parameter.grad.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
+        parameter.grad *= 2  # with gradients enabled, as a callback may
+    reduce(parameters)
+    assert summed[1].data_ptr() == piece.data_ptr()
+    torch.optim.AdamW(parameters).step()
+
+
+def test_what_lies_in_one_piece_is_not_copied(summed: list[Tensor]) -> None:
+    """A gradient that fills a bucket, and those of linears that one product is for."""
+    (alone,) = parameters_of((4, 3))
+    place = alone.grad.data_ptr()
+    reduce([alone])
+    together, whole = parameters_of((4, 3), (2, 3)), torch.randn(6, 3)
+    for parameter, part in zip(together, whole.split([4, 2]), strict=True):
+        parameter.grad = part
+    reduce(together)
+    assert alone.grad.data_ptr() == place
+    assert [value.data_ptr() for value in summed] == [place, whole.data_ptr()]
+
+
+def test_half_precision_is_summed_in_a_higher_one(summed: list[Tensor]) -> None:
+    parameters = parameters_of((4, 3), (3,), dtype=torch.bfloat16)
+    before = [(parameter.grad, parameter.grad.clone()) for parameter in parameters]
+    reduce(parameters)
+    assert [value.dtype for value in summed] == [torch.float32]
+    for parameter, (gradient, value) in zip(parameters, before, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, value)
+
+
+def test_on_cuda_few_copies_of_half_precision_are_alive(summed: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+    order: list[str] = []
+    parts, wait = gradients._parts, AtOnce.wait
+    monkeypatch.setattr(gradients, "_parts", lambda *given: (order.append("copy"), parts(*given))[1])
+    monkeypatch.setattr(AtOnce, "wait", lambda *given: (order.append("wait"), wait(*given))[1])
+    reduce(parameters_of(*[(4, 3)] * 5, dtype=torch.bfloat16), device="cuda")
+    alive = [order[:place].count("copy") - order[:place].count("wait") for place in range(len(order) + 1)]
+    assert max(alive) == gradients.MOST_COPIES + 1
+    assert alive[-1] == 0
+
+
+def test_who_has_no_gradient_gets_none(summed: list[Tensor]) -> None:
+    parameters = parameters_of((4, 3), (3,), (2, 3))
+    parameters[1].grad = None
+    reduce(parameters)
+    assert [value.shape for value in summed] == [(4 * 3 + 2 * 3,)]
+    assert parameters[1].grad is None

@@ -1,0 +1,118 @@
+"""Sums of gradients: a bucket at a time, as soon as all of it is complete; no stream waits for more than it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.more_jobs import unit_of
+from torch import nn
+
+from hf_helix.operators.communication.transport import Axis, GroupTransport
+from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_ROWS, Placement
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime import grad_reduce as gradients
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.runtime.streams import CpuStreams, Event
+
+
+class Issued(Event):
+    def __init__(self, kind: Kind, after: Sequence[Event]) -> None:
+        self.kind, self.after = kind, list(after)
+
+
+class Recorder(CpuStreams):
+    """Runs nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.issued: list[Issued] = []
+        self.waited: list[Event] = []
+
+    def issue(self, kind: Kind, work: Any, after: Sequence[Event], label: str, lane: str = "") -> Event:
+        self.issued.append(Issued(kind, after))
+        return self.issued[-1]
+
+    def wait(self, event: Any) -> None:
+        self.waited.append(event)
+
+
+def mesh_of(tp: bool, dp: bool) -> Mesh:
+    axis = Axis.single()
+    if tp:
+        axis.transport = object.__new__(GroupTransport)
+        axis.transport.group, axis.transport.size, axis.transport.rank = object(), 2, 0  # type: ignore[assignment]
+    sizes = {"dp": 1 + dp, "pp": 1, "cp": 1, "tp": 1 + tp, "ep": 1}
+    group: Any = object() if dp else None
+    return Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), group, group, group, None)
+
+
+def parameter(frozen: bool = False) -> nn.Parameter:
+    """100 bytes, with a gradient unless it is frozen."""
+    found = nn.Parameter(torch.zeros(25), requires_grad=not frozen)
+    found.grad = None if frozen else torch.zeros(25)
+    return found
+
+
+def kinds(streams: Recorder) -> list[str]:
+    return [event.kind.value for event in streams.issued]
+
+
+def reduction_of(placements: Sequence[dict[nn.Parameter, Placement]], streams: Recorder, tp: bool, dp: bool) -> Any:
+    return gradients.Reduction({k: unit_of(found) for k, found in enumerate(placements)}, mesh_of(tp, dp), streams)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 200)  # two parameters
+    return Recorder()
+
+
+def test_a_bucket_is_summed_as_soon_as_all_of_it_is_complete(streams: Recorder) -> None:
+    reduction = reduction_of([{parameter(): CUT_ROWS} for _ in range(4)], streams, tp=False, dp=True)
+    issued = []
+    for unit in (3, 1, 2, 0):  # the buckets are units 3 and 2, 1 and 0
+        reduction.complete(unit)
+        issued.append(len(streams.issued))
+    assert issued == [0, 0, 1, 2]
+    assert streams.waited == []
+    reduction.finish()
+    assert streams.waited == streams.issued
+
+
+def test_a_weight_of_two_units_is_complete_with_the_second(streams: Recorder) -> None:
+    shared = parameter()
+    reduction = reduction_of([{shared: CUT_ROWS}, {shared: CUT_ROWS}], streams, tp=False, dp=True)
+    reduction.complete(1)
+    assert streams.issued == []
+    reduction.complete(0)
+    assert kinds(streams) == ["gradients"]
+
+
+def test_averages_wait_for_their_own_sums_and_sums_for_nothing(streams: Recorder) -> None:
+    """The stream of the sums carries the collectives of the layers, too, and must not wait for other batches."""
+    placements = [{parameter(): COPIED_ON_SHARDS, parameter(): CUT_ROWS} for _ in range(2)]
+    reduction = reduction_of(placements, streams, tp=True, dp=True)
+    reduction.complete(1)
+    reduction.complete(0)
+    assert kinds(streams) == ["local", "gradients"] * 2
+    assert [event.after for event in streams.issued] == [[], streams.issued[:1], [], streams.issued[2:3]]
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "expected"), [(False, False, []), (True, False, ["local"]), (False, True, ["gradients"])]
+)
+def test_only_axes_of_several_ranks_communicate(tp: bool, dp: bool, expected: list[str], streams: Recorder) -> None:
+    reduction = reduction_of([{parameter(): COPIED_ON_SHARDS, parameter(): COPIED}], streams, tp, dp)
+    reduction.complete(0)
+    reduction.finish()
+    assert kinds(streams) == expected
+
+
+def test_what_is_not_trained_holds_nothing_up(streams: Recorder) -> None:
+    reduction = reduction_of([{parameter(): COPIED}, {parameter(frozen=True): COPIED}], streams, tp=False, dp=True)
+    reduction.complete(0)
+    assert kinds(streams) == ["gradients"]

@@ -1,0 +1,127 @@
+"""What the watch asks of the store does not grow with the number of ranks, and still every rank hears who has died."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+from hf_helix.runtime.failures import heartbeat as liveness
+from hf_helix.runtime.failures.heartbeat import Watch
+
+ROUNDS = 3
+
+
+class Counted:
+    """A connection to a store that counts what is asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            self.requests += 1
+            return getattr(self.store, name)(*arguments)
+
+        return ask
+
+
+@pytest.fixture
+def server() -> HashStore:
+    """A store within this process, which makes no connections."""
+    return HashStore()
+
+
+def watches(server: Any, world: int) -> list[Watch]:
+    """One for each rank, none of them in a thread; they wait for each other when they are made."""
+    made: dict[int, Watch] = {}
+
+    def make(rank: int) -> None:
+        made[rank] = Watch(rank, world, Counted(server.clone()))  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [made[rank] for rank in range(world)]
+
+
+def requests(watch: Watch) -> int:
+    return watch._store.requests  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("world", "over_tcp"), [(2, True), (8, True), (64, False)])
+def test_two_requests_a_rank_and_round(world: int, over_tcp: bool, server: HashStore) -> None:
+    tcp = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if over_tcp else None
+    ranks = watches(tcp or server, world)
+    before = [requests(watch) for watch in ranks]
+    for _ in range(ROUNDS):
+        assert [watch._round() for watch in ranks] == [""] * world
+    assert [requests(watch) - count for watch, count in zip(ranks, before, strict=True)] == [2 * ROUNDS] * world
+
+
+@pytest.mark.parametrize(("world", "seconds"), [(2, 0.5), (128, 0.5), (256, 1.0), (1024, 4.0), (4096, 4.0)])
+def test_many_ranks_send_signs_of_life_more_rarely(world: int, seconds: float) -> None:
+    assert liveness.interval_of(world) == seconds < liveness.GRACE
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is dead when it was silent between two looks."""
+    monkeypatch.setattr(liveness, "DEAD_AFTER", 0.0)
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_all_hear_of_a_rank_that_falls_silent(dead: int, server: HashStore, impatient: None, capfd: Any) -> None:
+    ranks = watches(server, 4)
+    alive = [watch for watch in ranks if watch.rank != dead]
+    assert [watch._round() for watch in ranks] == [""] * 4
+    heard = [watch._round() for watch in alive] + [watch._round() for watch in alive]
+    assert set(heard[3:]) == {f"rank {dead} died: no sign of life for 0 s"}
+    assert f"ends because rank {dead} died" in capfd.readouterr().err
+
+
+def test_a_rank_that_has_left_is_not_missed(server: HashStore, impatient: None) -> None:
+    ranks = watches(server, 3)
+    for watch in ranks:
+        watch._round()
+    ranks[1]._thread.start()
+    ranks[1].close()
+    for _ in range(2):
+        ranks[0]._beat()
+        ranks[2]._beat()
+        assert (ranks[0]._round(), ranks[2]._round()) == ("", "")
+
+
+def test_what_a_rank_says_of_its_end_is_heard_by_all_before_it_ends(server: HashStore, capfd: Any) -> None:
+    ranks = watches(server, 3)
+    listening = [threading.Timer(0.3, watch._round) for watch in ranks[:2]]
+    for timer in listening:
+        timer.start()
+    assert ranks[2].report("rank 2 failed: boom") == "rank 2 failed: boom"
+    assert all(watch._failure == "rank 2 failed: boom" for watch in ranks[:2])
+    assert ranks[0].report("rank 0 failed: later") == "rank 2 failed: boom"
+    assert "rank 1 ends because rank 2 failed: boom" in capfd.readouterr().err
+
+
+def test_whose_fault_an_error_of_communication_is(server: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank asks all others, not rank 0 alone."""
+    ranks = watches(server, 3)
+    for watch in ranks:
+        watch.interval = 0.02
+    going = threading.Event()
+
+    def beat() -> None:
+        while not going.wait(0.005):
+            ranks[0]._beat()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    assert ranks[1].find_culprit() == "rank 2 died: no sign of life for 0 s"
+    going.set()
+    thread.join()

@@ -1,0 +1,148 @@
+"""Pages are true where a test can tell: links, anchors, commands, extras, and what is generated from the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from hf_helix.cli.main import build_parser
+
+README = ROOT / "README.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*.md")])
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def project() -> dict[str, Any]:
+    return pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which GitHub links to headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    words = (re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {title.strip().replace(" ", "-") for title in words}
+
+
+def check_target(page: Path, anchor: str) -> None:
+    assert page.exists(), page
+    assert not anchor or anchor in anchors(page), f"{page.relative_to(ROOT)} has no heading #{anchor}"
+
+
+def test_links_of_the_first_page_work_on_a_package_index() -> None:
+    """Absolute, and to files that exist."""
+    home = project()["urls"]["Homepage"]
+    inside = [link for link in links(README) if link.startswith(home)]
+    assert len(inside) > 10
+    for link in inside:
+        path, _, anchor = link.removeprefix(home).partition("#")
+        assert re.match(r"/(blob|raw)/main/", path), link
+        check_target(ROOT / path.split("/", 3)[3], anchor)
+    for link in set(links(README)) - set(inside):
+        assert re.match(r"https://(?!github\.com)", link), f"{link} is neither outside nor below {home}"
+    assert all(url.startswith(home) for url in project()["urls"].values())
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        if not link.startswith("http"):
+            path, _, anchor = link.partition("#")
+            check_target((page.parent / path).resolve() if path else page, anchor)
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = {(index.parent / link).resolve() for link in links(index)}
+    assert {page for page in PAGES if page.parent == index.parent} - {index} <= listed
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every command in a block of code; `NAME` and `...` stand for what the reader puts in."""
+    text = page.read_text().replace("\\\n", " ")
+    for line in re.findall(r"^(?:    )?((?:\w+=\S+ )*(?:sudo )?(?:\.venv/bin/)?[a-z][\w-]* .*)$", text, re.MULTILINE):
+        words = line.partition("   #")[0].partition(" && ")[0]
+        if re.match(r"(\w+=\S+ )*(sudo )?(\.venv/bin/)?(hf-helix|accelerate|python|make|pip|torchrun) ", words):
+            try:
+                split = shlex.split(words)
+            except ValueError:
+                continue  # prose with an apostrophe
+            yield [word for word in split if "=" not in word or word.startswith("-")]
+
+
+def test_there_are_commands() -> None:
+    found = {Path(words[0]).name for page in PAGES for words in commands(page)}
+    assert {"hf-helix", "accelerate", "make", "pip"} <= found
+
+
+@every_page
+def test_commands_name_what_exists(page: Path) -> None:
+    """Options of `hf-helix`, targets of make, extras, and files of the repository."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands(page):
+        program = Path(words[0]).name
+        if program == "hf-helix" and "..." not in words and words[1] != "--help":
+            build_parser().parse_args(words[1:])
+        if program == "make":
+            assert words[1] in targets, words
+        if program == "pip":
+            for extra in re.findall(r"\[([\w,-]+)\]", " ".join(words)):
+                assert set(extra.split(",")) <= project()["optional-dependencies"].keys(), words
+        for word in words:
+            if re.match(r"(recipes|accelerate_configs|benchmarks|docs)/", word):
+                assert (ROOT / word).exists(), words
+
+
+def test_every_extra_is_described() -> None:
+    page = (ROOT / "docs" / "installation.md").read_text()
+    for extra in project()["optional-dependencies"]:
+        assert f"| `{extra}` |" in page
+
+
+def test_no_message_installs_from_an_index_that_does_not_have_it() -> None:
+    for path in [*(ROOT / "hf_helix").rglob("*.py"), *PAGES]:
+        assert not re.search(r"pip install '?\"?hf_helix", path.read_text()), path
+
+
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_generated_is_up_to_date() -> None:
+    made = generator()
+    for page in {page for page, _ in made.BLOCKS.values()}:
+        assert made.filled(page) == (ROOT / "docs" / page).read_text(), f"run `python docs/generate.py`: docs/{page}"
+
+
+def test_the_file_to_copy_has_every_option() -> None:
+    text = (ROOT / "accelerate_configs" / "helix.yaml").read_text()
+    for option in generator().dataclasses.fields(generator().HelixConfig):
+        assert re.search(rf"^ +(# )?{option.name}: ", text, re.MULTILINE), option.name
+
+
+def test_every_option_is_described() -> None:
+    """A field without a word in the docstring is an error, not a gap."""
+    made = generator()
+    assert made.options().count("\n### `") + 1 == len(made.dataclasses.fields(made.HelixConfig))
+    documented = made.HelixConfig.__doc__
+    try:
+        made.HelixConfig.__doc__ = documented.replace("tp_size: ranks", "tp: ranks")
+        with pytest.raises(ValueError, match="differ in tp, tp_size"):
+            made.options()
+    finally:
+        made.HelixConfig.__doc__ = documented

@@ -1,0 +1,255 @@
+"""Recipes: model configurations have the shapes they are named for, layouts fit them, and pages say what there is."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from support.paths import ROOT
+from support.recipes import ALL_MODELS, LAUNCH, MODELS, README, config_of, row_of
+from transformers import AutoModelForCausalLM
+
+from hf_helix import HelixConfig
+from hf_helix.models.registry import supported_models
+
+FILES = sorted(LAUNCH.rglob("*.yaml"))
+PAPER_FILES = sorted((LAUNCH / "paper").glob("*.yaml"))
+AXES = ("dp", "tp", "cp", "pp", "ep")
+HOST = 8  # GPUs
+
+# Of the paper's models: billions of parameters in the decoder layers, with grouped-query attention.
+PAPER_LAYERS = {
+    "llama-8b": 7.0,
+    "llama-25b": 24.0,
+    "llama-39b": 38.3,
+    "llama-66b": 65.0,
+    "gpt-6.7b": 6.4,
+    "gpt-18b": 18.1,
+    "gpt-30b": 29.0,
+    "phi-16b": 15.6,
+    "phi-31b": 31.2,
+    "phi-42b": 41.6,
+}
+# Models
+
+
+class Count(NamedTuple):
+    """Parameters."""
+
+    layers: int
+    experts: int  # of the layers
+    rest: int
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.rest
+
+
+def llama(c: Any) -> Count:
+    hidden, kv = c.hidden_size, c.num_key_value_heads * c.hidden_size // c.num_attention_heads
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * c.intermediate_size + 2 * hidden
+    return Count(c.num_hidden_layers * layer, 0, 2 * c.vocab_size * hidden + hidden)
+
+
+def gpt2(c: Any) -> Count:
+    """Biases everywhere; the embedding is the head, too; learned positions."""
+    hidden = c.hidden_size
+    layer = 12 * hidden * hidden + 13 * hidden
+    return Count(c.num_hidden_layers * layer, 0, (c.vocab_size + c.n_positions) * hidden + 2 * hidden)
+
+
+def phimoe(c: Any) -> Count:
+    """LayerNorm with biases, a router, and experts with a gate."""
+    hidden, kv = c.hidden_size, c.num_key_value_heads * c.hidden_size // c.num_attention_heads
+    experts = c.num_local_experts * 3 * hidden * c.intermediate_size
+    layer = 2 * hidden * hidden + 2 * hidden * kv + hidden * c.num_local_experts + experts + 4 * hidden
+    layers = c.num_hidden_layers
+    return Count(layers * layer, layers * experts, 2 * c.vocab_size * hidden + 2 * hidden)
+
+
+FORMULAS: dict[str, Callable[[Any], Count]] = {"llama": llama, "gpt2": gpt2, "phimoe": phimoe}
+
+
+@cache
+def count(model: str) -> Count:
+    """Of a model that is built, on no device."""
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config_of(model))
+    sizes = {name: weight.numel() for name, weight in built.named_parameters()}
+    in_layers = {name: size for name, size in sizes.items() if re.search(r"\.(layers|h)\.\d+\.", name)}
+    experts = sum(size for name, size in in_layers.items() if ".experts." in name)
+    layers = sum(in_layers.values())
+    return Count(layers, experts, sum(sizes.values()) - layers)
+
+
+@pytest.mark.parametrize("model", ALL_MODELS)
+def test_a_configuration_makes_the_model_it_names(model: str):
+    config = config_of(model)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    assert [type(built).__name__] == config.architectures
+    assert config.architectures[0] in supported_models()
+    assert f"(models/{model}/config.json)" in README
+
+
+@pytest.mark.parametrize("model", PAPER_LAYERS)
+def test_the_papers_models_have_its_numbers_of_parameters(model: str):
+    found = count(model)
+    assert found == FORMULAS[config_of(model).model_type](config_of(model))
+    assert round(found.layers / 1e9, 1) == PAPER_LAYERS[model]
+    # The name is the number of the layers, of the whole, or between them; to 1 %.
+    named = float(model.rpartition("-")[2].removesuffix("b")) * 1e9
+    assert 0.99 * found.layers <= named <= 1.01 * found.total
+    assert f"| {found.total / 1e9:.1f} |" in row_of(f"(models/{model}/config.json)")
+
+
+def test_every_family_has_a_small_model():
+    small = {config_of(model).architectures[0] for model in ALL_MODELS if model.startswith("tiny-")}
+    assert small == set(supported_models())
+    assert all(count(model).total < 1e6 for model in ALL_MODELS if model.startswith("tiny-"))
+
+
+# Layouts
+
+
+class Recipe(NamedTuple):
+    """What a file under accelerate_configs is for, by the command in its header."""
+
+    launch: dict[str, Any]
+    sizes: dict[str, int]
+    flags: dict[str, str]
+
+    @property
+    def model(self) -> str:
+        return Path(self.flags.get("config_name", "llama-5m")).name
+
+
+def recipe_of(path: Path) -> Recipe:
+    launch = yaml.safe_load(path.read_text())
+    helix = launch["parallelism_config"]["helix"]
+    sizes = {name: helix.get(f"{name}_size", 1) for name in AXES[1:]}
+    shared = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    assert launch["num_processes"] % shared == 0
+    (command,) = re.findall(r"^#   (accelerate launch .*)$", path.read_text(), re.MULTILINE)
+    assert f"--config_file {path.relative_to(ROOT)} " in command or path.stem == "helix"
+    flags = dict(re.findall(r"--(\w+) (\S+)", command))
+    return Recipe(launch, {"dp": launch["num_processes"] // shared, **sizes}, flags)
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(LAUNCH).with_suffix(""))
+
+
+every_file = pytest.mark.parametrize("path", FILES, ids=named)
+every_paper_file = pytest.mark.parametrize("path", PAPER_FILES, ids=lambda path: path.stem)
+
+
+@every_file
+def test_accelerate_and_helix_take_the_file(path: Path):
+    loaded = load_config_from_file(str(path))
+    assert loaded.distributed_type.value == ("MULTI_GPU" if loaded.num_processes > 1 else "NO")
+    assert loaded.use_cpu is path.stem.startswith("cpu")
+    HelixConfig.from_mapping(loaded.parallelism_config["helix"], str(path))
+
+
+@every_file
+def test_the_layout_fits_processes_and_model(path: Path):
+    recipe = recipe_of(path)
+    sizes, config = recipe.sizes, config_of(recipe.model)
+    assert sizes["dp"] % sizes["ep"] == 0, "expert parallelism takes its ranks from data parallelism"
+    heads = config.num_attention_heads
+    assert heads % sizes["tp"] == 0
+    assert getattr(config, "num_key_value_heads", heads) % sizes["tp"] == 0
+    assert 2 * sizes["pp"] <= config.num_hidden_layers
+    if sizes["ep"] > 1:
+        assert config.num_local_experts % (sizes["ep"] * sizes["tp"]) == 0
+
+
+@every_file
+def test_the_name_says_the_layout_and_the_page_lists_it(path: Path):
+    recipe = recipe_of(path)
+    link = f"(../{path.relative_to(ROOT)})"
+    if path.stem == "helix":  # the one to copy
+        assert link in README
+        return
+    row = row_of(link)
+    layout = [f"{name}{size}" for name, size in recipe.sizes.items() if size > 1]
+    assert " ".join(layout) in row
+    assert ("**not run**" in row) == (not recipe.launch["use_cpu"]), "nothing was run on GPUs"
+    if path in PAPER_FILES:
+        assert re.fullmatch(f"{re.escape('_'.join([recipe.model, *layout]))}_64xA(40|800)", path.stem)
+    else:  # no more ranks than the layout needs
+        assert recipe.sizes["dp"] == recipe.sizes["ep"]
+        kind, *parts = path.stem.split("_")
+        assert kind == ("cpu" if recipe.launch["use_cpu"] else "gpu")
+        assert sorted(parts) == sorted(part for part in layout if not part.startswith("dp"))
+
+
+@every_paper_file
+def test_the_papers_batch_on_the_papers_machines(path: Path):
+    """8 Mi tokens, or 1600 sequences of Phi, on 8 machines of 8, with its sequence lengths."""
+    recipe = recipe_of(path)
+    assert (recipe.launch["num_machines"], recipe.launch["num_processes"]) == (8, 64)
+    assert "main_process_ip" not in recipe.launch, "every cluster has its own"
+    assert {recipe.flags["machine_rank"], recipe.flags["main_process_ip"]} == {"RANK", "HOST"}
+    length = int(recipe.flags["sequence_length"])
+    assert length <= config_of(recipe.model).max_position_embeddings
+    steps, rows = (int(recipe.flags[name]) for name in ("gradient_accumulation_steps", "per_device_train_batch_size"))
+    sequences = steps * rows * recipe.sizes["dp"]
+    if recipe.model.startswith("phi"):
+        assert (length, sequences) == (3072, 1600)
+    else:
+        assert sequences * length == 8 * 2**20
+    row = row_of(f"(../{path.relative_to(ROOT)})")
+    assert f"| {length} | {steps} |" in row
+
+
+@every_paper_file
+def test_the_states_on_a_gpu_as_the_page_says(path: Path):
+    """Weights, gradients and the two states of AdamW in fp32; with `shard_optimizer`, states are shared over dp."""
+    recipe = recipe_of(path)
+    sizes, found = recipe.sizes, count(recipe.model)
+    dense = (found.total - found.experts) / (sizes["tp"] * sizes["pp"])
+    experts = found.experts / (sizes["tp"] * sizes["pp"] * sizes["ep"])
+    copies = sizes["dp"] if recipe.launch["parallelism_config"]["helix"].get("shard_optimizer") else 1
+    assert f"| {(dense + experts) * (8 + 8 / copies) / 1e9:.0f} GB |" in row_of(f"(../{path.relative_to(ROOT)})")
+
+
+# The script
+
+
+@pytest.fixture(scope="module")
+def pretrain() -> Any:
+    spec = importlib.util.spec_from_file_location("pretrain", ROOT / "recipes" / "pretrain.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pretrain"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_overrides_count_as_if_they_stood_in_the_file(pretrain: Any):
+    config = pretrain.read_config(str(MODELS / "llama-25b"), "hidden_size=64,num_attention_heads=4,rms_norm_eps=1e-3")
+    assert (config.hidden_size, config.head_dim, config.num_hidden_layers) == (64, 16, 28)
+    assert pretrain.read_config(str(MODELS / "gpt-18b" / "config.json"), "num_hidden_layers=2").n_layer == 2
+    with pytest.raises(ValueError, match="llama has no layers; give what it has, such as --config_overrides num_"):
+        pretrain.read_config(str(MODELS / "llama-25b"), "layers=2")
+
+
+def test_sizes_that_do_not_fit_are_refused(pretrain: Any):
+    config = config_of("tiny-gpt2")
+    pretrain.check_sizes(config, 512, 512)
+    with pytest.raises(ValueError, match="use --config_overrides vocab_size=513, or another --tokenizer_name"):
+        pretrain.check_sizes(config, 513, 512)
+    with pytest.raises(ValueError, match="use --config_overrides max_position_embeddings=513, or shorter"):
+        pretrain.check_sizes(config, 512, 513)

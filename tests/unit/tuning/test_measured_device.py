@@ -1,0 +1,161 @@
+"""The profiler on a GPU measures the GPU: what a host needs to launch kernels does not show in any time.
+
+The GPU is a clock: kernels run when they have been launched and what is before them on their stream is over. Values
+are computed on CPU meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_helix.engine.synthetic import Workload
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.profile import Profile, named_operators
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.runtime.streams import CudaStreams, stream_name
+from hf_helix.runtime.trace import Span
+from hf_helix.tuning.measure import machine, profiler, timing
+from hf_helix.tuning.measure.transfer_times import time_train
+
+LAUNCHING, COMPUTATION, COLLECTIVE = 1e-4, 1e-5, 4e-5  # seconds: of the host, of the device
+CYCLES = 2e9  # of the GPU in a second
+SLOWDOWN = 1.5  # of a computation beside a collective
+
+
+class Moment:
+    """An event: when it is over, and its work."""
+
+    def __init__(self, label: str, kind: Kind, end: float) -> None:
+        self.label, self.kind, self.end = label, kind, end
+
+
+class SlowHost(CudaStreams):
+    """A GPU that is ten times as fast as the host which launches its kernels."""
+
+    def __init__(self) -> None:
+        self.host = 0.0
+        self.free: dict[str, float] = {}
+        self.collectives: list[tuple[float, float]] = []
+
+    def window(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def launch(self, stream: str, label: str, work: Callable[[], Any], ready: float, takes: float) -> Any:
+        """The first kernel is launched when the host begins with an operator, the last when it has finished."""
+        start = max(ready, self.host)
+        result = work()
+        self.host += LAUNCHING
+        if stream == "compute" and any(a <= start < b for a, b in self.collectives):
+            takes *= SLOWDOWN
+        end = max(start + takes, self.host)
+        self.free[stream] = end
+        if stream != "compute":
+            self.collectives.append((start, end))
+        if self.trace is not None:
+            self.trace.spans.append(Span(stream, label, start, end))
+        return result
+
+    def issue(self, kind: Kind, work: Callable[[], Any], after: Sequence[Any], label: str, lane: str = "") -> Any:
+        name = stream_name(kind, lane)
+        ready = max([self.free.get(name, 0.0), self.free.get("compute", 0.0), *(event.end for event in after)])
+        self.launch(name, label, work, ready, COLLECTIVE)
+        return Moment(label, kind, self.free[name])
+
+    def compute(self, work: Callable[[], Any], label: str) -> Any:
+        return self.launch("compute", label, work, self.free.get("compute", 0.0), COMPUTATION)
+
+    def wait(self, event: Any) -> None:
+        self.free["compute"] = max(self.free.get("compute", 0.0), event.end)
+
+    def synchronize(self) -> None:
+        self.host = max([self.host, *self.free.values()])
+        self.collectives.clear()
+
+    def sleep(self, cycles: int) -> None:
+        self.free["compute"] = max(self.free.get("compute", 0.0), self.host) + cycles / CYCLES
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SlowHost:
+    made = SlowHost()
+    monkeypatch.setattr(torch.cuda, "_sleep", made.sleep)
+    return made
+
+
+def measured(gpu: SlowHost, layers: int = 2) -> Profile:
+    """Rank 0 of two tensor-parallel ranks."""
+    sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": 2, "ep": 1}
+    axis, single = Axis(SilentTransport(2, 0)), Axis.single()
+    mesh = Mesh(sizes, torch.device("cpu"), None, axis, single, axis, Pipe([0]), None, None, None, None)
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=32,
+    )
+    work = Workload(config, 2, mesh.device, mesh=mesh)
+    work.runner.executor.streams = gpu
+    return profiler.measure_profile(work.runner, work.window(2, 1, 8))
+
+
+def test_times_are_those_of_the_device(gpu: SlowHost) -> None:
+    found = measured(gpu)
+    for name, operator in named_operators(found.layout):
+        takes = COMPUTATION if operator.kind is Kind.COMPUTE else COLLECTIVE
+        assert found.times[name] == pytest.approx(takes), name
+
+
+def test_what_is_beside_a_collective_is_slowed_by_it(gpu: SlowHost) -> None:
+    found = measured(gpu)
+    kinds = {name: operator.kind for name, operator in named_operators(found.layout)}
+    beside = {names: pair for names, pair in found.pairs.items() if kinds[names[0]] is not kinds[names[1]]}
+    assert beside
+    for pair in beside.values():
+        assert pair.first == pytest.approx(SLOWDOWN * COMPUTATION, rel=0.1)
+
+
+def test_two_computations_are_not_measured_beside_each_other(gpu: SlowHost) -> None:
+    """They would write the same gradients from two streams at once."""
+    found = measured(gpu)
+    kinds = {name: operator.kind for name, operator in named_operators(found.layout)}
+    assert not [names for names in found.pairs if {kinds[name] for name in names} == {Kind.COMPUTE}]
+
+
+def test_a_transfer_takes_what_the_device_takes_for_it(gpu: SlowHost) -> None:
+    runner: Any = type("Runner", (), {"executor": type("Executor", (), {"streams": gpu})})
+    seconds = time_train(runner, lambda: None, "0F", 4)
+    assert seconds == pytest.approx([COLLECTIVE] * 4)
+
+
+def test_without_the_hold_the_host_would_be_measured(gpu: SlowHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "CLOCK", 0.0)
+    found = measured(gpu)
+    assert list(found.times.values()) == pytest.approx([LAUNCHING] * len(found.times))
+
+
+def test_a_gpu_is_known_by_what_times_depend_on(gpu: SlowHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured with other settings of NCCL is another case of the cache; its log files change nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(machine.dist, "is_nccl_available", lambda: True)
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
+    plain = machine._gpu(torch.device("cuda"))
+    assert plain | {"device": "a GPU", "devices_per_host": "8", "nccl": "2.28.9", "nccl_settings": ""} == plain
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert machine._gpu(torch.device("cuda")) == plain
+    monkeypatch.setenv("NCCL_MAX_CTAS", "8")
+    assert machine._gpu(torch.device("cuda"))["nccl_settings"] == "NCCL_MAX_CTAS=8"
