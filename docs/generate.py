@@ -1,8 +1,9 @@
 """Writes the parts of the pages that follow from the code: `python docs/generate.py`.
 
 In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the tables of other packages'
-      names in `hf_helix.upstream`.
-Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in configuration.md, support.md and upstream.md.
+      names in `hf_helix.upstream`; the folders of the package and their docstrings.
+Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in configuration.md, support.md, upstream.md and
+      CONTRIBUTING.md.
 Must hold: it changes nothing outside the blocks; tests/unit/test_docs.py compares the pages with what it would write.
 """
 
@@ -14,6 +15,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -121,7 +123,26 @@ def _names(node: ast.AST) -> Iterator[str]:
         yield from re.findall(r"(?:^|\.)(\w+)$", node.value)
 
 
+def tree() -> str:
+    """The package's rooms, each with the first line of its docstring and the names of its files."""
+    package = Path(hf_helix.__file__).parent
+    return "\n".join(["```", "hf_helix/", *_room(package, "  "), "```"])
+
+
+def _room(folder: Path, indent: str) -> Iterator[str]:
+    """The lines of a folder: its files, and the folders in it."""
+    files = [path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("__")]
+    if files:
+        yield from textwrap.wrap("  ".join(files), 118, initial_indent=indent, subsequent_indent=indent)
+    for inner in sorted(path.parent for path in folder.glob("*/__init__.py")):
+        docstring = ast.get_docstring(ast.parse((inner / "__init__.py").read_text())) or ""
+        summary = docstring.partition("\n")[0]
+        yield f"{indent}{inner.name + '/':<{22 - len(indent)}}{summary}"
+        yield from _room(inner, indent + "    ")
+
+
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
+    "tree": ("../CONTRIBUTING.md", tree),
     "options": ("configuration.md", options),
     "models": ("support.md", models),
     "overridden": ("upstream.md", overridden),

@@ -18,9 +18,10 @@ from transformers import Trainer
 
 import hf_helix
 from hf_helix.integrations.trainer.trainer import HelixTrainer, HelixTrainerMixin
-from hf_helix.upstream import check, overridden, used
+from hf_helix.upstream import check
 from hf_helix.upstream.check import KNOWN, UpstreamChanged, check_class, problem_of_use, problems_of_class
 from hf_helix.upstream.overridden import OVERRIDDEN
+from hf_helix.upstream.rows import Used
 from hf_helix.upstream.used import USED
 
 PACKAGE = Path(hf_helix.__file__).parent
@@ -162,7 +163,7 @@ def test_every_row_fits_what_is_installed() -> None:
     assert [words for row in USED if row.package in KNOWN for words in [loaded(row)] if words] == []
 
 
-def loaded(row: used.Used) -> str:
+def loaded(row: Used) -> str:
     importlib.import_module((row.within or row.name).partition(":")[0])
     return problem_of_use(row)
 
@@ -299,14 +300,3 @@ def test_the_tables_have_no_dead_rows() -> None:
 def test_no_name_stands_twice() -> None:
     names = [row.name for row in (*USED, *OVERRIDDEN)]
     assert sorted(set(names)) == sorted(names)
-
-
-def test_the_tables_import_nothing() -> None:
-    for module in (overridden, used):
-        tree = ast.parse(Path(str(module.__file__)).read_text())
-        found = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-        assert {ast.unparse(node) for node in found} <= {
-            "from __future__ import annotations",
-            "from typing import NamedTuple",
-            "import itertools",
-        }

@@ -20,8 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
-from hf_helix.upstream.overridden import OVERRIDDEN, Overridden
-from hf_helix.upstream.used import USED, Used
+from hf_helix.upstream.overridden import OVERRIDDEN
+from hf_helix.upstream.rows import Overridden, Used
+from hf_helix.upstream.used import USED
 
 Class = TypeVar("Class", bound=type)
 

@@ -126,18 +126,18 @@ def types(folder: str, helix: dict[str, Any], model: dict[str, Any], training: d
     """The types of what a window moves between tensor-parallel ranks with how often, and of what it leaves."""
     trainer = make(folder, helix, model, training)
     trainer.model.train()
-    axis = trainer.mesh.tp
+    axis = trainer.helix.mesh.tp
     axis.transport = recorder = Recorder(axis.transport)
-    trainer.runner.train_window(window_of(trainer, 1, 2, (9,)), complete=False)
-    trainer.runner.executor.streams.synchronize()
+    trainer.helix.runner.train_window(window_of(trainer, 1, 2, (9,)), complete=False)
+    trainer.helix.runner.executor.streams.synchronize()
     axis.transport = recorder.inner
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     moved: dict[str, int] = {}
     for move in recorder.moved:
         name = str(move.value[1])
         moved[name] = moved.get(name, 0) + 1
     gradients = {str(parameter.grad.dtype) for parameter in trainer.model.parameters()}
-    return {"moved": moved, "gradients": gradients, "about": trainer._engine.tuner._about}
+    return {"moved": moved, "gradients": gradients, "about": trainer.helix.tuner._about}
 
 
 def test_logits_are_handed_out_in_fp32(tmp_path: Path) -> None:

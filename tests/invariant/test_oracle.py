@@ -122,7 +122,7 @@ def both(
     for count in window_sizes:
         theirs = through_torch(model, counts, schedule, batches_of(count))
         found.append({"ours": through_ours(trainer, schedule, count), "theirs": theirs})
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 

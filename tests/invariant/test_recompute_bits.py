@@ -204,7 +204,7 @@ def peaks(folder: str, helix: dict[str, Any], model: dict[str, Any], plans: Sequ
         for plan in plans:
             runner = runner_of(trainer, plan, window.get("schedule", "w"))
             found[plan][mode] = peak_bytes(runner, window_of(trainer, window["count"], 1, (window["length"],)))
-        trainer.runner.executor.streams.close()
+        trainer.helix.runner.executor.streams.close()
     return found
 
 
@@ -227,10 +227,10 @@ def train_and_measure(
     found = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
     if helix is None:
         return found
-    spans = trace_window(trainer.runner, trainer._engine.last_window).spans
+    spans = trace_window(trainer.helix.runner, trainer.helix.last_window).spans
     again = [span.label.split(".", 1)[1] for span in spans if span.label.endswith(".again")]
     return found | {
         "again": sorted({".".join(label.split(".")[:2]) for label in again}),
         "memory": trainer.measure_memory(),
-        "about": dict(trainer._engine.tuner._about),
+        "about": dict(trainer.helix.tuner._about),
     }

@@ -19,8 +19,8 @@ def parts(folder: str, helix: dict[str, Any], model: dict[str, Any], freeze: tup
     made = frozen(tiny(**model), freeze)
     trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(cache=False, **helix))
     made.train()
-    trainer.runner.train_window(pipeline_jobs.window_of(trainer, 2, 2, (9,)))
-    stage = trainer.runner.stage
+    trainer.helix.runner.train_window(pipeline_jobs.window_of(trainer, 2, 2, (9,)))
+    stage = trainer.helix.runner.stage
     return {
         "weights": {
             unit.label: [op.of for op in unit.graphs.backward.operators if op.part is Part.W]

@@ -80,7 +80,7 @@ def make(
         train_dataset=sequences(4),
         helix_config=plugin.config,
     )
-    _meshes[groups] = trainer.mesh
+    _meshes[groups] = trainer.helix.mesh
     return trainer
 
 
@@ -104,31 +104,31 @@ def windows(
         losses = [loss.item() for loss in runner.train_window(window)]
         found.append({"losses": losses, "gradients": whole_gradients(trainer)})
         trainer.model.zero_grad()
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
     """The trainer's runner under another plan and schedule; `auto` is searched with rough times."""
-    profile = rough_profile(trainer.runner.whole.layout)
+    profile = rough_profile(trainer.helix.runner.whole.layout)
     plan = make_plan(rule, profile, model=trainer.plan.model, mesh=trainer.plan.mesh)
     costs = stage_costs(profile) if schedule == "auto" else None
-    return trainer.runner.with_plan(plan, Scheduler(schedule, trainer.mesh.pipe.size, costs))
+    return trainer.helix.runner.with_plan(plan, Scheduler(schedule, trainer.helix.mesh.pipe.size, costs))
 
 
 def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind: str = "dense") -> list[Any]:
     """This rank's micro-batches: of data-parallel rank d those with the numbers d * count and up."""
-    dp = trainer.mesh.dp_size
+    dp = trainer.helix.mesh.dp_size
     every = batches_of(count * dp, rows, lengths=lengths, kind=kind)
-    place = 0 if trainer.mesh.dp_group is None else torch.distributed.get_rank(trainer.mesh.dp_group)
+    place = 0 if trainer.helix.mesh.dp_group is None else torch.distributed.get_rank(trainer.helix.mesh.dp_group)
     mine = every[place * count : (place + 1) * count]
-    scale = trainer._scale(torch.tensor(items_in(every)))
-    return [trainer._engine.microbatch(batch, scale, (0, number)) for number, batch in enumerate(mine)]
+    scale = trainer.loss_scale(torch.tensor(items_in(every)))
+    return [trainer.helix.microbatch(batch, scale, (0, number)) for number, batch in enumerate(mine)]
 
 
 def whole_gradients(trainer: Any) -> dict[str, Any]:
     """Of what is trained anywhere, by name, in fp32; None on ranks other than the first that shares the batch."""
-    stage = trainer.runner.stage
+    stage = trainer.helix.runner.stage
     owners = stage.owners
     placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
     mine = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
@@ -137,7 +137,7 @@ def whole_gradients(trainer: Any) -> dict[str, Any]:
     for name, parameter in trainer.model.named_parameters():
         if name not in trained:
             continue
-        whole = whole_parameter(parameter.grad, placements[parameter], trainer.mesh, owners[parameter])
+        whole = whole_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
         found[name] = None if whole is None else whole.float().numpy().copy()
     return found
 

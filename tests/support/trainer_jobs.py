@@ -116,7 +116,7 @@ def noise(folder: str, helix: dict[str, Any], alpha: float) -> dict[str, Any]:
         made = llama(num_hidden_layers=4)
         args = arguments(folder, neftune_noise_alpha=given)
         trainer = HelixTrainer(model=made, args=args, train_dataset=sequences(2), helix_config=HelixConfig(**helix))
-        stage = trainer.runner.stage
+        stage = trainer.helix.runner.stage
         if stage.layout.rank_of(0) != stage.rank:
             continue
         batch = next(iter(trainer.get_train_dataloader()))

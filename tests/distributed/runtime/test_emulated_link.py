@@ -30,7 +30,7 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
     for name in (None, link):
         trainer = make_trainer(folder, {**helix, "plan": "greedy", "link": name}, model=MODEL)
         trainer.model.train()
-        window, runner, mesh = _microbatches(trainer, 3), trainer.runner, trainer.mesh
+        window, runner, mesh = _microbatches(trainer, 3), trainer.helix.runner, trainer.helix.mesh
         start = time.perf_counter()
         losses = runner.train_window(window)
         seconds = time.perf_counter() - start
@@ -71,7 +71,7 @@ def on_an_even_link(folder: str) -> dict[str, Any]:
     trainer.create_model_card()
     card = Path(folder, "README.md")
     return {
-        "rate": trainer.mesh.link.rate,
+        "rate": trainer.helix.mesh.link.rate,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "said": said.getvalue(),
         "table": format_comparison(compared),

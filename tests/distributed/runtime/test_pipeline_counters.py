@@ -26,7 +26,7 @@ def traced(
         runner = runner_of(trainer, rule, schedule)
         trace = trace_window(runner, window_of(trainer, count, rows=1, lengths=(5,)))
         found.append(steps_of(runner, trace.events))
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 

@@ -34,7 +34,7 @@ def peak_bytes_of(
     for rule, schedule, count in cases:
         window = window_of(trainer, count, rows=1, lengths=(length,))
         found.append(peak_bytes(runner_of(trainer, rule, schedule), window))
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 
