@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 from support import jobs
+from support.jobs import Stream
 from support.models import arguments, llama, sequences
-from support.more_jobs import Stream
 from support.tuning_jobs import hasty
 from transformers import TrainerCallback
 
