@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hf_helix.checkpoint.optimizer_state import Held
+from hf_helix.checkpoint.optimizer_state import LocalParameter
+from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.groups import gather_objects
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.version import __version__
@@ -100,7 +101,7 @@ class Manifest:
             elif path.stat().st_size != size:
                 problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
         if problems:
-            raise ValueError(f"{folder} is damaged: {_few(problems)}; resume from another checkpoint")
+            raise ValueError(f"{folder} is damaged: {shorten_list(problems, limit=3)}; resume from another checkpoint")
 
     def check_run(self, folder: Path, run: Manifest, skips_data: bool) -> None:
         """Whether a run that describes itself so can go on from here.
@@ -118,8 +119,8 @@ class Manifest:
             )
         if problems := _differences(self.parameters, run.parameters, ("shape", "dtype", "trained")):
             raise ValueError(
-                f"{folder} was saved from another model, a {self.model} (this one is a {run.model}): {_few(problems)}; "
-                "build the model as it was, or resume from another checkpoint"
+                f"{folder} was saved from another model, a {self.model} (this one is a {run.model}): "
+                f"{shorten_list(problems, limit=3)}; build the model as it was, or resume from another checkpoint"
             )
         if skips_data and math.prod(self.samples.values()) != math.prod(run.samples.values()):
             raise ValueError(
@@ -141,25 +142,32 @@ class Manifest:
             )
         if problems := _differences(self.parameters, run.parameters, ("group",)):
             raise ValueError(
-                f"{folder} has the optimizer's states of another set of parameters: {_few(problems)}; freeze the same "
-                "parameters and give the same groups, or start from its weights with from_pretrained(folder)"
+                f"{folder} has the optimizer's states of another set of parameters: {shorten_list(problems, limit=3)}; "
+                "freeze the same parameters and give the same groups, or start from its weights with "
+                "from_pretrained(folder)"
             )
 
 
 def describe_parameters(
-    held: Mapping[nn.Parameter, Held], mesh: Mesh, optimizer: Optimizer | None = None
+    local: Mapping[nn.Parameter, LocalParameter], mesh: Mesh, optimizer: Optimizer | None = None
 ) -> Parameters:
-    """Every parameter of the model, also those that other pipeline ranks hold. Collective."""
+    """Describes every parameter of the model, also those that other pipeline ranks hold. Collective.
+
+    Args:
+        local: the parameters that this rank holds.
+        mesh: the layout of the ranks.
+        optimizer: whose groups the parameters are in; None before there is one.
+    """
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
     mine: Parameters = {
-        place.name: {
-            "shape": list(place.whole_shape(parameter)),
+        about.name: {
+            "shape": list(about.whole_shape(parameter)),
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "trained": parameter.requires_grad,
             "group": group_of.get(parameter),
         }
-        for parameter, place in held.items()
+        for parameter, about in local.items()
     }
     if mesh.pipe.group is None:
         return mine
@@ -174,11 +182,6 @@ def _differences(saved: Parameters, present: Parameters, keys: tuple[str, ...]) 
             if saved[name][key] != present[name][key]:
                 found.append(f"{name} has {key} {saved[name][key]}, here {present[name][key]}")
     return found
-
-
-def _few(problems: list[str], most: int = 3) -> str:
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return ", ".join(problems[:most] + more)
 
 
 def _factors(factors: Mapping[str, int]) -> str:

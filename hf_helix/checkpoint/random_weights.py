@@ -20,9 +20,10 @@ from torch.utils import swap_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from hf_helix.checkpoint.load import places_of
-from hf_helix.checkpoint.materialize import materialize
-from hf_helix.checkpoint.reader import Checkpoint, some
+from hf_helix.checkpoint.load import model_tensors
+from hf_helix.checkpoint.reader import Checkpoint
+from hf_helix.checkpoint.shard import materialize
+from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import agree_on_text
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.stage import Stage
@@ -73,13 +74,13 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     pieces = _pieces_of(model, layers)
     _check_pieces(outline, pieces)
     materialize(model, stage, mesh)
-    places = places_of(model, stage, mesh)
+    tensors = model_tensors(model, stage, mesh)
     # One room for all pieces: what is made and freed piece by piece leaves gaps that the allocator does not use again.
     most = max(sum(weight.numel() for weight in outline.get_submodule(piece).parameters()) for piece in pieces)
     room = torch.empty(most, dtype=model.dtype)
     for piece in pieces:
         names = [name for name, _ in model.get_submodule(piece).named_parameters(piece)]
-        names = [name for name in names if places[name].mine and places[name].name == name]
+        names = [name for name in names if tensors[name].is_local and tensors[name].name == name]
         if not names:
             continue
         with torch.random.fork_rng(devices=[]):
@@ -88,7 +89,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
             torch.default_generator.manual_seed(own)
             _move_in(outline.get_submodule(piece), room).apply(outline._init_weights)
         for name in names:
-            places[name].copy(outline.get_parameter(name), model.get_parameter(name))
+            tensors[name].copy_slice(outline.get_parameter(name), model.get_parameter(name))
 
 
 def _pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
@@ -124,6 +125,7 @@ def _check_pieces(outline: Any, pieces: Sequence[str]) -> None:
     drawn = [name for name, weight in weights.items() if weight._version != before[name]]
     if drawn:
         raise ValueError(
-            f"{type(outline).__name__}._init_weights draws {some(drawn)} from a module around the layers, so the model "
-            "cannot be drawn layer by layer; save one that is made whole, and start from its folder (weights=...)"
+            f"{type(outline).__name__}._init_weights draws {shorten_list(drawn)} from a module around the layers, so "
+            "the model cannot be drawn layer by layer; save one that is made whole, and start from its folder "
+            "(weights=...)"
         )

@@ -32,6 +32,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from hf_helix.planning.text import shorten_list
+
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -39,7 +41,7 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 """Types of numbers, by safetensors' names and by torch's."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file; the type as safetensors writes it, such as "BF16"."""
 
     file: Path
@@ -56,16 +58,16 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         for path, promised in _files(folder):
-            with _opened(path) as file:
+            with _open_safetensors(path) as file:
                 found = set(file.keys())
                 absent = sorted(promised - found)
                 if absent:
-                    raise ValueError(f"{path} has no {some(absent)}, which {folder / INDEX_NAME} says it has")
+                    raise ValueError(f"{path} has no {shorten_list(absent)}, which {folder / INDEX_NAME} says it has")
                 for key in sorted(found):
                     about = file.get_slice(key)
-                    self.tensors[key] = Stored(path, tuple(about.get_shape()), about.get_dtype())
+                    self.tensors[key] = StoredTensor(path, tuple(about.get_shape()), about.get_dtype())
 
     @property
     def dtype(self) -> str:
@@ -87,7 +89,7 @@ class Checkpoint:
 class Reader:
     """Reads tensors of a checkpoint, see `Checkpoint.reader`."""
 
-    def __init__(self, tensors: dict[str, Stored], stack: contextlib.ExitStack) -> None:
+    def __init__(self, tensors: dict[str, StoredTensor], stack: contextlib.ExitStack) -> None:
         self._tensors = tensors
         self._stack = stack
         self._open: dict[Path, Any] = {}
@@ -103,7 +105,7 @@ class Reader:
     def _file(self, key: str) -> Any:
         path = self._tensors[key].file
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(_opened(path))
+            self._open[path] = self._stack.enter_context(_open_safetensors(path))
         return self._open[path]
 
 
@@ -151,7 +153,7 @@ class Source:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def match(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
+def match_tensors(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
     """Which tensors on disk make which parameters, as `from_pretrained` would have it; and those that make none.
 
     Raises:
@@ -193,12 +195,6 @@ def persistent_tensors(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def some(names: list[str], most: int = 6) -> str:
-    """The first few of them."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def _files(folder: Path) -> list[tuple[Path, set[str]]]:
     """The files of a checkpoint, each with the tensors that the index says it has."""
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME
@@ -212,14 +208,14 @@ def _files(folder: Path) -> list[tuple[Path, set[str]]]:
             raise ValueError(f"{index} is no index of safetensors: {error!r}; save the model again") from error
         missing = [str(folder / file) for file in files if not (folder / file).is_file()]
         if missing:
-            raise ValueError(f"{some(missing)} is missing, which {index} names; copy the whole folder")
+            raise ValueError(f"{shorten_list(missing)} is missing, which {index} names; copy the whole folder")
         return [(folder / file, {key for key, place in places.items() if place == file}) for file in files]
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is no folder on this host; download a model first, `hf download NAME --local-dir {folder}`"
         )
     others = sorted(path.name for pattern in ("pytorch_model*.bin", "*.pth") for path in folder.glob(pattern))
-    also = f", only {some(others)}, which cannot be read in slices" if others else ""
+    also = f", only {shorten_list(others)}, which cannot be read in slices" if others else ""
     raise ValueError(
         f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}{also}; make them with "
         "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
@@ -227,7 +223,7 @@ def _files(folder: Path) -> list[tuple[Path, set[str]]]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

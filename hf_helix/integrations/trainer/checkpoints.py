@@ -27,11 +27,17 @@ from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint import atomic as staging
-from hf_helix.checkpoint.interrupts import prepare_for_interrupts
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
-from hf_helix.checkpoint.optimizer_state import Held, held_parameters, load_states, save_states, stepped
+from hf_helix.checkpoint.optimizer_state import (
+    LocalParameter,
+    load_states,
+    local_parameters,
+    save_states,
+    stepped_optimizer,
+)
 from hf_helix.checkpoint.rng import Generators, generators, set_generators
 from hf_helix.engine.engine import Engine
+from hf_helix.integrations.trainer.interrupts import prepare_for_interrupts
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.finite_check import Health
@@ -135,12 +141,12 @@ class CheckpointHooks:
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "data-parallel ranks": 1 if getattr(options, "split_batches", False) else mesh.dp_size,
         }
-        parameters = describe_parameters(self._held(), mesh, optimizer)
-        name = type(stepped(optimizer)).__name__ if optimizer is not None else None
+        parameters = describe_parameters(self._local_parameters(), mesh, optimizer)
+        name = type(stepped_optimizer(optimizer)).__name__ if optimizer is not None else None
         return Manifest(type(self.helix.model).__name__, parameters, dict(mesh.sizes), per_step, name)
 
-    def _held(self) -> dict[nn.Parameter, Held]:
-        return held_parameters(self.helix.model, self.helix.runner.whole, self.helix.mesh)
+    def _local_parameters(self) -> dict[nn.Parameter, LocalParameter]:
+        return local_parameters(self.helix.model, self.helix.runner.whole, self.helix.mesh)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Each rank reads its slices of the model. Collective."""
@@ -158,7 +164,7 @@ class CheckpointHooks:
         assert self._resumed is not None
         optimizer, folder = _unwrapped(self.optimizer), Path(checkpoint)
         self._resumed.check_optimizer(folder, self._describe(optimizer))
-        load_states(optimizer, self._held(), folder / OPTIMIZER)
+        load_states(optimizer, self._local_parameters(), folder / OPTIMIZER)
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +275,7 @@ class CheckpointHooks:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Each rank writes its part of the optimizer's states. Collective."""
-        save_states(_unwrapped(self.optimizer), self._held(), Path(output_dir, OPTIMIZER))
+        save_states(_unwrapped(self.optimizer), self._local_parameters(), Path(output_dir, OPTIMIZER))
         if self.args.should_save:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Please also save or load the state of the optimizer")
