@@ -263,7 +263,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if self.is_world_process_zero():  # type: ignore[attr-defined]
             stock = super().create_model_card  # type: ignore[misc]
             given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
-            write_card(self, stock, given, self.helix.overlap)
+            write_card(self, stock, given)
 
 
 class HelixTrainer(HelixTrainerMixin, Trainer):  # type: ignore[misc]  # Trainer.objective has no declared type
