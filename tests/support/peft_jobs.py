@@ -65,7 +65,7 @@ def resume(folder: str, helix: dict[str, Any], model: dict[str, Any], source: st
 
 def load_into(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> None:
     """Load saved adapters into a cut model."""
-    HelixTrainer(model=tiny(**model), args=arguments(folder), helix_config=HelixConfig(**helix))._engine.load_weights(
+    HelixTrainer(model=tiny(**model), args=arguments(folder), helix_config=HelixConfig(**helix)).helix.load_weights(
         folder
     )
 

@@ -9,9 +9,9 @@ import torch
 from support.models import arguments, sequences, tiny
 from torch import Tensor
 
-from hf_helix import HelixConfig, HelixTrainer
+from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
 from hf_helix.checkpoint.shard import whole_parameter
-from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.pipeline.scheduler import Scheduler, stage_costs
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.distributed.agreement import over_ranks
@@ -60,15 +60,25 @@ def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]
     return {"losses": losses, "gradients": gradients}
 
 
+_meshes: dict[str, Any] = {}
+
+
 def make(
     folder: str, helix: dict[str, Any], model: dict[str, Any], training: dict[str, Any] | None = None
 ) -> HelixTrainer:
-    return HelixTrainer(
+    """A trainer on the process groups of earlier ones of its sizes: every group has threads, and none ever ends."""
+    plugin = HelixPlugin(HelixConfig(**{"cache": False, **helix}))
+    groups = repr([getattr(plugin.config, f"{axis}_size") for axis in ("tp", "pp", "cp", "ep")])
+    groups += repr((plugin.config.cross_node, plugin.config.link))
+    plugin.mesh = _meshes.get(groups)
+    trainer = HelixTrainer(
         model=tiny(**model),
-        args=arguments(folder, **(training or {})),
+        args=arguments(folder, parallelism_config=plugin, **(training or {})),
         train_dataset=sequences(4),
-        helix_config=HelixConfig(cache=False, **helix),
+        helix_config=plugin.config,
     )
+    _meshes[groups] = trainer.helix.mesh
+    return trainer
 
 
 def windows(
@@ -96,10 +106,11 @@ def windows(
 
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
-    """The trainer's runner under another plan and schedule."""
+    """The trainer's runner under another plan and schedule; `auto` is searched with rough times."""
     profile = rough_profile(trainer.helix.runner.whole.layout)
     plan = make_plan(rule, profile, model=trainer.plan.model, mesh=trainer.plan.mesh)
-    return trainer.helix.runner.with_plan(plan, Scheduler(schedule, trainer.helix.mesh.pipe.size))
+    costs = stage_costs(profile) if schedule == "auto" else None
+    return trainer.helix.runner.with_plan(plan, Scheduler(schedule, trainer.helix.mesh.pipe.size, costs))
 
 
 def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind: str = "dense") -> list[Any]:

@@ -12,6 +12,7 @@ from support.more_jobs import Recorder, Stream, build
 from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.engine.engine import Scale
 from hf_helix.operators.base import Call
 
 
@@ -119,7 +120,7 @@ def noise(folder: str, helix: dict[str, Any], alpha: float) -> dict[str, Any]:
         if stage.layout.rank_of(0) != stage.rank:
             continue
         batch = next(iter(trainer.get_train_dataloader()))
-        side = trainer.helix.microbatch(batch, trainer.loss_scale(1), (0, 0)).prepare()
+        side = trainer.helix.microbatch(batch, Scale(torch.ones(())), (0, 0)).prepare()
         for mode in (True, False):
             made.train(mode)
             (value,) = stage.model[0].operators["lookup"].forward(Call(side, 5, mode))

@@ -61,7 +61,7 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
     shares: list[float] = []
     found = measure_profile(trainer.helix.runner, window, about, pairs, progress=shares.append)
     if output and dist.get_rank() == 0:
-        found.save(output)
+        save_profile(found, output)
     dist.barrier()
     return {
         **_plain(found),

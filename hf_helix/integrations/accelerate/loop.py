@@ -39,6 +39,7 @@ from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.tuner import options_of
+from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
 
@@ -250,6 +251,7 @@ class HelixModel:
             return gather_samples(data, self.engine.mesh, self._accelerator.gradient_state)
 
 
+@check_class
 class _Scheduler(AcceleratedScheduler):
     """As Accelerate's, which steps once for each process; here ranks that share a batch count once."""
 

@@ -26,6 +26,7 @@ from hf_helix.runtime.environment import load_eagerly
 from hf_helix.runtime.failures.endings import is_launched
 from hf_helix.runtime.failures.heartbeat import install_hook
 from hf_helix.runtime.failures.restarts import separate_starts
+from hf_helix.upstream.check import check_class
 
 
 def _launched_as_pipeline() -> bool:
@@ -36,13 +37,24 @@ def _launched_as_pipeline() -> bool:
         return False  # whoever needs the options says what is wrong with them
 
 
-separate_starts()
-if is_launched():
-    install_hook()  # options are checked before there is anything else of ours
-    if _launched_as_pipeline():
-        load_eagerly()
+def _prepare_process() -> None:
+    """Does what must come before training arguments or the Accelerator make the process group and start CUDA.
+
+    Both do so before anything of ours is called, so it is done on import. This is all that importing hf_helix changes
+    outside of it, beside `CUDA_DEVICE_MAX_CONNECTIONS`: one function of torch after a restart (see `separate_starts`),
+    and in a launched process the exception hook and the loading of kernels.
+    """
+    separate_starts()
+    if is_launched():
+        install_hook()  # options are checked before there is anything else of ours
+        if _launched_as_pipeline():
+            load_eagerly()
 
 
+_prepare_process()
+
+
+@check_class
 class HelixPlugin(ParallelismConfig):
     """Hand it to `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
 

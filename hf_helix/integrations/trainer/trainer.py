@@ -48,6 +48,7 @@ from hf_helix.tuning.compare import PAPER, Comparison
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.measure.overlap import Overlap
 from hf_helix.tuning.tuner import options_of
+from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
 
@@ -89,6 +90,10 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     helix: Engine
     """The cut model: its plan, its tuning, what can be measured, and `figures`, all figures of the last log."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_class(cls)
 
     def __init__(
         self,
