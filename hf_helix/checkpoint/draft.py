@@ -78,8 +78,8 @@ class Draft:
             os.pwrite(file.fileno(), b"x", rank())
         if world_size() > 1:
             dist.barrier(control_group())
-        found = decide_on_rank_0(self.path("probe").read_bytes)
-        return {number for number, byte in enumerate(found) if byte}
+        marks = decide_on_rank_0(self.path("probe").read_bytes)
+        return {number for number, mark in enumerate(marks) if mark}
 
     def publish(self) -> None:
         """Gives the files their names, and deletes files of earlier and of unfinished saves. Called on rank 0 alone."""

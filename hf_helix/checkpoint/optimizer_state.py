@@ -1,9 +1,9 @@
-"""An optimizer's states in torch's distributed checkpoint (DCP), in terms of whole parameters.
+"""Saves and loads an optimizer's states with torch's distributed checkpoint (DCP), in terms of whole parameters.
 
 In:   an optimizer over the slices that this rank holds, with the parameters' names and places.
 Out:  a folder to which every rank writes its part; from it, the states of whatever slices another layout has.
 Must hold: what several ranks hold is written once; a state of its parameter's shape is cut as the parameter and lies in
-the folder with its about in the whole, so that any layout finds its part; a state that no other layout could use is
+the folder with its offset in the whole, so that any layout finds its part; a state that no other layout could use is
 refused there by name; the optimizer is left alone until everything has been read.
 """
 
@@ -47,7 +47,13 @@ Offset = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """A parameter as this rank holds it: its name in the model, and its about on the ranks it is cut over."""
+    """A parameter that this rank holds a slice of.
+
+    Attributes:
+        name: of the parameter in the model.
+        placement: how it is cut.
+        axis: the ranks that it is cut over.
+    """
 
     name: str
     placement: Placement
@@ -55,16 +61,16 @@ class LocalParameter:
 
     @property
     def mark(self) -> str:
-        """Marks a state that belongs to this slice alone."""
+        """The suffix of a state that belongs to this slice alone; empty where the parameter is not cut."""
         is_cut = self.placement.dim is not None and self.axis.size > 1
         return f"@{self.axis.rank}of{self.axis.size}" if is_cut else ""
 
     def whole_shape(self, local: Tensor) -> torch.Size:
-        """Of what this rank holds a part of."""
+        """The shape of the whole tensor of a slice."""
         return torch.Size(self.placement.whole_shape(local.shape))
 
     def pieces(self, local: Tensor) -> dict[Offset, Tensor]:
-        """What this rank holds, by its about in the whole; a view for each block that is cut by itself."""
+        """Views of a slice by their offset in the whole tensor, one for each block that is cut by itself."""
         dim = self.placement.dim
         if dim is None:
             return {(0,) * local.dim(): local}
@@ -120,12 +126,17 @@ class WholeTensor(Tensor):
 
 
 def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
-    """Write the states of an optimizer and the options of its parameter groups. Collective.
+    """Writes the states of an optimizer and the options of its parameter groups. Collective.
+
+    Args:
+        optimizer: of this rank's slices.
+        local: the parameters that this rank holds, see `local_parameters`.
+        folder: is made if it is not there.
 
     Raises:
         RuntimeError: on every rank, naming the rank that could not write, and why.
     """
-    found: dict[str, Any] = {
+    saved: dict[str, Any] = {
         GROUPS: [
             {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups
         ]
@@ -136,18 +147,23 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
         for key, value in inner.state.get(parameter, {}).items() if about else ():
             assert about is not None
             if not isinstance(value, Tensor) or value.dim() == 0:
-                found[f"{about.name}/{key}"] = value
+                saved[f"{about.name}/{key}"] = value
             elif value.shape == parameter.shape:
-                found[f"{about.name}/{key}"] = WholeTensor(about, value)
+                saved[f"{about.name}/{key}"] = WholeTensor(about, value)
             else:
-                found[f"{about.name}/{key}{about.mark}"] = value
+                saved[f"{about.name}/{key}{about.mark}"] = value
     with _failures_named("writing the optimizer's states"):
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        save(found, storage_writer=FileSystemWriter(folder), planner=planner, process_group=control_group())
+        save(saved, storage_writer=FileSystemWriter(folder), planner=planner, process_group=control_group())
 
 
 def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
-    """Give an optimizer the states that `save_states` has written, on whatever layout. Collective.
+    """Loads the states that `save_states` has written, on any layout. Collective.
+
+    Args:
+        optimizer: of this rank's slices.
+        local: the parameters that this rank holds, see `local_parameters`.
+        folder: of the states.
 
     Raises:
         ValueError: a state that only the layout that has written it can use.
@@ -155,19 +171,19 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     """
     inner = stepped_optimizer(optimizer)
     parameters = _parameters(inner)
-    wanted: dict[str, Any] = {GROUPS: None}  # what DCP fills
-    found: dict[nn.Parameter, dict[str, Any]] = {}  # the same, by parameter
+    wanted: dict[str, Any] = {GROUPS: None}  # DCP fills it, by the names of states in the folder
+    names_of: dict[nn.Parameter, dict[str, Any]] = {}  # these names, by parameter and state
     for parameter, key, name, saved in _saved_states(parameters, local, folder):
         if isinstance(saved, BytesStorageMetadata):
             wanted[name] = None
         else:
-            wanted[name] = _room_for(parameter, local[parameter], name, saved)
-        found.setdefault(parameter, {})[key] = name
+            wanted[name] = _empty_state(parameter, local[parameter], name, saved)
+        names_of.setdefault(parameter, {})[key] = name
     with _failures_named("reading the optimizer's states"):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         load(wanted, storage_reader=FileSystemReader(folder), planner=planner, process_group=control_group())
     values = {
-        parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in found.items()
+        parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in names_of.items()
     }
     _put(inner, parameters, values, wanted[GROUPS])
     for group, options in zip(optimizer.param_groups, wanted[GROUPS], strict=True):
@@ -175,19 +191,19 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
 
 
 def stepped_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has this rank's states: with ZeRO-1, the one inside."""
+    """The optimizer that holds this rank's states: with ZeRO-1, the one inside."""
     return optimizer.optim if isinstance(optimizer, ShardedOptimizer) else optimizer
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the order of the numbers in its `state_dict`."""
+    """The parameters in the order of their numbers in `state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _saved_states(
     parameters: list[nn.Parameter], local: Mapping[nn.Parameter, LocalParameter], folder: Path
 ) -> Iterator[tuple[nn.Parameter, str, str, Any]]:
-    """What the folder has for this rank's parameters: parameter, state, name in the folder, description.
+    """The saved states of this rank's parameters: parameter, state, name in the folder, description.
 
     Raises:
         ValueError: a state that is neither cut as its parameter nor of this slice.
@@ -212,8 +228,8 @@ def _saved_states(
             yield parameter, key, name, saved
 
 
-def _room_for(parameter: nn.Parameter, about: LocalParameter, name: str, saved: Any) -> Tensor:
-    """Where DCP puts a state that it reads."""
+def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, saved: Any) -> Tensor:
+    """An empty tensor that DCP reads a state into."""
     dtype = saved.properties.dtype
     if "@" in name or not saved.size or saved.size != about.whole_shape(parameter):
         return torch.zeros(saved.size, dtype=dtype)
@@ -230,22 +246,22 @@ def _put(
     values: Mapping[nn.Parameter, dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
-    """As `load_state_dict`, which would round states to the type of the parameter."""
+    """Loads states as `load_state_dict` does, which would round them to the type of the parameter."""
     mine = optimizer.state_dict()["param_groups"]
     numbers = dict(zip(parameters, (number for group in mine for number in group["params"]), strict=True))
-    state = {numbers[parameter]: dict(found) for parameter, found in values.items()}
+    state = {numbers[parameter]: dict(states) for parameter, states in values.items()}
     filled = [{**group, **options} for group, options in zip(mine, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": filled})
-    for parameter, found in values.items():
+    for parameter, states in values.items():
         kept = optimizer.state[parameter]
-        for key, value in found.items():
+        for key, value in states.items():
             if isinstance(value, Tensor) and kept[key].dtype != value.dtype:
                 kept[key] = value.to(kept[key].device)
 
 
 @contextlib.contextmanager
 def _failures_named(what: str) -> Iterator[None]:
-    """DCP's own error, which is no `Exception`, shows tracebacks of every rank."""
+    """Raises a short error for that of DCP, which is no `Exception` and shows tracebacks of every rank."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process

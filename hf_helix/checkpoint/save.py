@@ -165,9 +165,9 @@ class _Writer:
         """The parts that rank 0 writes for ranks that cannot, by rank and by source; empty elsewhere. Collective."""
         if len(self.writers) == world_size():
             return {}
-        found: list[Any] = [None] * world_size()
-        dist.all_gather_object(found, None if rank() in self.writers else mine, group=control_group())
-        return {other: parts for other, parts in enumerate(found) if parts} if rank() == 0 else {}
+        of_ranks: list[Any] = [None] * world_size()
+        dist.all_gather_object(of_ranks, None if rank() in self.writers else mine, group=control_group())
+        return {other: parts for other, parts in enumerate(of_ranks) if parts} if rank() == 0 else {}
 
     def _put(self, part: Part, value: Tensor) -> None:
         if rank() in self.writers:
