@@ -50,7 +50,7 @@ class CheckpointLayout:
 
         Args:
             model: the cut model.
-            stage: its units on this rank, before tiling.
+            stage: its units on this rank.
             mesh: the layout of the ranks.
             max_shard_size: the largest size of a file, in bytes or as text such as "5GB".
         """

@@ -32,7 +32,7 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
 
     Args:
         model: on the meta device, or cut and real. Values are cast to the types of its parameters.
-        stage: the stage of the units made from this model, before tiling.
+        stage: the units of this model on this rank.
         mesh: the layout of the ranks.
         folder: with `model.safetensors`, or with several files and their index.
 
@@ -125,7 +125,7 @@ def model_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, ModelTensor
 
     Args:
         model: on the meta device, or cut.
-        stage: the stage of its units, before tiling.
+        stage: its units on this rank.
         mesh: the layout of the ranks.
     """
     owners, placements = stage.owners, stage.all_placements

@@ -34,7 +34,7 @@ def save_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
 
     Args:
         model: the cut `PeftModel`.
-        stage: its units on this rank, before tiling.
+        stage: its units on this rank.
         mesh: the layout of the ranks.
         folder: is made if it is not there.
     """
@@ -59,7 +59,7 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
 
     Args:
         model: the cut `PeftModel`.
-        stage: its units on this rank, before tiling.
+        stage: its units on this rank.
         mesh: the layout of the ranks.
         folder: of the adapters.
 

@@ -67,7 +67,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     Args:
         model: on the meta device.
         layers: the decoder layers of the model, each drawn as a whole.
-        stage: its units on this rank, before tiling.
+        stage: its units on this rank.
         mesh: the layout of the ranks.
         seed: of the run, the same on every rank.
 

@@ -43,7 +43,7 @@ def save_pretrained(
 
     Args:
         model: the cut model.
-        stage: its units on this rank, before tiling.
+        stage: its units on this rank.
         mesh: the layout of the ranks.
         folder: is made if it is not there.
         max_shard_size: the largest size of a file, such as "5GB" or a number of bytes; None for the default of
@@ -73,7 +73,7 @@ class _Writer:
 
     Args:
         model: the cut model.
-        stage: its units on this rank, before tiling.
+        stage: its units on this rank.
         mesh: the layout of the ranks.
         files: the open files of this rank.
         layout: which tensor lies where.

@@ -48,7 +48,7 @@ def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
 
     Args:
         model: is changed in place; parameters and buffers that are real already stay as they are.
-        stage: its units on this rank, before tiling.
+        stage: its units on this rank.
         mesh: the layout of the ranks.
 
     Raises:
