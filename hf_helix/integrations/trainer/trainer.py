@@ -5,7 +5,7 @@ Out:  the same training, evaluation and checkpoints, with the model cut and two 
 Must hold: counters, callbacks, progress bar, schedules and logging stay the stock Trainer's; what cannot be honoured
 is refused at construction, by name.
 
-The other halves of the mixin: `training_step` (windows out of the stock loop's steps), `evaluation`, `checkpoints` and
+The other parts of the mixin: `training_step` (windows out of the stock loop's steps), `evaluation`, `checkpoints` and
 `hyperparameter_search`. What the class under the mixin changes is in `stock` (the Trainer) and `trl` (SFTTrainer).
 """
 
