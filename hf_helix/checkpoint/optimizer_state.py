@@ -81,7 +81,13 @@ class LocalParameter:
 
 
 def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Parameter, LocalParameter]:
-    """The parameters that this rank holds, those of other pipeline ranks left out."""
+    """The parameters that this rank holds, without those of other pipeline ranks.
+
+    Args:
+        model: the cut model.
+        stage: its units on this rank.
+        mesh: the layout of the ranks.
+    """
     placements, owners = stage.all_placements, stage.owners
     return {
         parameter: LocalParameter(name, placements[parameter], mesh.axis_of(placements[parameter]))

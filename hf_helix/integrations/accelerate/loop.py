@@ -202,7 +202,7 @@ class HelixModel:
         return loss
 
     def evaluate(self, batch: Mapping[str, Any], logits: bool = False) -> CausalLMOutput:
-        """Forward only, as `model(**batch)` of the unsplit model: the mean loss of the batch and, if asked, its logits.
+        """The mean loss of a batch and, if asked, its logits, as `model(**batch)` of the unsplit model returns them.
 
         Data-parallel ranks have batches of their own, and so losses: `accelerator.gather_for_metrics` collects them.
         """
@@ -234,7 +234,7 @@ class HelixModel:
         return send_to_device(batch, self.engine.mesh.device)
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """`accelerator.clip_grad_norm_`, whose norm would be that of this rank's part."""
+        """Takes the place of `accelerator.clip_grad_norm_`, whose norm would be that of this rank's slices."""
         given = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         if norm_type != 2 or given != {id(parameter) for parameter in self.parameters()}:
             raise ValueError(
@@ -244,7 +244,7 @@ class HelixModel:
         return self.clip_grad_norm_(max_norm)
 
     def _gather(self, data: Any, use_gather_object: bool = False) -> Any:
-        """`accelerator.gather_for_metrics`, which would count every rank that shares a batch."""
+        """Takes the place of `accelerator.gather_for_metrics`, which would count every rank that shares a batch."""
         if use_gather_object:
             raise ValueError("gather_for_metrics(use_gather_object=True) is not built: gather tensors")
         with watched():

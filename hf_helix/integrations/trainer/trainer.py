@@ -193,7 +193,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     @property
     def tuning(self) -> Tuning | None:
-        """What `plan="auto"` measured, or an earlier run of the same case; None as long as nothing was. `print` it."""
+        """The measurements of `plan="auto"`, or of an earlier run of the same case; None before. `print` them."""
         return self.helix.tuning
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:

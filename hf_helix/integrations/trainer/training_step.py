@@ -104,7 +104,16 @@ class WindowHooks:
             names[_COUNT] = stock
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective."""
+        """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective.
+
+        Args:
+            epoch_iterator: yields the micro-batches of the epoch.
+            num_batches: how many of them make a step.
+            device: of this rank.
+
+        Returns:
+            The micro-batches, and the number of their tokens that have a label, as the stock method.
+        """
         batches = list(itertools.islice(epoch_iterator, num_batches))
         with watched():
             states = torch.cat((self._health.state().reshape(1), self.helix.extents(batches)))
@@ -180,7 +189,7 @@ class WindowHooks:
                 say(f"{tuning.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
     def loss_scale(self, num_items: Any) -> Scale:
-        """What the losses of a window are multiplied with.
+        """The factors that the losses of a window are multiplied with.
 
         As in the stock Trainer, gradients are averaged over dp, so the mean over all tokens is multiplied by dp. The
         stock Trainer divides `num_items` by tp * pp * cp even if it did not sum over those ranks; this undoes it.
