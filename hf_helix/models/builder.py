@@ -18,7 +18,7 @@ from hf_helix.models.norms import is_fused
 from hf_helix.models.peft import Opened, opened
 from hf_helix.operators.attention.partial import Kernel
 from hf_helix.operators.attention.ring_attention import Block, Blocks, Join, Step
-from hf_helix.operators.base import SplitComputation, Tensors
+from hf_helix.operators.base import SplitComputation, TensorOperator, Tensors
 from hf_helix.operators.communication.collectives import Gather, GatherReplicated, Scatter
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.explicit import Explicit, RmsNorm
@@ -32,7 +32,6 @@ from hf_helix.operators.unit import (
     CUT_COLUMNS,
     CUT_ROWS,
     Placement,
-    TensorOperator,
     Unit,
     cut_bounds,
 )

@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
+from hf_helix.operators.base import Call, Communication, Computation, TensorOperator, Tensors, Work
 from hf_helix.operators.communication.collectives import Gather, Scatter
-from hf_helix.operators.unit import TensorOperator, Unit
+from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.plans.baselines.intra_batch import Site, sites, tile_graph

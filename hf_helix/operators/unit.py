@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Communication, Computation, SplitComputation
+from hf_helix.operators.base import TensorOperator
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import NONE, recomputed
 
 TP, EXPERTS = "tp", "experts"
-
-TensorOperator = Computation | SplitComputation | Communication
 
 
 @dataclass(frozen=True)

@@ -271,8 +271,7 @@ def why_not_now(runner: Runner, leaves: Iterable[Any]) -> str | None:
             return f"attention takes a {type(leaf).__name__} with every batch, which is no tensor"
     for unit in runner.stage.units.values():
         for name, operator in unit.operators.items():
-            draws = getattr(operator, "draws", None)
-            if draws is not None and draws():
+            if operator.draws():
                 return f"{unit.label}.{name} draws random numbers, which a graph would repeat; use dropout of 0"
         for module in unit.called:
             if any(map(has_hooks, module.modules())):

@@ -133,12 +133,12 @@ class Executor:
         # What backward runs again keeps nothing the first time.
         call.training = strand.training and step.keeps
         if trace is None:
-            outputs = step.method(call, *map(values.__getitem__, step.reads))
+            outputs = step.run(call, *map(values.__getitem__, step.reads))
         else:
             label = self.label(strand.key[1], step.place[0], op)
             trace.note("run", label)
             inputs = [values[key] for key in step.reads]
-            outputs = self.streams.compute(lambda: step.method(call, *inputs), label)
+            outputs = self.streams.compute(lambda: step.run(call, *inputs), label)
         if step.adds:
             for key, partial, output in zip(step.writes, step.adds, outputs, strict=False):
                 values[key] = output if partial is None else values[partial] + output
@@ -160,7 +160,7 @@ class Executor:
             label = self.label(strand.key[1], step.place[0], op)
             trace.note("issue", label)
         call = strand.calls.get(step.place) or strand.call(*step.place, step.unit)
-        outputs, work = step.method(call, op.part, *inputs)
+        outputs, work = step.prepare(call, op.part, *inputs)
         event = self.streams.issue(op.kind, work, after, label, step.lane)
         for key, output in zip(step.writes, outputs, strict=True):
             values[key] = output

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_helix.operators.communication.pipeline_p2p import Empty, Transfer, transfer_unit
 from hf_helix.operators.tiling import tile_unit
@@ -157,11 +157,11 @@ def _check_single(stage: Stage) -> None:
 
 def _shared(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
     """The operators of backward that add to a gradient of several units, see `Layout.shared`."""
-    users: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    users: dict[Tensor, list[tuple[int, str]]] = {}
     for index in sorted(units, reverse=True):
         backward = units[index].graphs.backward
         for op in backward.operators:
             if op.part not in (Part.I, Part.R) and not (op.split and op.trained == 0):
-                for parameter in getattr(units[index].operators[op.of], "parameters", ()):
+                for parameter in units[index].operators[op.of].parameters:
                     users.setdefault(parameter, []).append((index, op.name))
     return [found for found in users.values() if len({index for index, _ in found}) > 1]

@@ -90,11 +90,10 @@ def inner_products(operator: str, seed: int) -> tuple[float, float]:
     call = Call({}, 0, True)
     (forward,), work = made.prepare(call, Part.F, x)
     work()
-    if isinstance(made, GatherReplicated):
-        (backward,) = made.backward(call, y)
-        return (forward * y).sum().item() / axis.size, (x * backward).sum().item()
     (backward,), work = made.prepare(call, Part.B, y)
     work()
+    if isinstance(made, GatherReplicated):
+        return (forward * y).sum().item() / axis.size, (x * backward).sum().item()
     return (forward * y).sum().item(), (x * backward).sum().item()
 
 

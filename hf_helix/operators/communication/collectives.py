@@ -38,17 +38,17 @@ class Scatter(Communication):
 
 
 class GatherReplicated(Communication):
-    """Like `Gather`, for values that every rank then uses in the same way (the loss): backward takes its own slice."""
+    """Like `Gather`, for values that every rank then uses in the same way (the loss): backward takes its own slice and
+    communicates nothing."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        if part is Part.B:
+            return (inputs[0].chunk(self.axis.size)[self.axis.rank],), lambda: None
         out, work = prepare_all_gather(self.axis, *inputs)
         return (out,), work
-
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        return (gradients[0].chunk(self.axis.size)[self.axis.rank],)
 
 
 def prepare_all_gather(axis: Axis, value: Tensor) -> tuple[Tensor, Work]:

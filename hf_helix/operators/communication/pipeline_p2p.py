@@ -91,7 +91,7 @@ class Transfer(Communication):
         self.empty = empty
 
     def lane(self, part: Part) -> str:
-        """The queue on the pipeline's stream: each direction of each passage has its own."""
+        # Each direction of each passage has its own.
         return f"{self.boundary}{part.value}"
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:

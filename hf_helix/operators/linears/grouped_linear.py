@@ -37,7 +37,6 @@ class GroupedLinear(SplitComputation):
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """Whose gradients W adds to."""
         return (self.weight,)
 
     @property
@@ -47,25 +46,22 @@ class GroupedLinear(SplitComputation):
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         rows, *sizes = inputs
         rows = call.precision.lowered(rows)
-        with torch.no_grad():
-            weight = call.precision.weights.of((self.weight,), rows.dtype)
-            return (_grouped(rows, weight.transpose(1, 2), self._sizes(call, rows, sizes)),)
+        weight = call.precision.weights.of((self.weight,), rows.dtype)
+        return (_grouped(rows, weight.transpose(1, 2), self._sizes(call, rows, sizes)),)
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, *sizes = gradients
-        with torch.no_grad():
-            weight = call.precision.weights.of((self.weight,), gradient.dtype)
-            return (_grouped(gradient, weight, self._sizes(call, gradient, sizes)),)
+        weight = call.precision.weights.of((self.weight,), gradient.dtype)
+        return (_grouped(gradient, weight, self._sizes(call, gradient, sizes)),)
 
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
+    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, rows, *sizes = gradients
-        if not self.weight.requires_grad:
-            return
-        with torch.no_grad():
+        if self.weight.requires_grad:
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
             rows = call.precision.lowered(rows)
             _add_products(self.weight.grad, gradient, rows, self._sizes(call, rows, sizes))
+        return ()
 
     def _sizes(self, call: Call, rows: Tensor, sizes: Sequence[Tensor]) -> Sizes:
         """In the form that serves these rows."""

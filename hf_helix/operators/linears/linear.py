@@ -60,7 +60,6 @@ class Linear(SplitComputation):
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """Whose gradients W adds to."""
         own = [p for linear in self.linears for p in (linear.weight, linear.bias) if p is not None]
         return *own, *self._of_adapters()
 
@@ -98,7 +97,7 @@ class Linear(SplitComputation):
                 adapter.add_input_gradient(total, _rows(gradient), call, mask)
         return (total.view(*gradients[0].shape[:-1], total.shape[-1]),)
 
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
+    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         *of_outputs, given = gradients
         value = _rows(call.precision.lowered(given))
         for gemm, parts in self._with_rows(call, of_outputs):
@@ -113,6 +112,7 @@ class Linear(SplitComputation):
         if self._adapters:
             for gradient, adapter, mask in self._each(call, of_outputs):
                 adapter.add_weight_gradients(value, _rows(gradient), call, mask)
+        return ()
 
     def _gemms(self, call: Call, dtype: torch.dtype) -> list[_Gemm]:
         """The products of a type that forward makes of its value, which stay the same in a window."""

@@ -40,10 +40,10 @@ def test_the_numbers_serve_both_ways_and_backward(read: list[tuple[int, ...]]) -
     counts = torch.tensor([1, 0, 2, 3])
     rows = torch.randn(6, 4)
     call = Call({}, 0, True, shared=shared)
-    (arriving,) = announce.forward(call, counts)
-    (gone,) = there.forward(Call({}, 0, True, shared=shared), rows, counts, arriving)
+    (arriving,) = announce.method_of(Part.F)(call, counts)
+    (gone,) = there.method_of(Part.F)(Call({}, 0, True, shared=shared), rows, counts, arriving)
     assert len(gone) == 6
-    announce.again(call, counts)
+    announce.method_of(Part.R)(call, counts)
     for exchange in (there, back):
         (outputs, _) = exchange.prepare(Call({}, 0, True, shared=shared), Part.B, rows, counts, arriving)
         assert outputs[0].shape == (6, 4)
