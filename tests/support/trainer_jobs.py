@@ -12,12 +12,8 @@ from support.more_jobs import Recorder, Stream, build
 from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
-<<<<<<< HEAD
-from hf_helix.operators.base import Call, explicit_gradients
-=======
 from hf_helix.engine.engine import Scale
-from hf_helix.operators.base import Call
->>>>>>> main
+from hf_helix.operators.base import Call, explicit_gradients
 
 
 class Accuracy:
