@@ -27,7 +27,7 @@ from hf_helix.operators.communication.collectives import (
     prepare_all_gather,
     prepare_reduce_scatter,
 )
-from hf_helix.operators.communication.transport import GlooTransport
+from hf_helix.operators.communication.group_transports import GlooTransport
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, Unit
 from hf_helix.planning.graph.operator import Graph, Part
 from hf_helix.planning.graph.pair import GraphPair

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_helix.link_speed import parse_link
 from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
-from hf_helix.operators.communication.transport import Axis, GlooTransport, GroupTransport
+from hf_helix.operators.communication.group_transports import GlooTransport, GroupTransport
+from hf_helix.operators.communication.transport import Axis, Transport
 from hf_helix.operators.unit import EXPERTS, Placement
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
@@ -248,7 +249,7 @@ def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:
     return found
 
 
-def _transport(group: dist.ProcessGroup, places: torch.Tensor, backend: str) -> GroupTransport:
+def _transport(group: dist.ProcessGroup, places: torch.Tensor, backend: str) -> Transport:
     if backend != groups.GLOO:
         return GroupTransport(group)
     return GlooTransport(group, groups.group_of(places, groups.GLOO))
