@@ -112,11 +112,6 @@ def share_object(mine: T, source: int, ranks: Sequence[int]) -> T:
     return mine
 
 
-def gather_objects(mine: T, ranks: Sequence[int]) -> list[T]:
-    """What each of several ranks brings, on all of them, see `share_object`. Collective over these ranks."""
-    return [share_object(mine, source, ranks) for source in ranks]
-
-
 def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "") -> list[dist.ProcessGroup]:
     """A group over each row of `places`; those that this rank is in. Collective.
 
