@@ -29,7 +29,7 @@ def over_ranks(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
         mine: what this rank brings; anything that can be pickled.
         ranks: in the launcher's group; None for all of them.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     if ranks is not None:
         return [share_object(mine, source, ranks) for source in ranks]
