@@ -1,8 +1,8 @@
-"""Steps: the instructions of a program, each with the operator that it runs.
+"""Steps: the instructions of a program, each bound to the operator that it runs.
 
 In:   an instruction, and the units that a rank holds.
 Out:  everything about the instruction that is the same in every window, looked up once.
-Must hold: nothing here belongs to a micro-batch of one window.
+Must hold: a step holds nothing of the micro-batches of one window.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Mesh:
     link: Link | None = None
 
     def over(self, link: Link) -> Mesh:
-        """The same ranks and groups, with all that operators and sums of gradients move going over one link."""
+        """Returns a mesh of the same ranks and groups, on which operators and sums of gradients use an emulated link."""
 
         def linked(axis: Axis) -> Axis:
             return axis if axis.size == 1 else Axis(LinkedTransport(axis.transport, link), axis.kind)
@@ -154,7 +154,8 @@ _meshes: dict[object, Mesh] = {}
 
 
 def forget_meshes() -> None:
-    """After a failure: what was under way on their groups would meet what comes next."""
+    """Drops the meshes after a failure: their process groups may still carry collectives of the failed step, which must
+    not meet those of the next one."""
     _meshes.clear()
 
 
