@@ -62,7 +62,7 @@ class Mesh:
     link: Link | None = None
 
     def over(self, link: Link) -> Mesh:
-        """Returns a mesh of the same ranks and groups, on which operators and sums of gradients use an emulated link."""
+        """Returns a mesh of the same ranks and groups, on which operators and sums of gradients go over a link."""
 
         def linked(axis: Axis) -> Axis:
             return axis if axis.size == 1 else Axis(LinkedTransport(axis.transport, link), axis.kind)
