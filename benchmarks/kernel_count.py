@@ -33,8 +33,7 @@ from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators import explicit
 from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, Work
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.linears import accumulate
-from hf_helix.operators.linears import matmul_dtype as lowered
+from hf_helix.operators.linears import accumulate, matmul_dtype
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.pipeline.scheduler import Scheduler
@@ -196,13 +195,13 @@ def _replaced(module: Any, name: str, other: Any) -> Iterator[None]:
 @contextmanager
 def _weights_apart(kernels: Kernels) -> Iterator[None]:
     """Copies of weights count for the window, not for the micro-batch that comes first."""
-    copy = lowered._copy
+    copy = matmul_dtype._copy
 
     def counted(*given: Any) -> Tensor:
         with kernels.run(WINDOW if kernels.running else None):
             return copy(*given)
 
-    with _replaced(lowered, "_copy", counted):
+    with _replaced(matmul_dtype, "_copy", counted):
         yield
 
 

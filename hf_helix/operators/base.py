@@ -24,7 +24,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hf_helix.operators.linears.matmul_dtype import LoweredWeights
+from hf_helix.operators.linears.matmul_dtype import CastWeights
 from hf_helix.planning.graph.operator import Part
 
 Tensors = tuple[Tensor, ...]
@@ -47,13 +47,13 @@ class Precision:
 
     device: str = "cpu"
     products: torch.dtype | None = None
-    weights: LoweredWeights = field(default_factory=LoweredWeights)
+    weights: CastWeights = field(default_factory=CastWeights)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """In which torch computes so by itself."""
         return nullcontext() if self.products is None else torch.autocast(self.device, self.products)
 
-    def lowered(self, value: Tensor) -> Tensor:
+    def cast_for_matmul(self, value: Tensor) -> Tensor:
         """A value as matrix products take it."""
         return value if self.products is None or value.dtype is self.products else value.to(self.products)
 

@@ -40,7 +40,7 @@ def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inp
     engine.run_backward(edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
-def lowered(value: Tensor) -> Tensor:
+def cast_for_matmul(value: Tensor) -> Tensor:
     """A value as matrix products take it under the autocast that is on, if there is any."""
     device = value.device.type
     return value.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else value
@@ -185,9 +185,9 @@ class Dropout(Computation):
 
     def _mask(self, call: Call, value: Tensor) -> Tensor:
         """True for what stays. Depends on the shape alone, not on how a value lies in memory."""
-        dice = torch.Generator(value.device).manual_seed(call.seed)
+        generator = torch.Generator(value.device).manual_seed(call.seed)
         kept = torch.empty(value.shape, dtype=torch.bool, device=value.device)
-        return kept.bernoulli_(1 - self.module.p, generator=dice)
+        return kept.bernoulli_(1 - self.module.p, generator=generator)
 
     def _drop(self, value: Tensor, mask: Tensor) -> Tensor:
         return (value * mask).mul_(1 / (1 - self.module.p) if self.module.p < 1 else 0.0)

@@ -80,7 +80,7 @@ def kinds_of_mesh(sizes: dict[str, int]) -> dict[str, Any]:
 def whole_over_host(shape: tuple[int, ...], blocks: int) -> Any:
     """A parameter cut over two ranks and one of the other pipeline rank, whole again; what was sent, and how."""
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape).bfloat16()
-    placement = Placement(0, shape[0], blocks=blocks)
+    placement = Placement(0, shape[0], num_fused=blocks)
     with as_on_nccl() as noted:
         tp = mesh.build_mesh(2, "cpu")
         joined = whole_parameter(placement.cut(whole, 2, tp.tp.rank), placement, tp)

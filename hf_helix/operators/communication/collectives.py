@@ -15,7 +15,7 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.planning.graph.operator import Part
 
 
-class Gather(Communication):
+class AllGather(Communication):
     """Shards [n, ...] to the whole [size * n, ...]; backward is a reduce-scatter."""
 
     def __init__(self, axis: Axis) -> None:
@@ -26,7 +26,7 @@ class Gather(Communication):
         return (out,), work
 
 
-class Scatter(Communication):
+class ReduceScatter(Communication):
     """Partial sums [size * n, ...] to this rank's shard [n, ...] of their sum; backward is an all-gather."""
 
     def __init__(self, axis: Axis) -> None:
@@ -37,9 +37,9 @@ class Scatter(Communication):
         return (out,), work
 
 
-class GatherReplicated(Communication):
-    """Like `Gather`, for values that every rank then uses in the same way (the loss): backward takes its own slice and
-    communicates nothing."""
+class AllGatherReplicated(Communication):
+    """Like `AllGather`, for values that every rank then uses in the same way (the loss): backward takes the slice of
+    this rank, and communicates nothing."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hf_helix.operators.base import Call, SplitComputation, Tensors
 from hf_helix.operators.linears.accumulate import add_product
-from hf_helix.operators.moe.tally import Tally
+from hf_helix.operators.moe.row_counts import RowCounts
 
 Sizes = Tensor | list[int] | None
 """The rows of every expert: where they end, for the device; how many, for the host; None where all have as many."""
@@ -31,9 +31,9 @@ class GroupedLinear(SplitComputation):
         weight: [experts, features out, features in], of this rank's experts.
     """
 
-    def __init__(self, weight: nn.Parameter, tally: Tally | None = None) -> None:
+    def __init__(self, weight: nn.Parameter, row_counts: RowCounts | None = None) -> None:
         self.weight = weight
-        self.tally = tally or Tally()
+        self.row_counts = row_counts or RowCounts()
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -45,7 +45,7 @@ class GroupedLinear(SplitComputation):
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         rows, *sizes = inputs
-        rows = call.precision.lowered(rows)
+        rows = call.precision.cast_for_matmul(rows)
         weight = call.precision.weights.of((self.weight,), rows.dtype)
         return (_grouped(rows, weight.transpose(1, 2), self._sizes(call, rows, sizes)),)
 
@@ -59,7 +59,7 @@ class GroupedLinear(SplitComputation):
         if self.weight.requires_grad:
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
-            rows = call.precision.lowered(rows)
+            rows = call.precision.cast_for_matmul(rows)
             _add_products(self.weight.grad, gradient, rows, self._sizes(call, rows, sizes))
         return ()
 
@@ -67,7 +67,7 @@ class GroupedLinear(SplitComputation):
         """In the form that serves these rows."""
         if not sizes:
             return None
-        return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.tally.by_expert(call, sizes[0])
+        return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.row_counts.by_expert(call, sizes[0])
 
 
 def _grouped(rows: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.planning.text import first_difference
-from hf_helix.runtime.distributed.groups import control_group, share_object
+from hf_helix.runtime.distributed.groups import broadcast_object, control_group
 from hf_helix.runtime.failures.endings import describe, told_by
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def over_ranks(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     if ranks is not None:
-        return [share_object(mine, source, ranks) for source in ranks]
+        return [broadcast_object(mine, source, ranks) for source in ranks]
     found = [mine] * dist.get_world_size()
     dist.all_gather_object(found, mine, group=control_group())
     return found
@@ -148,7 +148,7 @@ def agree_on_number(count: int, device: torch.device, states: Tensor | None = No
     return [row[1:] for row in rows]
 
 
-def add_up(numbers: Sequence[int]) -> list[int]:
+def sum_over_ranks(numbers: Sequence[int]) -> list[int]:
     """The sums of whole numbers over all ranks, over the host's memory. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(numbers)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.linears.linear import Linear
-from hf_helix.operators.linears.matmul_dtype import LoweredWeights
+from hf_helix.operators.linears.matmul_dtype import CastWeights
 
 
 class Casts(TorchDispatchMode):
@@ -57,7 +57,7 @@ def test_two_micro_batches_forward_and_backward_cast_a_weight_once(kind: str) ->
 
 def test_a_new_window_sees_what_left_no_mark() -> None:
     """`.data` is written without a new version of the parameter, as by merged adapters."""
-    weights, weight = LoweredWeights(), nn.Parameter(torch.ones(3, 2))
+    weights, weight = CastWeights(), nn.Parameter(torch.ones(3, 2))
     with weights.kept():
         old = weights.of((weight,), torch.bfloat16)
         assert weights.of((weight,), torch.bfloat16) is old
@@ -69,7 +69,7 @@ def test_a_new_window_sees_what_left_no_mark() -> None:
 
 
 def test_the_optimizer_has_the_memory() -> None:
-    weights, weight = LoweredWeights(), nn.Parameter(torch.ones(3, 2))
+    weights, weight = CastWeights(), nn.Parameter(torch.ones(3, 2))
     with weights.kept():
         made: weakref.ref[Tensor] = weakref.ref(weights.of((weight,), torch.bfloat16))
         assert made() is not None
@@ -77,13 +77,13 @@ def test_the_optimizer_has_the_memory() -> None:
 
 
 def test_weights_of_the_type_are_not_copied() -> None:
-    weights, weight = LoweredWeights(), nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    weights, weight = CastWeights(), nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
     with weights.kept():
         assert weights.of((weight,), torch.bfloat16) is weight
 
 
 def test_several_lie_in_one_piece() -> None:
-    weights, several = LoweredWeights(), [nn.Parameter(torch.randn(rows, 2)) for rows in (3, 1, 2)]
+    weights, several = CastWeights(), [nn.Parameter(torch.randn(rows, 2)) for rows in (3, 1, 2)]
     with weights.kept():
         whole = weights.of(several, torch.bfloat16)
         assert weights.of(several, torch.bfloat16) is whole

@@ -67,7 +67,7 @@ def test_several_values_pass_in_order() -> None:
     outputs, work = several.prepare(call(), Part.F)
     work()
     assert all(map(torch.equal, outputs, values))
-    unit = transfer_unit(SEND, hole, 0, several.empty, values=2)
+    unit = transfer_unit(SEND, hole, 0, several.make_buffers, values=2)
     assert unit.graphs.forward.inputs == ("x0", "x1")
     assert unit.graphs.backward.outputs == ("d.x0", "d.x1")
 
