@@ -7,12 +7,16 @@ Must hold: the same plan for the same seed, on every rank.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping
 
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.plans.list_scheduler import Flow
-from hf_helix.planning.plans.plan import BARRIER, Order, Plan, block_plan, entries, graphs_digest
+from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
+from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan, Order, entries
+from hf_helix.planning.plans.list_scheduler import Priorities
+from hf_helix.planning.plans.plan import Plan, graphs_digest
+from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.profile import Profile
 
 BARRIERS = 0.05  # of all places
@@ -23,8 +27,16 @@ def random_plan(seed: int, profile: Profile, *, model: str, mesh: Mapping[str, i
     """Even seeds order every block, odd ones the window as a whole."""
     draw = random.Random(seed)
     if seed % 2:
-        return Plan("random", model, mesh, graphs_digest(profile.layout.graphs), {}, random_flow(draw, profile))
-    return block_plan("random", lambda *block: random_order(draw, *block), profile, model=model, mesh=mesh)
+        graphs = graphs_digest(profile.layout.graphs)
+        return PriorityPlan("random", model, mesh, graphs, random_priorities(draw, profile))
+    return BlockPlan.of("random", lambda *block: random_order(draw, *block), profile, model=model, mesh=mesh)
+
+
+def random_tiled_plan(seed: int, tiles: int, profile: Profile, *, model: str, mesh: Mapping[str, int]) -> Plan:
+    """Orders every block of the graphs whose collectives are cut into tiles."""
+    draw = random.Random(seed)
+    order = functools.partial(random_order, draw)
+    return IntraBatchPlan.of_tiles("random", order, profile, model=model, mesh=mesh, tiles=tiles)
 
 
 def random_order(draw: random.Random, forward: Graph | None, backward: Graph | None, _: Profile) -> Order:
@@ -46,8 +58,8 @@ def random_order(draw: random.Random, forward: Graph | None, backward: Graph | N
     return tuple(order)
 
 
-def random_flow(draw: random.Random, profile: Profile) -> Flow:
+def random_priorities(draw: random.Random, profile: Profile) -> Priorities:
     """Times and priorities that have nothing to do with the operators."""
     times = {name: draw.uniform(0.01, 1.0) * MILLISECOND for name in profile.times}
-    bias = {name: draw.uniform(-3.0, 3.0) * MILLISECOND for name in profile.times}
-    return Flow(times, bias, draw.randint(0, 3))
+    priority = {name: draw.uniform(-3.0, 3.0) * MILLISECOND for name in profile.times}
+    return Priorities(times, priority, draw.randint(0, 3))
