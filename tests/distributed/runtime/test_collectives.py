@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.collectives import (
-    Gather,
-    GatherReplicated,
-    Scatter,
+    AllGather,
+    AllGatherReplicated,
+    ReduceScatter,
     prepare_all_gather,
     prepare_reduce_scatter,
 )
-from hf_helix.operators.communication.transport import GlooTransport
+from hf_helix.operators.communication.group_transports import GlooTransport
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, cut_bounds
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
@@ -74,17 +74,19 @@ def move(shape: tuple[int, ...], dtype: str, seed: int) -> dict[str, Any]:
 
 
 def inner_products(operator: str, seed: int) -> tuple[float, float]:
-    """This rank's part of <G x, y> and of <x, G^T y> in float64; y of `GatherReplicated` is the same everywhere."""
+    """This rank's part of <G x, y> and of <x, G^T y> in float64; y of `AllGatherReplicated` is the same everywhere."""
     axis = mesh_of(world()).tp
     shard, whole = (3, 2, 5), (3 * axis.size, 2, 5)
-    made = {"Gather": Gather, "Scatter": Scatter, "GatherReplicated": GatherReplicated}[operator](axis)
-    sizes = (whole, shard) if operator == "Scatter" else (shard, whole)
+    made = {"AllGather": AllGather, "ReduceScatter": ReduceScatter, "AllGatherReplicated": AllGatherReplicated}[
+        operator
+    ](axis)
+    sizes = (whole, shard) if operator == "ReduceScatter" else (shard, whole)
     x = contribution(axis.rank, sizes[0], torch.float64, seed)
-    y = contribution(0 if operator == "GatherReplicated" else axis.rank, sizes[1], torch.float64, seed + 1)
+    y = contribution(0 if operator == "AllGatherReplicated" else axis.rank, sizes[1], torch.float64, seed + 1)
     call = Call({}, 0, True)
     (forward,), work = made.prepare(call, Part.F, x)
     work()
-    if isinstance(made, GatherReplicated):
+    if isinstance(made, AllGatherReplicated):
         (backward,) = made.backward(call, y)
         return (forward * y).sum().item() / axis.size, (x * backward).sum().item()
     (backward,), work = made.prepare(call, Part.B, y)
@@ -205,7 +207,7 @@ def test_collectives(ranks: int, dtype: str, seed: int, cluster_of: Any) -> None
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("operator", ["Gather", "Scatter", "GatherReplicated"])
+@pytest.mark.parametrize("operator", ["AllGather", "ReduceScatter", "AllGatherReplicated"])
 def test_backward_is_the_transpose(ranks: int, operator: str, cluster_of: Any) -> None:
     """<G x, y> == <x, G^T y>, with both sides summed over the ranks."""
     found = cluster_of(ranks).run(inner_products, operator=operator, seed=5)
