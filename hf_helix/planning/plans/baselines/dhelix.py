@@ -26,10 +26,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import accumulate, combinations, islice, permutations
+from itertools import accumulate, combinations, islice
 from operator import itemgetter
 
-from hf_helix.planning.cost import COMPUTE, STREAMS
+from hf_helix.planning.cost import COMPUTE, STREAMS, Work, simulate
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.plans.baselines.interleave import sequential
 from hf_helix.planning.plans.block_plan import BARRIER, Order, entries
@@ -94,7 +94,8 @@ class _Block:
         self.entries = list(found)
         self.streams = [STREAMS.index(op.kind) for op in found.values()]
         self.seconds = [profile.times[name] for name in names]
-        self.slow = [[profile.slowdown(a, b) for b in names] for a in names] if profile.pairs else None
+        self._names = names
+        self._slowdown = cache(profile.slowdown) if profile.pairs else None
         self.chains: tuple[list[int], list[int]] = ([], [])
         self.movable: list[int] = []
         self.places: list[tuple[int, int]] = []
@@ -133,17 +134,28 @@ class _Block:
         """The operators of a set."""
         return [i for m, i in enumerate(self.movable) if movable >> m & 1]
 
-    def seconds_of(self, group: Sequence[int], slowed: bool = True) -> float:
-        """From one barrier to the next, issued in this order: what `simulate` says, for a few operators and quickly."""
-        if self.slow is not None and slowed:
-            return _beside(group, self, self.slow)
+    def seconds_of(self, group: Sequence[int]) -> float:
+        """Predicted seconds from one barrier to the next, for operators that are issued in this order."""
+        place = {i: number for number, i in enumerate(group)}
+        work = Work(
+            [self.streams[i] for i in group],
+            [self.seconds[i] for i in group],
+            [[place[need] for need in self.waits[i] if need in place] for i in group],
+            list(range(len(group))),
+            [self._names[i] for i in group],
+        )
+        return simulate(work, self._slowdown).seconds
+
+    def bound(self, group: Sequence[int]) -> float:
+        """Seconds that the operators take at least, issued in this order: what they take if none slows another down."""
         free, ends = [0.0] * len(STREAMS), dict[int, float]()
         for i in group:
             self.issue(i, free, ends)
         return max(free)
 
     def issue(self, i: int, free: list[float], ends: dict[int, float]) -> None:
-        """Note when the operator ends if nothing slows it down, in `ends`, and when each stream is free."""
+        """Note when the operator can end at the earliest, in `ends`, and when each stream is free: the step of `bound`
+        by which the search prunes."""
         stream = self.streams[i]
         start = max(free[COMPUTE], free[stream])  # communication, too, waits for all computation before it
         for need in self.waits[i]:
@@ -154,38 +166,6 @@ class _Block:
 def _moves(op: Operator) -> bool:
     """Whether the search may issue the operator later than in canonical order."""
     return op.part is Part.W and not op.kind.communicates
-
-
-def _beside(group: Sequence[int], block: _Block, slow: list[list[float]]) -> float:
-    """Event by event, as operators that run beside each other slow each other down."""
-    queues: list[list[tuple[int, int]]] = [[] for _ in STREAMS]
-    last = -1
-    for i in group:
-        stream = block.streams[i]
-        queues[stream].append((i, -1 if stream == COMPUTE else last))
-        last = i if stream == COMPUTE else last
-    for queue in queues:
-        queue.reverse()  # the next one is the last
-    waiting, left, now = set(group), dict[int, float](), 0.0
-    while waiting:
-        for queue in queues:
-            if queue:
-                i, behind = queue[-1]
-                if i not in left and behind not in waiting and waiting.isdisjoint(block.waits[i]):
-                    left[i] = block.seconds[i]
-        rates = dict.fromkeys(left, 1.0)
-        if len(left) > 1:
-            for i, other in permutations(left, 2):
-                rates[i] *= slow[i][other]
-        step = min(left[i] * rate for i, rate in rates.items())
-        now += step
-        for i, rate in rates.items():
-            left[i] -= step / rate
-            if left[i] <= 1e-12:
-                waiting.remove(i)
-                del left[i]
-                queues[block.streams[i]].pop()
-    return now
 
 
 class _Pairs:
@@ -206,8 +186,7 @@ class _Pairs:
             loads = [0.0] * len(STREAMS)
             for n in (*strands[0], *strands[1]):
                 loads[block.streams[n]] += block.seconds[n]
-            ways = (block.seconds_of(strand, slowed=False) for strand in strands)
-            self.floors[i, a, j, b] = loads[COMPUTE], max(*loads, *ways)
+            self.floors[i, a, j, b] = loads[COMPUTE], max(*loads, *map(block.bound, strands))
         compute, rest = self.floors[i, a, j, b]
         if movable not in self.movable_seconds:
             self.movable_seconds[movable] = sum(self.block.seconds[n] for n in self.block.members(movable))
@@ -241,7 +220,9 @@ class _Interleaving:
         """Go on from an order of which `compute` seconds of computation are left."""
         block = self.block
         if len(order) == self.length:
-            self._judge(order, max(free))
+            seconds = block.seconds_of(order)
+            if seconds < self.best[0] * (1 - NEAR):
+                self.best = seconds, order
             return
         for n, next_issued, next_movable in self._choices(issued, movable):
             then = free.copy()
@@ -249,12 +230,6 @@ class _Interleaving:
             left = compute - (block.seconds[n] if block.streams[n] == COMPUTE else 0.0)
             if max(then[COMPUTE] + left, *then) < self.best[0] * (1 - NEAR):
                 self._extend(next_issued, next_movable, then, (*order, n), left)
-
-    def _judge(self, order: tuple[int, ...], seconds: float) -> None:
-        if self.block.slow is not None:
-            seconds = self.block.seconds_of(order)
-        if seconds < self.best[0] * (1 - NEAR):
-            self.best = seconds, order
 
     def _choices(self, issued: tuple[int, int], movable: Bits) -> list[tuple[int, tuple[int, int], Bits]]:
         """What can be issued next: a collective whose turn has come, or else any computation."""
