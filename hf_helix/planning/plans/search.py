@@ -16,12 +16,13 @@ judged with compute 20 % faster.
 from __future__ import annotations
 
 import functools
-import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
+from hf_helix.planning.annealing import anneal
 from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate, work_of
 from hf_helix.planning.graph.operator import Graph, Part
 from hf_helix.planning.instructions import window_instructions
@@ -39,6 +40,7 @@ from hf_helix.planning.profile import Name, Profile, named_operators
 
 EFFORT = 1_800_000  # of one annealing: instructions ordered and simulated, see `_Cost.effort`
 MAX_STEPS = 6000
+HEAT = 0.001  # by which part a change may make a window longer at first
 CHAIN_LAYERS, CHAIN_STARTS = 10, 2
 SHORT_LAYERS, SHORT_MICROBATCHES = 3, 5  # of a chunk, and of the window; more of the same need no search of their own
 USUAL_MICROBATCHES = 8
@@ -139,16 +141,24 @@ def _improve(
     effort: float,
     progress: Progress | None,
 ) -> Priorities:
-    """Returns what annealing finds for a window."""
+    """Returns the priorities that annealing finds for a window."""
     cost = _Cost(start, profile, layout, schedule)
-    annealer = _Annealer(
-        names=cost.window.work.names,
-        scale=max(profile.times.values()),
-        cost=cost,
+    names, scale = cost.window.work.names, max(profile.times.values())
+
+    def propose(current: _Candidate, rng: random.Random) -> _Candidate:
+        priority = _changed(current.priority, names, scale, rng)
+        return _Candidate(priority, cost(priority))
+
+    found = anneal(
+        _Candidate(start.priority, cost(start.priority)),
+        propose,
         steps=int(effort * min(MAX_STEPS, EFFORT // cost.effort)),
         rng=random.Random(seed),
+        temperature=lambda shortest: HEAT * shortest,
+        target=1 + 1e-4,
+        progress=progress,
     )
-    return replace(start, priority=annealer.run(start.priority, progress))
+    return replace(start, priority=found.priority)
 
 
 class _Cost:
@@ -269,45 +279,16 @@ def shorten(layout: Layout) -> Layout:
     return Layout(units, chunks, graphs, shared)
 
 
-@dataclass(frozen=True)
-class _Annealer:
-    """Simulated annealing over priorities, one operator's at a time.
+class _Candidate(NamedTuple):
+    """Priorities, and the mean length of the window that they lead to, in parts of the bound."""
 
-    Attributes:
-        names: the operators.
-        scale: of a change, in seconds.
-        cost: what is minimised; 1 cannot be beaten.
-        steps: how many changes are tried.
-        rng: where chance comes from.
-    """
+    priority: Priority
+    value: float
 
-    names: Sequence[Name]
-    scale: float
-    cost: Callable[[Priority], float]
-    steps: int
-    rng: random.Random
 
-    def run(self, start: Priority, progress: Progress | None) -> Priority:
-        """The best priorities seen."""
-        current = best = start
-        lowest = now = self.cost(current)
-        for step in range(self.steps):
-            if progress is not None and step % 50 == 0:
-                progress(step / self.steps)
-            if lowest <= 1 + 1e-4:
-                break
-            candidate = self._neighbour(current)
-            seconds = self.cost(candidate)
-            heat = 0.001 * lowest * (1 - step / self.steps) + 1e-12
-            if seconds <= now or self.rng.random() < math.exp((now - seconds) / heat):
-                current, now = candidate, seconds
-                if now < lowest:
-                    best, lowest = current, now
-        return best
-
-    def _neighbour(self, priority: Priority) -> Priority:
-        name = self.rng.choice(self.names)
-        change = self.scale * self.rng.uniform(-1, 1)
-        if self.rng.random() < 0.3:
-            return {**priority, name: change}
-        return {**priority, name: priority.get(name, 0.0) + change * self.rng.choice((0.03, 0.15, 0.6))}
+def _changed(priority: Priority, names: Sequence[Name], scale: float, rng: random.Random) -> Priority:
+    """Returns the priorities with that of one operator changed by up to `scale` seconds, or drawn anew."""
+    name = rng.choice(names)
+    change = scale * rng.uniform(-1, 1)
+    anew = rng.random() < 0.3
+    return {**priority, name: change if anew else priority.get(name, 0.0) + change * rng.choice((0.03, 0.15, 0.6))}
