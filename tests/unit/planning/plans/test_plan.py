@@ -31,13 +31,13 @@ from hf_helix.planning.graph.backward import derive_backward
 from hf_helix.planning.graph.operator import Graph, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.plans.baselines.interleave import sequential
 from hf_helix.planning.plans.block_plan import BARRIER, Block, BlockPlan, all_blocks, entries, validate_order
 from hf_helix.planning.plans.files import load_plan, parse_plan
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import FORMAT, Plan, graphs_digest
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.registry import RULES, make_plan
+from hf_helix.planning.plans.sequential import sequential
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.text import first_difference
 
