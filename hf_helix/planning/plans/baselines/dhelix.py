@@ -84,8 +84,8 @@ class _Block:
         chains: of each strand, the operators that stay in canonical order.
         movable: the others; bit m of a set stands for `movable[m]`.
         places: of each movable one, its strand and how much of the chain comes before it.
-        follows: of each operator, the movable ones that come before it.
-        waits: of each operator, the communication that it reads from.
+        follows: for each operator, the movable ones that must come before it.
+        waits: for each operator, the communication whose results it reads.
     """
 
     def __init__(self, forward: Graph, backward: Graph, profile: Profile) -> None:
@@ -232,7 +232,7 @@ class _Interleaving:
                 self._extend(next_issued, next_movable, then, (*order, n), left)
 
     def _choices(self, issued: tuple[int, int], movable: Bits) -> list[tuple[int, tuple[int, int], Bits]]:
-        """What can be issued next: a collective whose turn has come, or else any computation."""
+        """Returns what can be issued next: a collective whose turn has come, or else any computation."""
         block, found = self.block, []
         for strand, (segment, count) in enumerate(zip(self.strands, issued, strict=True)):
             if count < len(segment) and not block.follows[segment[count]] & movable:
@@ -261,7 +261,7 @@ class _Search:
         self.reached: dict[State, tuple[float, State, tuple[int, ...]]] = {(0, 0, 0): (0.0, (0, 0, 0), ())}
 
     def run(self) -> list[tuple[int, ...]]:
-        """What runs between the barriers of the best order."""
+        """Returns the operators between the barriers of the best order, group by group."""
         for state in self._states():
             self._reach(state)
         groups: list[tuple[int, ...]] = []
@@ -316,7 +316,7 @@ class _Search:
 
 
 @cache
-def _subsets(whole: Bits, most: int) -> list[Bits]:
-    """The subsets of at most so many elements, the smallest first."""
+def _subsets(whole: Bits, max_size: int) -> list[Bits]:
+    """Returns the subsets of at most `max_size` elements, the smallest first."""
     elements = [1 << m for m in range(whole.bit_length()) if whole >> m & 1]
-    return [sum(chosen) for count in range(most + 1) for chosen in combinations(elements, count)]
+    return [sum(chosen) for count in range(max_size + 1) for chosen in combinations(elements, count)]
