@@ -7,13 +7,12 @@ Must hold: the same plan for the same seed, on every rank.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping
-from typing import Any
 
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
-from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan, Order, entries
+from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan, Order, OrderBlock, entries
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import Plan, graphs_digest
 from hf_helix.planning.plans.priority_plan import PriorityPlan
@@ -23,19 +22,17 @@ BARRIERS = 0.05  # of all places
 MILLISECOND = 1e-3
 
 
-def random_plan(seed: int, profile: Profile, *, model: str, mesh: Mapping[str, int], tiles: int = 1) -> Plan:
-    """Even seeds order every block, odd ones the window as a whole. Of tiles there are plans of blocks only."""
-    draw = random.Random(seed)
-
-    def order_block(*block: Any) -> Order:
-        return random_order(draw, *block)
-
-    if tiles > 1:
-        return IntraBatchPlan.of_tiles("random", order_block, profile, model=model, mesh=mesh, tiles=tiles)
+def random_plan(seed: int, profile: Profile, *, model: str, mesh: Mapping[str, int]) -> Plan:
+    """Even seeds order every block, odd ones the window as a whole."""
     if seed % 2:
-        graphs = graphs_digest(profile.layout.graphs)
-        return PriorityPlan("random", model, mesh, graphs, random_priorities(draw, profile))
-    return BlockPlan.of("random", order_block, profile, model=model, mesh=mesh)
+        graphs, priorities = graphs_digest(profile.layout.graphs), random_priorities(seed, profile)
+        return PriorityPlan("random", model, dict(mesh), graphs, priorities)
+    return BlockPlan.of("random", random_orders(seed), profile, model=model, mesh=mesh)
+
+
+def random_orders(seed: int) -> OrderBlock:
+    """A rule that draws the order of every block."""
+    return functools.partial(random_order, random.Random(seed))
 
 
 def random_order(draw: random.Random, forward: Graph | None, backward: Graph | None, _: Profile) -> Order:
@@ -57,8 +54,9 @@ def random_order(draw: random.Random, forward: Graph | None, backward: Graph | N
     return tuple(order)
 
 
-def random_priorities(draw: random.Random, profile: Profile) -> Priorities:
+def random_priorities(seed: int, profile: Profile) -> Priorities:
     """Times and priorities that have nothing to do with the operators."""
+    draw = random.Random(seed)
     times = {name: draw.uniform(0.01, 1.0) * MILLISECOND for name in profile.times}
     priority = {name: draw.uniform(-3.0, 3.0) * MILLISECOND for name in profile.times}
     return Priorities(times, priority, draw.randint(0, 3))

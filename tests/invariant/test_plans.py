@@ -41,7 +41,7 @@ ODD = (17, 9, 13)
     ),
 )
 def test_every_plan_gives_the_same_bits(case: Case, cluster_of: Any, tmp_path: Path) -> None:
-    check(cluster_of, tmp_path, case, NAMED)
+    check(cluster_of, tmp_path, case, (*NAMED, RANDOM))
 
 
 def test_a_plan_from_a_file_gives_the_same_bits(cluster_of: Any, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ TILED = [
     [pytest.param(*each, id=each[0].name, marks=[pytest.mark.slow] * each[0].slow) for each in TILED],
 )
 def test_tiles_change_nothing_but_rounding(case: Case, tiles: int, cluster_of: Any, tmp_path: Path) -> None:
-    rules = ("sequential", "round_robin", RANDOM) if tiles > case.sizes["tp"] else ("intra_batch", RANDOM)
+    rules = ("sequential", "round_robin", "dhelix", RANDOM) if tiles > case.sizes["tp"] else ("intra_batch", RANDOM)
     orders = [rule if rule == "intra_batch" else f"{rule}/{tiles}" for rule in rules]
     whole, tiled = (run(cluster_of, tmp_path, case, each)[0][0] for each in (("sequential",), orders))
     compare_window([tiled], unsplit(case.model, case.count, case.kind, case.lengths), 1)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.jobs import Recorder, Stream, build
 from support.models import arguments, llama, sequences, tiny
-from support.more_jobs import Recorder, Stream, build
 from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer

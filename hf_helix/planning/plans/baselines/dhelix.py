@@ -136,6 +136,8 @@ class _Block:
 
     def seconds_of(self, group: Sequence[int]) -> float:
         """Predicted seconds from one barrier to the next, for operators that are issued in this order."""
+        if self._slowdown is None:
+            return self.bound(group)
         place = {i: number for number, i in enumerate(group)}
         work = Work(
             [self.streams[i] for i in group],
@@ -147,7 +149,10 @@ class _Block:
         return simulate(work, self._slowdown).seconds
 
     def bound(self, group: Sequence[int]) -> float:
-        """Seconds that the operators take at least, issued in this order: what they take if none slows another down."""
+        """Seconds that the operators take at least, issued in this order: what they take if none slows another down.
+
+        Without contention it is what `simulate` says, but for the last digits, which decide between equal orders.
+        """
         free, ends = [0.0] * len(STREAMS), dict[int, float]()
         for i in group:
             self.issue(i, free, ends)
