@@ -57,10 +57,10 @@ class HelixConfig:
             line of output. Until then, `greedy`;
             `search`: the searched plan, the fastest or not; measures before the first step;
             `greedy`: list scheduling of all micro-batches of a step (a window); measures nothing;
-            `dhelix`: the paper's paired segments with barriers (section 4.2); measures before the first step;
-            `round_robin`: operators in turn (the paper's Wavelet+);
-            `intra_batch`: one micro-batch at a time, collectives cut into tiles beside their GEMM (MegaScale's way);
             `sequential`: one micro-batch at a time (Megatron's way);
+            to compare with, `dhelix`: the paper's paired segments with barriers (section 4.2; measures before the first
+            step), `round_robin`: operators in turn (the paper's Wavelet+), `intra_batch`: one micro-batch at a time,
+            collectives cut into tiles beside their GEMM (MegaScale's way);
             or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
         tuning_share: the part of a run's time that measuring and searching may take under `plan="auto"`, from 0 to 1:
             after 2, 4, 8, ... steps, it is decided how thorough they can be in that part of the steps that are left (in
