@@ -21,7 +21,7 @@ from hf_helix.planning.instructions import (
     window_instructions,
 )
 from hf_helix.planning.layout import Key, Layout
-from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
+from hf_helix.planning.pipeline.actions import Schedule, Slot
 from hf_helix.planning.plans.list_scheduler import flow_order
 from hf_helix.planning.plans.plan import BARRIER, Plan
 

@@ -26,7 +26,8 @@ import torch
 from hf_helix.config import SCHEDULES, HelixConfig
 from hf_helix.planning.graph.recompute import NONE
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, schedule_names, stage_costs
+from hf_helix.planning.pipeline.costs import stage_costs
+from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, schedule_names
 from hf_helix.planning.plans.plan import Plan, load_plan, parse_plan
 from hf_helix.planning.plans.registry import RULES
 from hf_helix.planning.profile import Profile, rough_profile

@@ -24,7 +24,7 @@ from hf_helix.planning.cost import COMPUTE, Times, work_of
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
 from hf_helix.planning.plans.activation_memory import held, peak_layers, shares_of
 
 Bias = Mapping[tuple[str, str], float]
@@ -211,7 +211,7 @@ class Window:
                     if earlier is not whole[index - 1] or _both_repeat(layout, earlier, whole[index]):
                         self._enter_after(visits[whole[index]], visits[earlier])
             ways.append(way)
-            if action.direction == "F":
+            if action.computation_type == "F":
                 ahead, number = number, len(self._layers)
                 inside = [instruction for visit in way for instruction in visits[visit]]
                 self._layers.append(sum(self.kept.takes[instruction] for instruction in inside))
@@ -278,7 +278,7 @@ Strand = Sequence[tuple[Action, bool]]
 def _without_weights(slots: Sequence[Slot]) -> list[Slot]:
     """The slots without halves that compute weight gradients alone: in a flow these go where there is room."""
     kept = (
-        Slot(slot.forward, None if slot.backward is None or slot.backward.direction == "W" else slot.backward)
+        Slot(slot.forward, None if slot.backward is None or slot.backward.computation_type == "W" else slot.backward)
         for slot in slots
     )
     return [slot for slot in kept if slot.actions]
@@ -298,7 +298,7 @@ def _strand(slots: Sequence[Slot], forward: bool) -> list[tuple[Action, bool]]:
 
 def _way(action: Action, layout: Layout) -> list[Visit]:
     """The units that an action visits, in its order; those between the ranks left out."""
-    forward = action.direction == "F"
+    forward = action.computation_type == "F"
     units = [unit for unit in layout.chunks[action.stage] if not layout.transfers(unit)]
     return [(forward, action.microbatch, unit) for unit in (units if forward else reversed(units))]
 

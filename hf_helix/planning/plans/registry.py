@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from hf_helix.planning.cost import Timeline, simulate, work_of
 from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.baselines.dhelix import dhelix
 from hf_helix.planning.plans.baselines.interleave import round_robin, sequential
 from hf_helix.planning.plans.baselines.intra_batch import tile_profile

@@ -131,7 +131,7 @@ def test_ranks_that_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                 "helix": {"pp_size": 2, "schedule": "1f1b"},
                 "model": {"num_hidden_layers": 4, "tie_word_embeddings": True},
             },
-            ["shares a weight", "schedule='w'", "tie_word_embeddings=False"],
+            ["shares a weight", "schedule='auto'", "tie_word_embeddings=False"],
         ),
     ],
 )
