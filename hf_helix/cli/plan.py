@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.files import made_for, profile_of, schedule_for
 from hf_helix.cli.options import add_parser
-from hf_helix.config import ABLATIONS, AUTO, RECOMPUTE
+from hf_helix.config import AUTO, RECOMPUTE, RULES
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from hf_helix.planning.profile import Profile
 
 FASTEST = "fastest"
-EVERY = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
-
 
 EXAMPLES = """\
 examples:
   hf-helix plan profile.json                                  predicts every rule, writes plan.json
   hf-helix plan profile.json --rule greedy --microbatches 16
-  hf-helix plan profile.json --without wgrad                  what weight gradients as fillers are worth
 
 Training takes the plan with HelixConfig(plan="plan.json"). The rules, the paper's and others to compare with, are
 explained in docs/plans.md.
@@ -42,14 +39,12 @@ def add_command(commands: Commands) -> None:
     parser = add_parser(commands, "plan", run, summary, EXAMPLES)
     parser.add_argument("profile", type=Path, help="a file made with `hf-helix profile`")
     rule = f"the rule whose plan is saved; {FASTEST}: whichever is predicted to be fastest"
-    parser.add_argument("--rule", choices=(FASTEST, *EVERY), default=FASTEST, help=rule)
+    parser.add_argument("--rule", choices=(FASTEST, *RULES), default=FASTEST, help=rule)
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches in the window that is predicted")
     order = (
         "the order of micro-batches in a pipeline: auto, folded_1f1b, dualpipe_v, 1f1b, or the path of an action file"
     )
     parser.add_argument("--schedule", default=AUTO, help=order)
-    without = "for ablations, what plans must not use"
-    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help=without)
     recompute = "plan as if the profile had been measured with this `--recompute`"
     parser.add_argument("--recompute", choices=RECOMPUTE[1:], help=recompute)
     parser.add_argument("--output", type=Path, default=Path("plan.json"), help="where the plan is written")
@@ -63,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     profile = profile_of(options)
     schedule = schedule_for(profile, options.microbatches, options.schedule)
     limit = lower_bound(profile, schedule)
-    plans = {rule: plan_by(rule, profile, schedule) for rule in EVERY}
+    plans = {rule: plan_by(rule, profile, schedule) for rule in RULES}
     predicted = {rule: predict_plan(plan, profile, schedule)[1].seconds for rule, plan in plans.items()}
     fastest = min(predicted, key=lambda rule: predicted[rule])
     saved = fastest if options.rule == FASTEST else options.rule

@@ -172,7 +172,6 @@ class Engine:
         units = recompute_units(self.family.units(self.base, sharing, additions), modes)
         self._called = [*self.family.side_modules(self.base), *(module for unit in units for module in unit.called)]
         check_forwards(self.model, self.base, self.family, self._called)
-        units = [unit.without(config.without) for unit in units]
         check_placements(self.model, {p: placement for unit in units for p, placement in unit.placements.items()})
         return place_units(
             units,
@@ -281,7 +280,7 @@ class Engine:
     def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
         """The micro-batches of a window that can be trained. Collective."""
         if not self.last_window:
-            check_trained(self.model, self.runner.whole, self._trains)
+            check_trained(self.model, self.runner.stage, self._trains)
             self._look_again()
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
@@ -331,7 +330,7 @@ class Engine:
         self.runner.executor.streams.synchronize()  # a GPU may be behind the host, whose clock counts
         tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
         capped = self.config.expert_capacity_factor is not None
-        routers = router_entries(self.runner.whole, self.mesh, capped)
+        routers = router_entries(self.runner.stage, self.mesh, capped)
         self.figures = {**self._live.entries(self.overlap or tuned), **routers}
         return self.figures if full else {**short_entries(self.figures), **routers}
 
@@ -423,9 +422,9 @@ class Engine:
         """
         with watched():
             if is_peft(self.model):
-                save_adapters(self.model, self.runner.whole, self.mesh, folder)
+                save_adapters(self.model, self.runner.stage, self.mesh, folder)
             else:
-                save_pretrained(self.model, self.runner.whole, self.mesh, folder, max_shard_size)
+                save_pretrained(self.model, self.runner.stage, self.mesh, folder, max_shard_size)
 
     def load_weights(self, folder: str | Path) -> None:
         """What `save_pretrained` wrote, from any layout: each rank reads its slices. Collective.
@@ -434,7 +433,7 @@ class Engine:
             ValueError: on every rank, before anything is written: the folder does not fit.
         """
         load = load_adapters if is_peft(self.model) else load_parameters
-        load(self.model, self.runner.whole, self.mesh, folder)
+        load(self.model, self.runner.stage, self.mesh, folder)
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
         """How much communication the plan hides, measured on the last window that was trained. Collective.

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from hf_helix.config import AUTO
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.plan import Plan, parse_plan
+from hf_helix.planning.plans.files import parse_plan
+from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan, predict_plan
 from hf_helix.planning.plans.search import lower_bound
 from hf_helix.planning.profile import Profile, rough_profile
@@ -122,7 +123,7 @@ def tune(
         parameter.nbytes
         if placement.dim is None
         else parameter.nbytes // max(1, parameter.shape[placement.dim]) * placement.length
-        for parameter, placement in runner.whole.placements.items()
+        for parameter, placement in runner.stage.placements.items()
         if parameter.requires_grad
     )
     tuning = Tuning(
@@ -181,7 +182,7 @@ def planned(
 
 def baseline_runner(runner: Runner, microbatches: int) -> Runner:
     """A runner with the plan of one strand at a time, which needs no measurement. Collective."""
-    return planned(runner, [BASELINE], rough_profile(runner.whole.layout), microbatches)[BASELINE]
+    return planned(runner, [BASELINE], rough_profile(runner.stage.layout), microbatches)[BASELINE]
 
 
 def make_plans(

@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from hf_helix.config import SCHEDULES, HelixConfig
+from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.planning.graph.recompute import NONE
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.costs import stage_costs
 from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, schedule_names
-from hf_helix.planning.plans.plan import Plan, load_plan, parse_plan
-from hf_helix.planning.plans.registry import RULES
+from hf_helix.planning.plans.files import load_plan, parse_plan
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.registry import RULES, runs_one_strand
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.profile_file import load_profile
 from hf_helix.runtime.distributed.agreement import agree_on_text, decide_on_rank_0
@@ -57,9 +58,8 @@ from hf_helix.tuning.verdict import contention_of, format_tuning, format_verdict
 from hf_helix.version import __version__
 
 # Rules that wait for a measurement; until then, a plan that needs none serves.
-MEASURED = {"auto": CANDIDATES, "search": ("search",), "dhelix": ("dhelix",)}
+MEASURED = {AUTO: CANDIDATES} | {name: (name,) for name, rule in RULES.items() if rule.needs_profile}
 UNMEASURED = "greedy"
-SINGLE = ("sequential", "intra_batch")  # rules that run one micro-batch at a time
 TUNED_MICROBATCHES = 4  # for each rank of the pipeline: enough to see the steady state
 
 
@@ -166,8 +166,8 @@ class Tuner:
         name = self.config.plan
         is_file = name not in MEASURED and name not in RULES
         # Files may lie elsewhere on another host; what is in them is compared with the plan.
-        kinds = ("a file" if is_file else name, self.config.without, self.config.profile is not None)
-        placed = f"plan={kinds[0]!r}\nwithout={kinds[1]!r}\nprofile given: {kinds[2]}\n{layout.describe()}"
+        source, has_profile = "a file" if is_file else name, self.config.profile is not None
+        placed = f"plan={source!r}\nprofile given: {has_profile}\n{layout.describe()}"
         agree_on_text(placed, "plans")
         profile = self._given_profile(layout)
         if profile is not None:
@@ -177,7 +177,7 @@ class Tuner:
         if name in MEASURED and profile is None:
             # One rank has nothing to hide, and one strand at a time is kinder to the caches.
             name = UNMEASURED if self.config.communicates else BASELINE
-        if name == "auto":
+        if name == AUTO:
             name = UNMEASURED
         plans = make_plans([name], profile or rough_profile(layout), model=self._model, mesh=self._mesh)
         return plans[name]
@@ -226,7 +226,7 @@ class Tuner:
         """What to measure with: the start of the first window of two micro-batches or more. Collective."""
         timed = window[: TUNED_MICROBATCHES * self.config.pp_size]
         about = {**machine(runner), **self._about, "shapes": ", ".join(batch.shape for batch in timed)}
-        key = {**about, "plan": self.config.plan, "without": " ".join(self.config.without)}
+        key = {**about, "plan": self.config.plan}
         key |= {"profile": digest_of(self.config.profile), "schedule": self.config.schedule}
         key |= {"compile": str(self.config.compile)}
         return _Case(timed, len(window), about, key)
@@ -244,7 +244,7 @@ class Tuner:
         assert self._case is not None
         return tuning_cost(
             effort,
-            runner.whole.layout,
+            runner.stage.layout,
             window_seconds,
             len(runner.program(len(self._case.window))),
             schedules=len(schedule_names(self.config.schedule, self.config.pp_size)),
@@ -256,7 +256,7 @@ class Tuner:
         if self.config.profile is None:
             return None
         wanted: dict[str, str] = {key: self._about[key] for key in ("model", "mesh")}
-        return load_profile(self.config.profile, about=wanted, layout=layout, without=self.config.without)
+        return load_profile(self.config.profile, about=wanted, layout=layout)
 
     def _measure(self, runner: Runner, effort: Effort, run_seconds: float | None = None) -> Runner:
         """The runner of the fastest plan. Collective; says before how long it takes.
@@ -277,7 +277,7 @@ class Tuner:
                     case.window,
                     effort,
                     about=case.about,
-                    profile=self._given_profile(runner.whole.layout),
+                    profile=self._given_profile(runner.stage.layout),
                     schedules=functools.partial(candidates, self.config.schedule),
                     microbatches=case.microbatches,
                     progress=progress,
@@ -300,7 +300,7 @@ class Tuner:
             return runner
         tuning, text = found
         try:
-            plan = parse_plan(text, runner.whole.layout.graphs, model=self._model, mesh=self._mesh)
+            plan = parse_plan(text, runner.stage.layout.graphs, model=self._model, mesh=self._mesh)
         except ValueError:
             return runner  # of an older version: the same on every rank
         costs = stage_costs(tuning.profile) if tuning.profile is not None else None
@@ -334,7 +334,7 @@ class Tuner:
     def _warn_alone(self, count: int) -> None:
         """Once, if the first step has nothing to interleave: what to change."""
         is_first, self._has_begun = not self._has_begun, True
-        interleaves = self.config.pp_size > 1 or self.config.plan not in SINGLE
+        interleaves = self.config.pp_size > 1 or not runs_one_strand(self.config.plan)
         if count > 1 or not is_first or not (interleaves and self.config.communicates):
             return
         start = "an optimizer step has one micro-batch here, and nothing to interleave it with"
