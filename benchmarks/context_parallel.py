@@ -149,7 +149,7 @@ class Bench:
             if not self.runners:
                 cut_parameters(stage, self.mesh)
             plan = make_plan("sequential", rough_profile(stage.layout), model="bench", mesh=self.mesh.option_sizes)
-            self.runners[without] = Runner(stage, plan, self.mesh, streams, Scheduler("w", 1), 0)
+            self.runners[without] = Runner(stage, plan, self.mesh, streams, Scheduler("folded_1f1b", 1), 0)
 
     def window(self, length: int) -> list[Any]:
         import torch

@@ -32,7 +32,7 @@ from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.plans.search import bound

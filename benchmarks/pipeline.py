@@ -34,7 +34,7 @@ import shaped_link
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
 PERIOD = 2_000  # microseconds; short, or a rank would run at full speed for as long as an operator takes
-SCHEDULES = ("1f1b", "w", "dualpipe_v", "auto")
+SCHEDULES = ("1f1b", "folded_1f1b", "dualpipe_v", "auto")
 
 
 def main() -> None:
@@ -139,7 +139,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     from hf_helix.tuning.measure.memory import peak_bytes
 
     linear = workload(options, pp, "1f1b")
-    folded = workload(options, pp, "w", linear.mesh)
+    folded = workload(options, pp, "folded_1f1b", linear.mesh)
     batches = {id(made.runner.stage): made.window(count, options.batch, options.sequence) for made in (linear, folded)}
     window = batches[id(folded.runner.stage)]
     chosen, tuning = tune(folded.runner, window, schedules=functools.partial(candidates, "auto"))

@@ -144,7 +144,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     from hf_helix.tuning.measure.profiler import measure_profile
 
     linear = workload(options, "1f1b")
-    folded = workload(options, "w", linear.mesh)
+    folded = workload(options, "folded_1f1b", linear.mesh)
     shape = options.microbatches, options.batch, options.sequence
     windows = {id(made.runner.stage): made.window(*shape) for made in (linear, folded)}
     window = windows[id(folded.runner.stage)]

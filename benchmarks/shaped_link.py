@@ -295,7 +295,7 @@ class Bench:
         cut_parameters(stage, mesh)
         streams = make_streams(torch.device("cpu"))
         plan = make_plan("sequential", rough_profile(stage.layout), model="bench", mesh={"tp_size": 2})
-        self.runner = Runner(stage, plan, mesh, streams, Scheduler("w", 1), 0)
+        self.runner = Runner(stage, plan, mesh, streams, Scheduler("folded_1f1b", 1), 0)
 
     def batches(self, count: int) -> list[dict[str, Any]]:
         """The micro-batches of a window."""

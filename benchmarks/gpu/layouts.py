@@ -69,7 +69,7 @@ CASES = (
     Case("tp2", {"tp_size": 2}),
     Case("tp2 greedy", {"tp_size": 2, "plan": "greedy"}),
     Case("cp2", {"cp_size": 2, "plan": "greedy"}),
-    Case("pp2 w", {"pp_size": 2, "schedule": "w", "plan": "greedy"}),
+    Case("pp2 w", {"pp_size": 2, "schedule": "folded_1f1b", "plan": "greedy"}),
     Case("pp2 dualpipe_v", {"pp_size": 2, "schedule": "dualpipe_v", "plan": "greedy"}),
     Case("pp2 1f1b", {"pp_size": 2, "schedule": "1f1b", "plan": "greedy"}),
     Case("dp2", {}),

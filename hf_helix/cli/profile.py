@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import configuration_file, schedule_for
 from hf_helix.cli.options import add_parser
-from hf_helix.config import AXES, RECOMPUTE
+from hf_helix.config import AUTO, AXES, RECOMPUTE
 from hf_helix.planning.profile_file import save_profile
 
 if TYPE_CHECKING:
@@ -65,8 +65,10 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--expert_capacity_factor", type=float, help=capacity)
     hosts = "axes whose ranks are on different hosts; left out, the names of the hosts decide"
     parser.add_argument("--cross_node", nargs="+", choices=AXES, help=hosts)
-    order = "the order of micro-batches in a pipeline: w, dualpipe_v, 1f1b, or the path of an action file"
-    parser.add_argument("--schedule", default="w", help=order)
+    order = (
+        "the order of micro-batches in a pipeline: auto, folded_1f1b, dualpipe_v, 1f1b, or the path of an action file"
+    )
+    parser.add_argument("--schedule", default=AUTO, help=order)
     parser.add_argument("--batch_size", type=int, default=1, help="sequences in a micro-batch")
     parser.add_argument("--sequence_length", type=int, default=512, help="tokens in a sequence")
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches in the window that is timed")

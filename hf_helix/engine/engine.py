@@ -25,7 +25,7 @@ from hf_helix.checkpoint.peft import load_adapters, save_adapters
 from hf_helix.checkpoint.random_weights import initialize_parameters
 from hf_helix.checkpoint.save import save_pretrained
 from hf_helix.checkpoint.shard import cut_parameters, is_cut
-from hf_helix.config import HelixConfig
+from hf_helix.config import AUTO, HelixConfig
 from hf_helix.engine.checks import (
     check_batch,
     check_model,
@@ -46,8 +46,7 @@ from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.moe.dispatch import SHARD_TOKENS
-from hf_helix.planning.pipeline.schedule_file import format_schedule
-from hf_helix.planning.pipeline.select import AUTO
+from hf_helix.planning.pipeline.actions import format_schedule
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries

@@ -23,7 +23,7 @@ from hf_helix.runtime.runner import Runner
 def pieces_of(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, Any]]:
     """The rows of a batch in as many micro-batches as keep every rank of the pipeline and two strands busy."""
     mesh, rows = runner.mesh, len(batch["input_ids"])
-    most = min(rows, runner.scheduler.most or rows)
+    most = min(rows, runner.scheduler.max_microbatches or rows)
     count = min(most, 2 * mesh.pipe.size) if mesh.batch_group is not None else 1
     if count < 2:
         return [batch]

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_helix.checkpoint.random_weights import initialize_parameters
+from hf_helix.config import AUTO
 from hf_helix.engine.recompute import recompute_units
 from hf_helix.models.builder import RING, Sharing
 from hf_helix.models.registry import family_of
@@ -48,7 +49,7 @@ class Workload:
         tp_size: int,
         device: torch.device,
         pp_size: int = 1,
-        schedule: str = "w",
+        schedule: str = AUTO,
         mesh: Mesh | None = None,
         cp_size: int = 1,
         cp_method: str = RING,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.config import AUTO
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.files import parse_plan
 from hf_helix.planning.plans.plan import Plan
@@ -62,7 +63,7 @@ class Tuning:
     measured: str = ""
     gradient_bytes: int = 0
     ranks: int = 1
-    schedule: str = "w"
+    schedule: str = AUTO
     effort: str = FULL.name
     verdict: str = ""
     report: str = ""

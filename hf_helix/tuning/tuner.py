@@ -26,7 +26,8 @@ import torch
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
 from hf_helix.planning.graph.recompute import NONE
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, schedule_names, stage_costs
+from hf_helix.planning.pipeline.costs import stage_costs
+from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, schedule_names
 from hf_helix.planning.plans.files import load_plan, parse_plan
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import RULES, runs_one_strand

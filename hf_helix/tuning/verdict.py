@@ -49,7 +49,7 @@ def contention_of(mesh: Mesh) -> str:
 
 
 def _named(label: str) -> str:
-    """`search`, or `search` on the schedule `w`."""
+    """`search`, or `search` on the schedule `dualpipe_v`."""
     return " on the schedule ".join(f"`{part}`" for part in label.split(" on "))
 
 

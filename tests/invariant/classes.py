@@ -18,7 +18,7 @@ from support.parity import KINDS, LENGTHS
 
 from hf_helix.cli.models import AXES
 
-BOTH = ("w", "dualpipe_v")
+BOTH = ("folded_1f1b", "dualpipe_v")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Case:
     count: int = 3
     rows: int = 2
     lengths: Sequence[int] = LENGTHS
-    schedules: Sequence[str] = ("w",)
+    schedules: Sequence[str] = ("folded_1f1b",)
     options: Mapping[str, Any] = field(default_factory=dict)
     without: Sequence[str] = ()
     slow: bool = False

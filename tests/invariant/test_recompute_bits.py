@@ -37,7 +37,7 @@ CASES = {
     ),
     "cp": Case("llama", LLAMA, "cp2", "packed", count=2, lengths=ODD),
     "bf16": Case("llama", LLAMA, "tp2", "dense", count=2, lengths=ODD),
-    "pp": Case("llama", PIPELINE, "pp2", "dense", count=4, lengths=ODD, schedules=("w", "dualpipe_v")),
+    "pp": Case("llama", PIPELINE, "pp2", "dense", count=4, lengths=ODD, schedules=("folded_1f1b", "dualpipe_v")),
 }
 
 
@@ -202,7 +202,7 @@ def peaks(folder: str, helix: dict[str, Any], model: dict[str, Any], plans: Sequ
         trainer = make(folder, {**helix, "plan": "sequential", "recompute": mode}, model)
         trainer.model.train()
         for plan in plans:
-            runner = runner_of(trainer, plan, window.get("schedule", "w"))
+            runner = runner_of(trainer, plan, window.get("schedule", "folded_1f1b"))
             found[plan][mode] = peak_bytes(runner, window_of(trainer, window["count"], 1, (window["length"],)))
         trainer.helix.runner.executor.streams.close()
     return found

@@ -17,7 +17,7 @@ from hf_helix.link_speed import LinkSpeed, parse_link
 from hf_helix.planning.cost import work_of
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import window_instructions
-from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.registry import make_plan, predict_plan

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hf_helix import config
 from hf_helix.planning.cost import Timeline, simulate, work_of
 from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.baselines.dhelix import dhelix
 from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
 from hf_helix.planning.plans.baselines.round_robin import round_robin

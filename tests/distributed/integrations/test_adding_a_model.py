@@ -69,7 +69,7 @@ def test_dropout_draws_the_same_under_every_plan(cluster_of: Any, tmp_path: Path
     options = {
         "folder": str(tmp_path),
         "helix": {"tp_size": 2, "plan": "sequential"},
-        "cases": [("sequential", "w", 3), ("greedy", "w", 3)],
+        "cases": [("sequential", "folded_1f1b", 3), ("greedy", "folded_1f1b", 3)],
     }
     dry, wet = (
         cluster_of(2).run(windows, model={"family": "starcoder2", **changes}, **options)[0] for changes in ({}, dropout)

@@ -110,7 +110,7 @@ def test_profile_of_a_pipeline(tmp_path: Path, capsys: Any) -> None:
     tracks = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
     assert {(pid, f"pipeline {way}") for pid in (1, 2) for way in ("0F", "0B", "2F", "2B")} <= tracks
     # What it wrote is what the others take, with any schedule.
-    for schedule in ("w", "auto"):
+    for schedule in ("folded_1f1b", "auto"):
         output = tmp_path / f"{schedule}.json"
         run("plan", tmp_path / "profile.json", "--rule", "greedy", "--schedule", schedule, "--output", output)
         assert load_plan(output, profile.layout.graphs, model=MODEL, mesh={"tp_size": 1, "pp_size": 2}).rule == "greedy"

@@ -126,10 +126,10 @@ def sharded_steps() -> tuple[bool, int]:
 @pytest.mark.parametrize(
     ("sizes", "schedules"),
     [
-        ({"pp_size": 2}, ("w", "dualpipe_v")),
+        ({"pp_size": 2}, ("folded_1f1b", "dualpipe_v")),
         ({"pp_size": 2}, ("1f1b",)),
-        ({"cp_size": 2}, ("w",)),
-        ({"tp_size": 2}, ("w",)),
+        ({"cp_size": 2}, ("folded_1f1b",)),
+        ({"tp_size": 2}, ("folded_1f1b",)),
     ],
     ids=["fold", "linear", "cp", "tp"],
 )

@@ -22,7 +22,12 @@ pytestmark = pytest.mark.slow
 LAYERS, LENGTH = 8, 128
 HEAD = 2 * LENGTH * VOCABULARY * 4
 FEW, MANY = 6, 12  # micro-batches
-TWO_STRANDS = [("w", "sequential"), ("w", "round_robin"), ("w", "dhelix"), ("w", "greedy")]
+TWO_STRANDS = [
+    ("folded_1f1b", "sequential"),
+    ("folded_1f1b", "round_robin"),
+    ("folded_1f1b", "dhelix"),
+    ("folded_1f1b", "greedy"),
+]
 
 
 def peak_bytes_of(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from support.cluster import Failure
 
-from hf_helix.planning.pipeline.schedule_file import build_schedule, format_schedule
+from hf_helix.planning.pipeline.actions import format_schedule
+from hf_helix.planning.pipeline.named import build_schedule
 
 JOB = "support.pipeline_trainer_jobs:"
 PIPE = {"pp_size": 2, "plan": "greedy"}
@@ -62,14 +63,14 @@ def test_a_pipeline_that_does_not_divide_the_world(
 def test_tied_weights_need_the_fold(cluster_of: Any, tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "model": {"tie_word_embeddings": True}}
     message = same_error(cluster_of(2).errors(f"{JOB}construct", helix={**PIPE, "schedule": "1f1b"}, **job))
-    for word in ("shares a weight", "tied embeddings", "schedule='w'", "tie_word_embeddings=False"):
+    for word in ("shares a weight", "tied embeddings", "schedule='auto'", "tie_word_embeddings=False"):
         assert word in message
 
 
 # Schedules
 
 
-GOOD = format_schedule(build_schedule("w", 2, 3))
+GOOD = format_schedule(build_schedule("folded_1f1b", 2, 3))
 
 
 def with_file(folder: Path, text: str) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def test_an_invalid_action_file_is_printed_whole(cluster_of: Any, tmp_path: Path
 
 
 def test_an_action_file_for_more_ranks(cluster_of: Any, tmp_path: Path) -> None:
-    helix = with_file(tmp_path, format_schedule(build_schedule("w", 3, 4)))
+    helix = with_file(tmp_path, format_schedule(build_schedule("folded_1f1b", 3, 4)))
     message = same_error(cluster_of(2).errors(f"{JOB}construct", folder=str(tmp_path), helix=helix))
     assert "lines for 3 ranks and pp_size=2 needs 2" in message
 
@@ -100,7 +101,7 @@ def test_an_action_file_for_fewer_micro_batches(cluster_of: Any, tmp_path: Path)
     training = {"gradient_accumulation_steps": 4}
     job = {"folder": str(tmp_path), "helix": helix, "training": training}
     message = same_error(cluster_of(2).errors(f"{JOB}construct", **job))
-    for word in (helix["schedule"], "is for 3 micro-batches and the window has 4", "schedule='w'"):
+    for word in (helix["schedule"], "is for 3 micro-batches and the window has 4", "schedule='auto'"):
         assert word in message
 
 
@@ -116,9 +117,9 @@ def test_an_action_file_for_more_micro_batches_serves(cluster_of: Any, tmp_path:
 # Ranks that do not agree
 
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "schedules": ({"schedule": "w"}, {"schedule": "dualpipe_v"}),
-    "named and found": ({"schedule": "w"}, {"schedule": "auto"}),
-    "placements": ({"schedule": "w"}, {"schedule": "1f1b"}),
+    "schedules": ({"schedule": "folded_1f1b"}, {"schedule": "dualpipe_v"}),
+    "named and found": ({"schedule": "folded_1f1b"}, {"schedule": "auto"}),
+    "placements": ({"schedule": "folded_1f1b"}, {"schedule": "1f1b"}),
     "layers_per_stage": ({"layers_per_stage": [1, 1, 1, 2]}, {"layers_per_stage": [1, 1, 2, 1]}),
     "plans": ({"plan": "greedy"}, {"plan": "sequential"}),
     "shards of the optimizer": ({"shard_optimizer": False}, {"shard_optimizer": True}),
@@ -135,7 +136,7 @@ def test_ranks_with_other_options(case: str, cluster_of: Any, tmp_path: Path) ->
 
 def test_ranks_with_other_action_files(cluster_of: Any, tmp_path: Path) -> None:
     """They begin alike, so that a window of one micro-batch would not show it."""
-    text = format_schedule(build_schedule("w", 2, 6))
+    text = format_schedule(build_schedule("folded_1f1b", 2, 6))
     texts = [text, text.replace(" 0B5", " 0I5 0W5")]
     by_rank = []
     for rank, text in enumerate(texts):

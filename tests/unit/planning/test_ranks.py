@@ -31,8 +31,9 @@ from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, build_schedule
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import Plan
@@ -60,7 +61,7 @@ def case(
 
 @functools.cache
 def block_plan_of(rule: str) -> Plan:
-    layout, _ = case("w", 2, 1, [1] * 4)
+    layout, _ = case("folded_1f1b", 2, 1, [1] * 4)
     return make_plan(rule, profile_of(layout), model="m", mesh={"tp_size": 2})
 
 
@@ -178,8 +179,8 @@ def test_a_shared_gradient_adds_up_in_the_order_of_the_slots(rule: str, name: st
     found = [(i.microbatch, i.unit) for i in backward if (i.unit, i.operator.name) in layout.shared[0]]
     expected = []
     for action in (slot.backward for slot in schedule[0] if slot.backward is not None):
-        if action.stage == 0 and action.direction in "BI":
+        if action.stage == 0 and action.computation_type in "BI":
             expected.append((action.microbatch, 0))
-        elif action.stage == 2 * num_ranks - 1 and action.direction in "BW":
+        elif action.stage == 2 * num_ranks - 1 and action.computation_type in "BW":
             expected.append((action.microbatch, head))
     assert found == expected

@@ -202,13 +202,21 @@ def test_a_tuning_without_collectives() -> None:
 
 
 def test_a_choice_among_schedules() -> None:
-    steps = {"sequential on w": overlap(10.0), "greedy on w": overlap(9.0), "greedy on dualpipe_v": overlap(8.0)}
+    steps = {
+        "sequential on folded_1f1b": overlap(10.0),
+        "greedy on folded_1f1b": overlap(9.0),
+        "greedy on dualpipe_v": overlap(8.0),
+    }
     text = format_tuning(tuning("greedy on dualpipe_v", steps))
-    assert "Plan greedy on dualpipe_v is kept, 1.25 times as fast as sequential on w. A window takes: " in text
-    small = format_tuning(tuning("sequential on w", {"sequential on w": overlap(8.0), "greedy on auto": overlap(8.1)}))
+    assert (
+        "Plan greedy on dualpipe_v is kept, 1.25 times as fast as sequential on folded_1f1b. A window takes: " in text
+    )
+    small = format_tuning(
+        tuning("sequential on folded_1f1b", {"sequential on folded_1f1b": overlap(8.0), "greedy on auto": overlap(8.1)})
+    )
     assert "No plan that overlaps is faster here" in small
-    other = {"sequential on w": overlap(8.1), "sequential on dualpipe_v": overlap(8.0)}
-    assert "1.01 times as fast as sequential on w" in format_tuning(tuning("sequential on dualpipe_v", other))
+    other = {"sequential on folded_1f1b": overlap(8.1), "sequential on dualpipe_v": overlap(8.0)}
+    assert "1.01 times as fast as sequential on folded_1f1b" in format_tuning(tuning("sequential on dualpipe_v", other))
 
 
 def test_sums_of_gradients_are_not_called_overlapped() -> None:
@@ -254,15 +262,16 @@ FEW = {"sequential": overlap(10.0, communication=0.5), "search": overlap(9.9, co
         ),
         (
             "greedy on auto",
-            {"sequential on w": overlap(10.0), "greedy on auto": overlap(8.0)},
+            {"sequential on folded_1f1b": overlap(10.0), "greedy on auto": overlap(8.0)},
             "",
             "plan `greedy` on the schedule `auto`, 1.25x as fast as without overlap",
         ),
         (
             "sequential on auto",
-            {"sequential on w": overlap(10.0), "sequential on auto": overlap(8.0)},
+            {"sequential on folded_1f1b": overlap(10.0), "sequential on auto": overlap(8.0)},
             "",
-            "plan `sequential` on the schedule `auto`, 1.25x as fast as with `sequential` on the schedule `w`",
+            "plan `sequential` on the schedule `auto`, "
+            "1.25x as fast as with `sequential` on the schedule `folded_1f1b`",
         ),
         (
             "dhelix",

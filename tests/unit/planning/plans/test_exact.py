@@ -10,7 +10,7 @@ from hf_helix.planning.cost import entry_of, work_of
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
 from hf_helix.planning.plans.list_scheduler import EXTRA_LIVE_LAYERS
 from hf_helix.planning.plans.search import bound, predict, search
 from hf_helix.planning.profile import Profile

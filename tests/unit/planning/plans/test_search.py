@@ -32,7 +32,7 @@ from hf_helix.planning.cost import Timeline, Work, simulate, work_of
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import window_instructions
-from hf_helix.planning.pipeline.schedule_file import Action, Slot
+from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.plans import search as searching
 from hf_helix.planning.plans.list_scheduler import ListScheduler, Priorities
 from hf_helix.planning.plans.registry import make_plan
