@@ -81,8 +81,8 @@ class Call:
 
 @contextmanager
 def explicit_gradients() -> Iterator[None]:
-    """Returns the context in which operators run. Autograd records nothing unless an operator enables it. What it recorded
-    runs backward in the calling thread; for a GPU it would otherwise run in another one, which the caller waits for."""
+    """Returns the context in which operators run. Autograd records nothing unless an operator enables it. What it
+    recorded runs backward in the calling thread; for a GPU otherwise in another one, which the caller waits for."""
     with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
 
