@@ -23,13 +23,13 @@ from typing import Any
 
 import shaped_link
 
-PLANS = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
+from hf_helix.config import RULES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=["even"], help="as of HelixConfig(link=...)")
-    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--plans", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=256)
@@ -103,7 +103,7 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
         "computation": one.computation,
         "communication": one.communication,
         "bound": one.bound,
-        "plans": {rule: rows[rule] for rule in PLANS if rule in rows},
+        "plans": {rule: rows[rule] for rule in RULES if rule in rows},
     }
 
 

@@ -22,7 +22,9 @@ from typing import Any
 
 import shaped_link
 
-PLANS = ("sequential", "round_robin", "dhelix", "greedy", "search")
+from hf_helix.config import RULES
+
+PLANS = tuple(rule for rule in RULES if rule != "intra_batch")
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from hf_helix import config
 from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
@@ -38,7 +39,7 @@ from hf_helix.planning.plans.search import bound
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.planning.program import build_programs
 
-RULES = ("sequential", "round_robin", "dhelix", "greedy", "search")
+RULES = tuple(rule for rule in config.RULES if rule != "intra_batch")
 LAYERS = (8, 24)
 TINY = 1e-6
 BYTES = 2  # of a number

@@ -39,7 +39,6 @@ DEVICES = ("helix-veth-a", "helix-veth-b")
 MTU = "65535"  # large packets: a real network card does not take the cores' time, and a small packet would
 BURST = "96kb"  # small, or single collectives look faster than the link is
 LOCK = Path(tempfile.gettempdir()) / "hf_helix_shaped_link.lock"
-PLANS = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
 
 
 def main() -> None:
@@ -336,7 +335,7 @@ class Bench:
 
     def measure(self, rate: int, count: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
-        from hf_helix.planning.plans.registry import RULES
+        from hf_helix.config import RULES
         from hf_helix.tuning.autotune import planned, predict_window
         from hf_helix.tuning.effort import BASELINE, CANDIDATES, FULL
         from hf_helix.tuning.measure.overlap import measure_overlap
@@ -348,7 +347,7 @@ class Bench:
             from hf_helix.planning.profile_file import save_profile
 
             save_profile(profile, self.options.profile.format(rate=rate, microbatches=count))
-        rules = self.options.plans or [rule for rule in PLANS if rule in RULES]
+        rules = self.options.plans or RULES
         runners = planned(self.runner, list(dict.fromkeys([BASELINE, *rules])), profile, count)
         predicted = {rule: predict_window(runner, profile, count) for rule, runner in runners.items()}
         overlaps = measure_overlap({**runners, **others}, window, self.options.repeats)

@@ -1,9 +1,13 @@
-"""Every option, every check, and the places they are read from.
+"""Every option, with its checks.
 
-In:   keyword arguments, a mapping, a file, or the YAML given to `accelerate launch`.
+In:   keyword arguments, a mapping, or a file.
 Out:  a `HelixConfig`.
 Must hold: nothing is silently ignored: an unknown key, a wrong type or an option that is not built is an error that
-names the option and a value that works. Imports the standard library only (PyYAML and psutil where a file is read).
+names the option and a value that works. Imports the standard library only (PyYAML where a file is read).
+
+A refusal belongs here if the value of an option is wrong for every model and every run. `hf_helix.engine.checks` has
+those that need the model, `integrations/trainer/checks.py` and `integrations/accelerate/checks.py` those of other
+packages' options. Where options come from is in `integrations/accelerate/launcher.py`.
 """
 
 from __future__ import annotations
@@ -54,10 +58,10 @@ class HelixConfig:
             line of output. Until then, `greedy`;
             `search`: the searched plan, the fastest or not; measures before the first step;
             `greedy`: list scheduling of all micro-batches of a step (a window); measures nothing;
-            `dhelix`: the paper's paired segments with barriers (section 4.2); measures before the first step;
-            `round_robin`: operators in turn (the paper's Wavelet+);
-            `intra_batch`: one micro-batch at a time, collectives cut into tiles beside their GEMM (MegaScale's way);
             `sequential`: one micro-batch at a time (Megatron's way);
+            to compare with, `dhelix`: the paper's paired segments with barriers (section 4.2; measures before the first
+            step), `round_robin`: operators in turn (the paper's Wavelet+), `intra_batch`: one micro-batch at a time,
+            collectives cut into tiles beside their GEMM (MegaScale's way);
             or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
         tuning_share: the part of a run's time that measuring and searching may take under `plan="auto"`, from 0 to 1:
             after 2, 4, 8, ... steps, it is decided how thorough they can be in that part of the steps that are left (in

@@ -26,7 +26,7 @@ CANDIDATES = RULES
 
 # What the estimates go by; from Llama models of 4 and 8 layers on two ranks.
 INSTRUCTION_SECONDS = 2e-6  # for an instruction of a search to be ordered and simulated, on one core
-DHELIX_SECONDS = 3.0  # for the paper's pairing of two layers
+DHELIX_SECONDS = 5.0  # for the paper's pairing of two layers
 PAIR_OPERATORS = 10  # operators that run for one repeat of a pair: its forwards, and the shorter one several times
 
 

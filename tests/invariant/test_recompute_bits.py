@@ -92,7 +92,7 @@ def test_a_layer_keeps_what_its_mode_says(cluster_of: Any, tmp_path: Path) -> No
         assert layer["selective"] < 0.6 * layer["none"]
         assert one_strand["full"] < one_strand["selective"] < one_strand["none"]
         assert two_strands["full"] < two_strands["selective"] < two_strands["none"]
-        # A flow may be a layer ahead, and have two layers' worth of what ran again.
+        # A priority plan may be a layer ahead, and have two layers' worth of what ran again.
         assert all(two_strands[mode] <= one_strand[mode] + 2 * layer["none"] for mode in MODES)
 
 

@@ -16,10 +16,11 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.plans.baselines.dhelix import dhelix
-from hf_helix.planning.plans.baselines.interleave import round_robin, sequential
+from hf_helix.planning.plans.baselines.round_robin import round_robin
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import graphs_digest
 from hf_helix.planning.plans.priority_plan import PriorityPlan
+from hf_helix.planning.plans.sequential import sequential
 from hf_helix.planning.profile import Name, Profile, named_operators
 
 

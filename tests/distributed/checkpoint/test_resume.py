@@ -17,7 +17,7 @@ from support.resume_jobs import make, push, run, state_of
 
 from hf_helix.checkpoint import atomic as staging
 from hf_helix.checkpoint import manifest
-from hf_helix.checkpoint.optimizer_state import Held, load_states, save_states
+from hf_helix.checkpoint.optimizer_state import LocalParameter, load_states, save_states
 from hf_helix.operators.unit import Placement
 
 JOB = "support.resume_jobs:"
@@ -187,7 +187,7 @@ def test_four_ranks_change_their_layout(case: str, cluster_of: Any, tmp_path: Pa
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_pieces_fill_the_whole_once(dim: int | None, blocks: int, size: int) -> None:
     whole = torch.arange(15 * 10).view(15, 10)
-    placement = Placement(dim=dim, length=0 if dim is None else whole.shape[dim], blocks=blocks)
+    placement = Placement(dim=dim, length=0 if dim is None else whole.shape[dim], num_fused=blocks)
     filled = torch.zeros_like(whole)
     for rank in range(size):
         held = held_by(rank, size, placement)
@@ -200,8 +200,8 @@ def test_pieces_fill_the_whole_once(dim: int | None, blocks: int, size: int) -> 
     assert (filled == (size if dim is None else 1)).all()
 
 
-def held_by(rank: int, size: int, placement: Placement) -> Held:
-    return Held("weight", placement, SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
+def held_by(rank: int, size: int, placement: Placement) -> LocalParameter:
+    return LocalParameter("weight", placement, SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
 
 
 def with_row_sums(rows: int) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:

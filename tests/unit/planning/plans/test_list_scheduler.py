@@ -1,4 +1,4 @@
-"""Flows: valid orders for any graph, times and urgency, within their memory, the same everywhere."""
+"""List scheduling: valid orders for any graph, times and priorities, within their memory, the same everywhere."""
 
 from __future__ import annotations
 
