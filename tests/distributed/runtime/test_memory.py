@@ -19,7 +19,7 @@ def window_memory(folder: str, plan: str, layers: int, num_microbatches: int) ->
     model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
     helix = {"tp_size": 2, "plan": "sequential"}
     trainer = make_trainer(folder, helix, model=model, data={"lengths": (64,)})
-    runner = runner_of(trainer, plan, "w")
+    runner = runner_of(trainer, plan, "folded_1f1b")
     trainer.model.train()
     window = _microbatches(trainer, num_microbatches)
     runner.train_window(window)  # makes the gradients

@@ -208,7 +208,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path):
         load_schedule(tmp_path / "absent.txt", 2, 2)
 
 
-GOOD = format_schedule(build_schedule("w", 2, 3))
+GOOD = format_schedule(build_schedule("folded_1f1b", 2, 3))
 WRONG: dict[str, tuple[str, str]] = {
     "no action": (GOOD.replace("0F1", "0F?1", 1), "not an action"),
     "communication": (GOOD.replace("0F1", "0SEND_F1", 1), "which the runner adds itself"),
