@@ -50,7 +50,7 @@ def profile_of(options: argparse.Namespace) -> Profile:
                 f"{options.profile} was measured with recompute {profile.about['recompute']}; leave --recompute out"
             )
         profile = recompute_profile(profile, options.recompute)
-    return profile.without(options.without)
+    return profile
 
 
 def made_for(profile: Profile) -> tuple[str, dict[str, int]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.files import made_for, profile_of, schedule_for
 from hf_helix.cli.options import add_parser
-from hf_helix.config import ABLATIONS, RECOMPUTE
+from hf_helix.config import RECOMPUTE
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -29,7 +29,6 @@ EXAMPLES = """\
 examples:
   hf-helix plan profile.json                                  predicts every rule, writes plan.json
   hf-helix plan profile.json --rule greedy --microbatches 16
-  hf-helix plan profile.json --without wgrad                  what weight gradients as fillers are worth
 
 Training takes the plan with HelixConfig(plan="plan.json"). The rules, the paper's and others to compare with, are
 explained in docs/plans.md.
@@ -46,8 +45,6 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches in the window that is predicted")
     order = "the order of micro-batches in a pipeline: w, dualpipe_v, 1f1b, auto, or the path of an action file"
     parser.add_argument("--schedule", default="w", help=order)
-    without = "for ablations, what plans must not use"
-    parser.add_argument("--without", nargs="+", choices=ABLATIONS, default=[], help=without)
     recompute = "plan as if the profile had been measured with this `--recompute`"
     parser.add_argument("--recompute", choices=RECOMPUTE[1:], help=recompute)
     parser.add_argument("--output", type=Path, default=Path("plan.json"), help="where the plan is written")

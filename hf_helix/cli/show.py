@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hf_helix.cli.files import made_for, profile_of, schedule_for
 from hf_helix.cli.options import add_parser
 from hf_helix.cli.plan import EVERY, plan_by
-from hf_helix.config import ABLATIONS, RECOMPUTE
+from hf_helix.config import RECOMPUTE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 PARTS = {"forward": "forward (F)", "input": "input gradient (I)", "weight": "weight gradients (W)"}
 # What only one kind of drawing reads.
 OF_SCHEDULES = ("pp", "layers", *PARTS, "transfer", "gain")
-OF_PLANS = ("profile", "compare", "without", "recompute")
+OF_PLANS = ("profile", "compare", "recompute")
 OF_PLANS_AND_SCHEDULES = ("microbatches",)
-DEFAULTS: dict[str, Any] = {"pp": 4, **dict.fromkeys(PARTS, 1.0), "transfer": 0.0, "gain": 1.0, "without": []}
+DEFAULTS: dict[str, Any] = {"pp": 4, **dict.fromkeys(PARTS, 1.0), "transfer": 0.0, "gain": 1.0}
 
 COMPARED_MICROBATCHES = 8  # of the windows that plans which are compared are made for
 
@@ -59,9 +59,6 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--profile", type=Path, help="the profile whose times a plan is drawn with")
     compare = "draw two layers under this rule, and below it under the plan, on one axis of time"
     parser.add_argument("--compare", choices=EVERY, help=compare)
-    parser.add_argument(
-        "--without", nargs="+", choices=ABLATIONS, default=DEFAULTS["without"], help="as given when the plan was made"
-    )
     parser.add_argument("--recompute", choices=RECOMPUTE[1:], help="as given when the plan was made")
     parser.add_argument(
         "--microbatches", type=int, help="micro-batches that are drawn: 3 of a plan, 3 * pp of a schedule"

@@ -119,6 +119,18 @@ def say_what_surprises(model: Any) -> None:
         )
 
 
+def say_random_start(model: Any, weights: str | Path | None, seed: int) -> None:
+    """Warn on rank 0 of a model that starts at random, because nobody has said where its weights are.
+
+    Args:
+        model: that will be cut.
+        weights: the folder that its weights are read from, if it is on the meta device.
+        seed: of the random weights.
+    """
+    if rank() == 0 and weights is None and any(parameter.is_meta for parameter in model.parameters()):
+        logger.warning(f"the model is on the meta device, without weights: it starts at random, seed={seed}")
+
+
 def _check_device(model: Any, weights: str | Path | None) -> None:
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]

@@ -9,7 +9,7 @@ emulated link they are timed without it, too; training is left as it was found.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_helix.operators.communication.emulated_link import bare
@@ -18,10 +18,11 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.profile import Profile
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.autotune import baseline_runner, planned
+from hf_helix.tuning.candidates import baseline_runner, plan_runners
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.measure.overlap import Overlap, measure_overlap, time_steps
 from hf_helix.tuning.measure.profiler import measure_profile
+from hf_helix.tuning.progress import Progress
 
 PAPER = "dhelix"
 
@@ -57,7 +58,7 @@ def compare(
     rules: Sequence[str] = (BASELINE, PAPER),
     profile: Profile | None = None,
     repeats: int = 5,
-    progress: Callable[[float], object] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Time a window under the plan of every rule and under the runner's own. Collective; call it without gradients.
 
@@ -70,7 +71,7 @@ def compare(
         profile = measure_profile(baseline_runner(runner, len(window)), window)
     kept = runner.plan.rule
     others = [rule for rule in dict.fromkeys(rules) if rule != kept]
-    runners = {**planned(runner, others, profile, len(window)), kept: runner}
+    runners = {**plan_runners(runner, others, profile, len(window)), kept: runner}
     overlaps = measure_overlap(runners, window, repeats, progress)
     without: dict[str, float] = {}
     if runner.mesh.link is not None:

@@ -53,4 +53,4 @@ def types(folder: str, helix: dict[str, Any], model: dict[str, Any], training: d
         name = str(move.value[1])
         moved[name] = moved.get(name, 0) + 1
     gradients = {str(parameter.grad.dtype) for parameter in trainer.model.parameters()}
-    return {"moved": moved, "gradients": gradients, "about": trainer._engine.tuner._about}
+    return {"moved": moved, "gradients": gradients, "about": trainer._engine.tuner.fingerprint}

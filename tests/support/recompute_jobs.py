@@ -108,5 +108,5 @@ def train_and_measure(
     return found | {
         "again": sorted({".".join(label.split(".")[:2]) for label in again}),
         "memory": trainer.measure_memory(),
-        "about": dict(trainer._engine.tuner._about),
+        "about": dict(trainer._engine.tuner.fingerprint),
     }

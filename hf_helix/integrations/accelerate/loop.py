@@ -24,9 +24,11 @@ from torch.utils.data import DataLoader
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.logging import get_logger
 
+from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_batch
-from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
+from hf_helix.engine.microbatches import Scale
 from hf_helix.integrations.accelerate.checks import check_accelerator, check_loader
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.optimizers import check_optimizer
@@ -36,7 +38,7 @@ from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
-from hf_helix.tuning.tuner import options_of
+from hf_helix.tuning.fingerprint import shared_options
 
 logger = get_logger(__name__)
 
@@ -97,7 +99,7 @@ def _cut(plugin: Any, accelerator: Any, model: Any, seed: int | None, weights: s
         logger.warning(notice)
     steps, mixed = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
     about = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\nseed given: {seed}"
-    agree_on_text(f"{options_of(plugin.config)}\n{about}", "options")
+    agree_on_text(f"{shared_options(plugin.config)}\n{about}", "options")
     mesh = plugin.build_mesh(accelerator.device)
     start_watch()
     chosen = [torch.initial_seed() if seed is None else seed]
@@ -107,11 +109,13 @@ def _cut(plugin: Any, accelerator: Any, model: Any, seed: int | None, weights: s
         model,
         plugin.config,
         mesh,
-        seed=chosen[0],
-        microbatches=steps,
-        instead=INSTEAD,
-        products=torch.bfloat16 if mixed == "bf16" else None,
-        weights=weights,
+        RunOptions(
+            seed=chosen[0],
+            num_microbatches=steps,
+            products=torch.bfloat16 if mixed == "bf16" else None,
+            weights=weights,
+        ),
+        INSTEAD,
     )
     model.to(accelerator.device)
     model._is_accelerate_prepared = True  # nothing is left to wrap

@@ -24,8 +24,10 @@ from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint.random_weights import outline_of
 from hf_helix.config import HelixConfig
+from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_sizes
-from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.engine import Engine
+from hf_helix.engine.microbatches import Scale
 from hf_helix.engine.recompute import asked_by
 from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, shared_layout
@@ -46,12 +48,12 @@ from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import start_watch
 from hf_helix.runtime.notices import say
 from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.autotune import Tuning
 from hf_helix.tuning.cache import export
 from hf_helix.tuning.compare import PAPER, Comparison
 from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.fingerprint import shared_options
 from hf_helix.tuning.measure.overlap import Overlap
-from hf_helix.tuning.tuner import options_of
+from hf_helix.tuning.result import TuningResult
 
 logger = get_logger(__name__)
 
@@ -121,7 +123,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         steps = _accumulated(arguments)
         mixed = arguments.mixed_precision
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(arguments)}"
-        agree_on_text(f"{options_of(config)}\n{shared}", "options")
+        agree_on_text(f"{shared_options(config)}\n{shared}", "options")
         self.helix_config = config
         check_sizes(model, config)
         self._mesh: Mesh = plugin.build_mesh(arguments.device)
@@ -163,7 +165,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         return self._engine.plan
 
     @property
-    def tuning(self) -> Tuning | None:
+    def tuning(self) -> TuningResult | None:
         """What `plan="auto"` measured, or an earlier run of the same case; None as long as nothing was. `print` it."""
         return self._engine.tuning
 
@@ -229,13 +231,15 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             model,
             self.helix_config,
             self._mesh,
-            seed=args.seed,
-            microbatches=_accumulated(args),
-            instead=INSTEAD,
-            products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
-            additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
-            checkpointing=asked_by(args),
-            weights=self._weights,
+            RunOptions(
+                seed=args.seed,
+                num_microbatches=_accumulated(args),
+                products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
+                additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
+                checkpointing=asked_by(args),
+                weights=self._weights,
+            ),
+            INSTEAD,
         )
         if before is not None:
             before.close()

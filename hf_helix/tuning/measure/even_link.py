@@ -13,7 +13,7 @@ from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.autotune import baseline_runner
+from hf_helix.tuning.candidates import baseline_runner
 from hf_helix.tuning.measure.overlap import forget_gradients, measure_overlap
 
 

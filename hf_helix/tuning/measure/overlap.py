@@ -27,6 +27,7 @@ from hf_helix.runtime.grad_reduce import complete_gradients
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace
+from hf_helix.tuning.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ def measure_overlap(
     runners: Mapping[str, Runner],
     window: Sequence[MicroBatch],
     repeats: int = 5,
-    progress: Callable[[float], object] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Overlap]:
     """Time a window under every runner's plan. Collective; call it when there are no gradients.
 
@@ -167,7 +168,7 @@ def _time_in_turn(
     first: Runner,
     repeats: int,
     keep_gradients: Sequence[object] = (),
-    progress: Callable[[float], object] | None = None,
+    progress: Progress | None = None,
 ) -> list[list[float]]:
     """The times of every work, the slowest rank's; one round more than `repeats` is run, the first warms up."""
     times: list[list[float]] = [[] for _ in works]

@@ -13,7 +13,7 @@ kernels. Gradients are left as between two optimizer steps.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.graph.operator import Kind
@@ -27,12 +27,10 @@ from hf_helix.tuning.measure.machine import machine
 from hf_helix.tuning.measure.overlap import forget_gradients
 from hf_helix.tuning.measure.timing import ISSUING, apart, traced
 from hf_helix.tuning.measure.transfer_times import time_transfers
+from hf_helix.tuning.progress import Progress
 
 TRAIN = 6  # repeats in a row; the first warms up
 SHORTEST = 0.02  # computations shorter than this part of a collective are not paired with it: it would be noise
-
-Progress = Callable[[float], object]
-"""Told how much of the work is done, from 0 to 1."""
 
 
 def measure_profile(

@@ -169,7 +169,6 @@ OTHER_CASES: dict[str, dict[str, Any]] = {
     "more micro-batches": {"training": {**SMALL["training"], "gradient_accumulation_steps": 3}},
     "another model": {"model": {"num_hidden_layers": 2, "intermediate_size": 58}},
     "another attention": {"model": {"num_hidden_layers": 2, "attn_implementation": "eager"}},
-    "an ablation": {"helix": {"without": ("wgrad",)}},
 }
 
 
@@ -302,12 +301,6 @@ def test_auto_with_a_given_profile_times_plans_only(profile: Path, cluster_of: A
     assert len(found["tuning"]["steps"]) == 1 + FULL.timed
 
 
-def test_a_given_profile_and_an_ablation(profile: Path, cluster_of: Any, tmp_path: Path) -> None:
-    helix = {"profile": str(profile), "without": ("wgrad", "comm_beside_comm")}
-    found = tune(cluster_of(2), tmp_path, "search", helix=helix, forbidden=True)
-    assert found["rule"] == "search"
-
-
 @pytest.mark.slow
 def test_another_profile_at_the_same_path_is_another_case(
     profile: Path, cluster_of: Any, tmp_path: Path, monkeypatch: Any
@@ -391,15 +384,6 @@ def test_plans_of_one_micro_batch_at_a_time_need_no_other(cluster_of: Any, tmp_p
         found = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
         assert found["rule"] == plan
         assert found["said"] == []
-
-
-@pytest.mark.slow
-def test_tuning_under_every_ablation(cluster_of: Any, tmp_path: Path) -> None:
-    """All communication on the compute stream, too: no plan overlaps, and measuring copes."""
-    for without in (("local",), ("comm_beside_comm", "wgrad")):
-        found = tune(cluster_of(2), tmp_path, "search", helix={"without": without})
-        assert found["measured"] == 1
-        assert found["rule"] == "search"
 
 
 def test_one_rank_a_batch_has_nothing_to_tune(cluster_of: Any, tmp_path: Path) -> None:

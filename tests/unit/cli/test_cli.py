@@ -13,7 +13,6 @@ from hf_helix.cli import main
 from hf_helix.cli import plan as plan_command
 from hf_helix.cli import profile as profile_command
 from hf_helix.cli.plan import EVERY
-from hf_helix.config import ABLATIONS
 from hf_helix.planning.graph.recompute import recompute_profile
 from hf_helix.planning.pipeline.schedule_file import build_schedule
 from hf_helix.planning.plans import search
@@ -122,14 +121,6 @@ def test_the_fastest_is_saved_where_nothing_else_is_asked_for(
     assert said.endswith("% faster: --rule greedy")
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in ABLATIONS), ABLATIONS])
-def test_plans_without_what_is_ablated(names: tuple[str, ...], file: Path, tmp_path: Path, two_rules: None) -> None:
-    output = tmp_path / "plan.json"
-    run("plan", file, "--rule", "greedy", "--output", output, "--without", *names)
-    graphs = tiny_profile().without(names).layout.graphs
-    assert load_plan(output, graphs, model=MODEL, mesh=MESH).rule == "greedy"
-
-
 def test_plans_as_if_layers_were_recomputed(file: Path, tmp_path: Path, two_rules: None, capsys: Any) -> None:
     """Running again takes as long as forward: the predictions are those of a profile measured so."""
     output = tmp_path / "plan.json"
@@ -144,13 +135,6 @@ def test_plans_as_if_layers_were_recomputed(file: Path, tmp_path: Path, two_rule
     assert "is for graphs" in refused(capsys, "show", output, "--profile", file)
     profile.save(file)
     assert "leave --recompute out" in said(capsys, "plan", file, "--recompute", "full")
-
-
-def test_nothing_overlaps_where_nothing_may(file: Path, tmp_path: Path, capsys: Any) -> None:
-    run("plan", file, "--output", tmp_path / "plan.json", "--without", "local", "cross")
-    rows = capsys.readouterr().out.splitlines()[2:-1]
-    # All on one stream: every order takes as long, but for cutting into tiles.
-    assert {row.split()[3] for row in rows if not row.startswith("intra_batch")} == {"1.00x"}
 
 
 # show
@@ -366,17 +350,6 @@ def test_output_that_cannot_be_written(file: Path, tmp_path: Path, two_rules: No
     assert "end with one of .svg, .png" in said(capsys, "show", file, "--output", tmp_path / "x.bmp")
 
 
-def test_a_plan_of_an_ablation_is_shown_as_such(file: Path, tmp_path: Path, two_rules: None, capsys: Any) -> None:
-    plan, names = tmp_path / "plan.json", ("--without", "wgrad", "local")
-    run("plan", file, "--rule", "greedy", "--output", plan, *names)
-    capsys.readouterr()
-    assert "is for graphs" in refused(capsys, "show", plan, "--profile", file)
-    run("show", plan, "--profile", file, *names)
-    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert "compute" in rows
-    assert "local" not in rows
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -384,7 +357,6 @@ def test_a_plan_of_an_ablation_is_shown_as_such(file: Path, tmp_path: Path, two_
         ("planning",),
         ("plan",),
         ("plan", "P", "--rule", "magic"),
-        ("plan", "P", "--without", "magic"),
         ("plan", "P", "--microbatches", "many"),
         ("show", "P", "--width", "wide"),
         ("profile",),
