@@ -77,7 +77,7 @@ def work(options: argparse.Namespace) -> None:
             row = describe(f"{count} ranks, {name}, {where}", size, measure(trainer, options, rank, where))
             if rank == 0:
                 print(row, flush=True)
-        trainer._engine.close()
+        trainer.helix.close()
         del trainer, model
     if dist.is_initialized():
         dist.barrier()
@@ -98,7 +98,7 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
         if dist.is_initialized():
             dist.barrier()
         before, written, start = checkpoint.resident(set_back=True), handed_over(), time.perf_counter()
-        trainer._engine.save_pretrained(".")
+        trainer.helix.save_pretrained(".")
         if rank == 0:
             _to_disk(Path("."))
         if dist.is_initialized():

@@ -1,20 +1,31 @@
 """Writes the parts of the pages that follow from the code: `python docs/generate.py`.
 
-In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`.
-Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in configuration.md and support.md.
+In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the tables of other packages'
+      names in `hf_helix.upstream`; the folders of the package and their docstrings.
+Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in configuration.md, support.md, upstream.md and
+      CONTRIBUTING.md.
 Must hold: it changes nothing outside the blocks; tests/unit/test_docs.py compares the pages with what it would write.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib
 import inspect
+import pkgutil
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 
+import hf_helix
 from hf_helix.cli.models import SUPPORTED
 from hf_helix.config import HelixConfig
+from hf_helix.upstream.check import resolve
+from hf_helix.upstream.overridden import OVERRIDDEN
+from hf_helix.upstream.used import USED
 
 DOCS = Path(__file__).parent
 
@@ -55,9 +66,87 @@ def models() -> str:
     return "\n".join(["| class | for example | layouts compared |", "|---|---|---|", *rows])
 
 
+def overridden() -> str:
+    """The methods of other packages that classes of hf_helix override."""
+    lines = ["| method | ours is in | ours | if ours were not called |", "|---|---|---|---|"]
+    for row in OVERRIDDEN:
+        owner = resolve(row.owner)
+        ours = [base for kind in classes() if issubclass(kind, owner) for base in kind.__mro__]
+        homes = [
+            base.__module__ for base in ours if base.__module__.startswith("hf_helix") and row.method in vars(base)
+        ]
+        files = ", ".join(dict.fromkeys(home.partition(".")[2].replace(".", "/") for home in homes))
+        lines.append(f"| `{owner.__name__}.{row.method}` | {files} | {row.purpose} | {row.otherwise} |")
+    return "\n".join(lines)
+
+
+def used() -> str:
+    """The private and unstable names of other packages that hf_helix uses; a line for names of one purpose."""
+    where, lines = places(), ["| package | names | in | for | if they were gone |", "|---|---|---|---|---|"]
+    for (package, purpose, otherwise), group in groupby(USED, lambda row: (row.package, row.purpose, row.otherwise)):
+        names = list(dict.fromkeys(row.method for row in group))
+        files = set.union(*(where[name] for name in names))
+        if not all(name.startswith("_") for name in names):  # they may be common words, so that a file must have all
+            files = set.intersection(*(where[name] for name in names))
+        listed, homes = ", ".join(f"`{name}`" for name in names), ", ".join(sorted(files))
+        lines.append(f"| {package} | {listed} | {homes} | {purpose} | {otherwise} |")
+    return "\n".join(lines)
+
+
+def classes() -> Iterator[type]:
+    """The classes of the package."""
+    for found in pkgutil.walk_packages(hf_helix.__path__, "hf_helix."):
+        if not found.name.endswith("__main__"):
+            kinds = vars(importlib.import_module(found.name)).values()
+            yield from (kind for kind in kinds if isinstance(kind, type) and kind.__module__ == found.name)
+
+
+def places() -> dict[str, set[str]]:
+    """The files of the package in whose code a name stands, for every name."""
+    found: dict[str, set[str]] = {}
+    package = Path(hf_helix.__file__).parent
+    for path in package.rglob("*.py"):
+        if "upstream" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text())):
+                for name in _names(node):
+                    found.setdefault(name, set()).add(str(path.relative_to(package).with_suffix("")))
+    return found
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """The names that a piece of code has itself; a text counts if it is a name and nothing else."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.FunctionDef | ast.alias):
+        yield node.name
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield from re.findall(r"(?:^|\.)(\w+)$", node.value)
+
+
+def tree() -> str:
+    """The package's rooms, each with the first line of its docstring and the names of its files."""
+    package = Path(hf_helix.__file__).parent
+    return "\n".join(["```", "hf_helix/", *_room(package, "  "), "```"])
+
+
+def _room(folder: Path, indent: str) -> Iterator[str]:
+    """The lines of a folder: its files, and the folders in it."""
+    files = [path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("__")]
+    if files:
+        yield from textwrap.wrap("  ".join(files), 118, initial_indent=indent, subsequent_indent=indent)
+    for inner in sorted(path.parent for path in folder.glob("*/__init__.py")):
+        docstring = ast.get_docstring(ast.parse((inner / "__init__.py").read_text())) or ""
+        summary = docstring.partition("\n")[0]
+        yield f"{indent}{inner.name + '/':<{22 - len(indent)}}{summary}"
+        yield from _room(inner, indent + "    ")
+
+
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
+    "tree": ("../CONTRIBUTING.md", tree),
     "options": ("configuration.md", options),
     "models": ("support.md", models),
+    "overridden": ("upstream.md", overridden),
+    "used": ("upstream.md", used),
 }
 
 

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    except ImportError:
+        from hf_helix.upstream.check import check_packages
+
+        check_packages()  # raises an error that says more, if a name of another package is missing
+        raise
+    return getattr(home, name)
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -35,3 +36,21 @@ def cluster_of() -> Iterator[Callable[[int], Cluster]]:
     yield get
     for cluster in running.values():
         cluster.close()
+
+
+@pytest.fixture(scope="session")
+def stock(cluster_of: Callable[[int], Cluster], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`stock(train, **options)` is what a job gives under the stock Trainer, and its folder; each is run once.
+
+    With `dp`, on so many processes (DDP). Options are those of the job, but for `folder` and `helix`.
+    """
+    known: dict[str, tuple[Any, str]] = {}
+
+    def get(job: Callable[..., Any], dp: int = 1, **options: Any) -> tuple[Any, str]:
+        key = repr((job.__module__, job.__name__, dp, sorted(options.items())))
+        if key not in known:
+            given = {"folder": str(tmp_path_factory.mktemp("stock")), "helix": None, **options}
+            known[key] = job(**given) if dp == 1 else cluster_of(dp).run(job, **given)[0], given["folder"]
+        return known[key]
+
+    return get

@@ -74,9 +74,7 @@ def check_trainers_optimizer(trainer: Any) -> None:
     config, given = trainer.helix_config, trainer.optimizer_cls_and_kwargs
     cuts = cuts_of(config)
     makers = [kind for kind in type(trainer).__mro__ if "create_optimizer" in vars(kind)]
-    if cuts and any(
-        kind.__module__ not in ("hf_helix.integrations.trainer.trainer", Trainer.__module__) for kind in makers
-    ):
+    if cuts and any(kind is not Trainer and not kind.__module__.startswith("hf_helix.") for kind in makers):
         raise ValueError(
             f"{type(trainer).__name__} overrides create_optimizer: {cuts}; remove the override, and use "
             f"optimizers=(...) or optimizer_cls_and_kwargs=(...) with one of {_ELEMENTWISE_NAMES}"

@@ -14,9 +14,12 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+from hf_helix.upstream.check import check_class
+
 PIECE_BYTES = 25 * 2**20
 
 
+@check_class
 class ShardedOptimizer(ZeroRedundancyOptimizer):
     """torch's, with what Accelerate and many small parameters need."""
 

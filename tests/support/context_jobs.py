@@ -22,7 +22,7 @@ def measured(folder: str, helix: dict[str, Any], model: dict[str, Any], length: 
         "sent": sum(transport.bytes_sent for transport in moved),
         "steps": sorted({move.name for transport in moved for move in transport.moved}),
     }
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 

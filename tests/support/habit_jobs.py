@@ -475,7 +475,7 @@ def hidden_states_for_metrics(make: Make) -> Any:
 
 def norm(trainer: Any) -> float:
     if isinstance(trainer, HelixTrainer):
-        return float(trainer._engine.gradient_norm())
+        return float(trainer.helix.gradient_norm())
     return float(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]))
 
 

@@ -72,15 +72,15 @@ def window_gradients(
     trainer = make_trainer(folder, helix, **options)
     trainer.model.train()
     microbatches = _microbatches(trainer, num_microbatches)
-    streams = trainer.runner.executor.streams
+    streams = trainer.helix.runner.executor.streams
     streams.trace = Trace() if traced else None
-    losses = trainer.runner.train_window(microbatches)
+    losses = trainer.helix.runner.train_window(microbatches)
     events, streams.trace = (streams.trace.events if traced else []), None
-    stage = trainer.runner.stage
+    stage = trainer.helix.runner.stage
     placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
     owners, gradients = stage.owners, {}
     for name, parameter in trainer.model.named_parameters():
-        whole = whole_parameter(parameter.grad, placements[parameter], trainer.mesh, owners[parameter])
+        whole = whole_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
         gradients[name] = None if whole is None else whole.numpy().copy()
     return {"losses": [loss.item() for loss in losses], "gradients": gradients, "events": events}
 
@@ -89,7 +89,7 @@ def _microbatches(trainer: Any, count: int) -> list[Any]:
     batches = iter(trainer.get_train_dataloader())
     samples, num_items = trainer.get_batch_samples(batches, count, trainer.args.device)
     return [
-        trainer._engine.microbatch(trainer._prepare_inputs(batch), trainer._scale(num_items), (0, place))
+        trainer.helix.microbatch(trainer._prepare_inputs(batch), trainer.loss_scale(num_items), (0, place))
         for place, batch in enumerate(samples)
     ]
 
@@ -113,9 +113,9 @@ def save_plan(folder: str, helix: dict[str, Any], path: str) -> str:
     """Write the plan of a run to a file (rank 0) and return its text. The searched one goes by rough efforts."""
     trainer = make_trainer(folder, helix)
     if helix.get("plan") in ("search", "dhelix"):
-        made, profile = trainer.plan, rough_profile(trainer.runner.whole.layout)
+        made, profile = trainer.plan, rough_profile(trainer.helix.runner.whole.layout)
         plan = make_plan(helix["plan"], profile, model=made.model, mesh=made.mesh)
-        trainer._engine.runner = trainer.runner.with_plan(plan)
+        trainer.helix.runner = trainer.helix.runner.with_plan(plan)
     if trainer.is_world_process_zero():
         trainer.plan.save(path)
     torch.distributed.barrier()

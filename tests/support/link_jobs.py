@@ -26,7 +26,7 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
     for name in (None, link):
         trainer = make_trainer(folder, {**helix, "plan": "greedy", "link": name}, model=MODEL)
         trainer.model.train()
-        window, runner, mesh = _microbatches(trainer, 3), trainer.runner, trainer.mesh
+        window, runner, mesh = _microbatches(trainer, 3), trainer.helix.runner, trainer.helix.mesh
         start = time.perf_counter()
         losses = runner.train_window(window)
         seconds = time.perf_counter() - start
@@ -47,7 +47,7 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
                 "parameters": sum(parameter.nbytes for parameter in runner.stage.placements),
                 "hidden": trainer.model.config.hidden_size,
             }
-        trainer._engine.close()
+        trainer.helix.close()
     bare, linked = found.pop("None"), found.pop(link)
     found["same_losses"] = torch.equal(bare["losses"], linked["losses"])
     found["same_gradients"] = all(map(torch.equal, bare["gradients"], linked["gradients"]))
@@ -67,7 +67,7 @@ def even(folder: str) -> dict[str, Any]:
     trainer.create_model_card()
     card = Path(folder, "README.md")
     return {
-        "rate": trainer.mesh.link.rate,
+        "rate": trainer.helix.mesh.link.rate,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "said": said.getvalue(),
         "table": format_comparison(compared),

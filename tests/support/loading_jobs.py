@@ -93,7 +93,7 @@ def refused(folder: str, helix: dict[str, Any], source: str, model: dict[str, An
     before = held(trainer.model)
     source = f"{source}/{os.environ['RANK']}" if own_folder else source
     try:
-        load_parameters(trainer.model, trainer.runner.whole, trainer.mesh, source)
+        load_parameters(trainer.model, trainer.helix.runner.whole, trainer.helix.mesh, source)
     finally:
         assert not differences(held(trainer.model), before)
 

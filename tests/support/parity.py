@@ -1,16 +1,13 @@
-"""Windows on several ranks against the unsplit model: losses, gradients by name, and all plans bit for bit alike."""
+"""Runs on several ranks against the unsplit model, and against the stock Trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from support.models import tiny
 from support.pipeline_jobs import batches_of, reference
-from support.pipeline_trainer_jobs import model_of
-from transformers import AutoModelForCausalLM
 
 KINDS = ("dense", "left", "right", "packed")
 LENGTHS = (33, 16, 21)  # two of them do not divide
@@ -20,17 +17,70 @@ OPTIONS = ("cp_method", "cross_node", "ep_size", "expert_capacity_factor", "reco
 Reference = Callable[[dict[str, Any], int, str], dict[str, Any]]
 
 
+# -- windows against the unsplit model -----------------------------------------------------------------------------
+
+
+def unsplit(
+    model: Mapping[str, Any], count: int, kind: str, lengths: Sequence[int] = LENGTHS, rows: int = 2
+) -> dict[str, Any]:
+    """Losses and gradients of a window through the unsplit model, run once in a session.
+
+    Args:
+        model: of `support.models.tiny`.
+        count, kind, lengths, rows: of the micro-batches, see `batches_of`.
+    """
+    return _unsplit(_Given(model), count, kind, tuple(lengths), rows)
+
+
+class _Given(dict[str, Any]):
+    """A model's options as the key of a cache."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items())))
+
+
+@functools.cache
+def _unsplit(model: Mapping[str, Any], count: int, kind: str, lengths: tuple[int, ...], rows: int) -> dict[str, Any]:
+    return reference(dict(model), batches_of(count, rows, lengths=lengths, kind=kind))
+
+
 def references() -> Reference:
-    """The unsplit model's windows, each run once."""
-    known: dict[Any, Any] = {}
+    """The unsplit model's windows."""
+    return unsplit
 
-    def get(model: dict[str, Any], count: int, kind: str) -> dict[str, Any]:
-        key = (str(sorted(model.items())), count, kind)
-        if key not in known:
-            known[key] = reference(model, batches_of(count, lengths=LENGTHS, kind=kind))
-        return known[key]
 
-    return get
+def compare_window(
+    ranks: Sequence[Mapping[str, Any]],
+    expected: Mapping[str, Any],
+    dp_size: int,
+    ep_size: int = 1,
+    what: str = "",
+    floor: float = 0.0,
+) -> None:
+    """Losses to 1e-5, and every gradient by name to 1e-4 of its norm.
+
+    Args:
+        ranks: the losses of every rank, and whole gradients on the first rank that shares a batch.
+        expected: of the unsplit model, whose window has the micro-batches of all data-parallel ranks.
+        dp_size, ep_size: the number of data-parallel ranks, and how many of them share experts.
+        what: ran here, for the error.
+        floor: of the distance that is allowed, in parts of the norm of all gradients.
+    """
+    least = 1e-12 + floor * np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in expected["gradients"].values()))
+    share, count = len(ranks) // dp_size, len(expected["losses"]) // dp_size
+    for d in range(dp_size):
+        mine = dp_size * np.array(expected["losses"][d * count : (d + 1) * count])
+        for rank in ranks[d * share : (d + 1) * share]:
+            np.testing.assert_allclose(rank["losses"], mine, rtol=0, atol=1e-5 * dp_size, err_msg=what)
+        found = ranks[d * share]["gradients"]
+        assert found.keys() == expected["gradients"].keys()
+        for name, gradient in expected["gradients"].items():
+            if found[name] is None:
+                assert ".experts." in name
+                assert d % ep_size  # they are joined on the first of those that share them
+                continue
+            distance = np.linalg.norm(found[name].astype(np.float64) - gradient)
+            assert distance <= 1e-4 * np.linalg.norm(gradient) + least, f"{what}: {name}"
 
 
 def check(
@@ -52,42 +102,14 @@ def check(
     cp, tp, pp, dp = sizes
     options = {key: changes.pop(key) for key in OPTIONS if key in changes}
     model = {"num_hidden_layers": max(2, 2 * pp), **changes}
-    count = 3
-    ep_size = options.get("ep_size", 1)
     helix = {"cp_size": cp, "tp_size": tp, "pp_size": pp, "plan": "sequential", **options}
-    cases = [(plan, "w", count) for plan in plans]
+    cases = [(plan, "w", 3) for plan in plans]
     given = {"folder": str(folder), "helix": helix, "model": model, "cases": cases, "lengths": LENGTHS, "kind": kind}
     ranks = cluster.run(job, **given)
-    wanted = expected(model, count * dp, kind)
-    share = cp * tp * pp
+    wanted = expected(model, 3 * dp, kind)
     for place, plan in enumerate(plans):
-        for d in range(dp):
-            mine = dp * np.array(wanted["losses"][d * count : (d + 1) * count])
-            for rank in range(d * share, (d + 1) * share):
-                np.testing.assert_allclose(ranks[rank][place]["losses"], mine, rtol=0, atol=1e-5 * dp, err_msg=plan)
-            found = ranks[d * share][place]["gradients"]
-            assert found.keys() == wanted["gradients"].keys()
-            for name, gradient in wanted["gradients"].items():
-                if found[name] is None:
-                    assert ".experts." in name
-                    assert d % ep_size  # they are joined on the first of those that share them
-                    continue
-                distance = np.linalg.norm(found[name].astype(np.float64) - gradient)
-                assert distance <= 1e-4 * np.linalg.norm(gradient) + 1e-12, f"{plan}: {name}"
+        compare_window([rank[place] for rank in ranks], wanted, dp, options.get("ep_size", 1), plan)
         assert ranks[0][place]["losses"] == ranks[0][0]["losses"]
         for name, gradient in ranks[0][place]["gradients"].items():
             assert gradient is not None
             np.testing.assert_array_equal(gradient, ranks[0][0]["gradients"][name], err_msg=f"{plan}: {name}")
-
-
-def check_saved(cluster: Any, folder: Any, family: str, helix: dict[str, Any]) -> None:
-    """What a layout saves loads in Transformers: every name, no other, the same logits."""
-    job = {"folder": str(folder), "helix": {**helix, "plan": "greedy"}, "model": {"family": family}}
-    cluster.run("support.pipeline_trainer_jobs:save_untrained", own_weights=True, **job)
-    original = tiny(family, **model_of()).eval()
-    loaded, how = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert type(loaded) is type(original)
-    assert not any(how[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ids = torch.arange(1, 18).unsqueeze(0)
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(ids).logits, original(ids).logits)

@@ -19,8 +19,8 @@ def parts(folder: str, helix: dict[str, Any], model: dict[str, Any], freeze: tup
     made = frozen(tiny(**model), freeze)
     trainer = HelixTrainer(model=made, args=arguments(folder), helix_config=HelixConfig(cache=False, **helix))
     made.train()
-    trainer.runner.train_window(pipeline_jobs.window_of(trainer, 2, 2, (9,)))
-    stage = trainer.runner.stage
+    trainer.helix.runner.train_window(pipeline_jobs.window_of(trainer, 2, 2, (9,)))
+    stage = trainer.helix.runner.stage
     return {
         "weights": {
             unit.label: [op.of for op in unit.graphs.backward.operators if op.part is Part.W]
@@ -65,7 +65,7 @@ def resume(folder: str, helix: dict[str, Any], model: dict[str, Any], source: st
 
 def load_into(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> None:
     """Load saved adapters into a cut model."""
-    HelixTrainer(model=tiny(**model), args=arguments(folder), helix_config=HelixConfig(**helix))._engine.load_weights(
+    HelixTrainer(model=tiny(**model), args=arguments(folder), helix_config=HelixConfig(**helix)).helix.load_weights(
         folder
     )
 

@@ -9,9 +9,9 @@ import torch
 from support.models import arguments, sequences, tiny
 from torch import Tensor
 
-from hf_helix import HelixConfig, HelixTrainer
+from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
 from hf_helix.checkpoint.shard import whole_parameter
-from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.pipeline.scheduler import Scheduler, stage_costs
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.distributed.agreement import over_ranks
@@ -60,15 +60,25 @@ def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]
     return {"losses": losses, "gradients": gradients}
 
 
+_meshes: dict[str, Any] = {}
+
+
 def make(
     folder: str, helix: dict[str, Any], model: dict[str, Any], training: dict[str, Any] | None = None
 ) -> HelixTrainer:
-    return HelixTrainer(
+    """A trainer on the process groups of earlier ones of its sizes: every group has threads, and none ever ends."""
+    plugin = HelixPlugin(HelixConfig(**{"cache": False, **helix}))
+    groups = repr([getattr(plugin.config, f"{axis}_size") for axis in ("tp", "pp", "cp", "ep")])
+    groups += repr((plugin.config.cross_node, plugin.config.link))
+    plugin.mesh = _meshes.get(groups)
+    trainer = HelixTrainer(
         model=tiny(**model),
-        args=arguments(folder, **(training or {})),
+        args=arguments(folder, parallelism_config=plugin, **(training or {})),
         train_dataset=sequences(4),
-        helix_config=HelixConfig(cache=False, **helix),
+        helix_config=plugin.config,
     )
+    _meshes[groups] = trainer.helix.mesh
+    return trainer
 
 
 def windows(
@@ -91,30 +101,31 @@ def windows(
         losses = [loss.item() for loss in runner.train_window(window)]
         found.append({"losses": losses, "gradients": whole_gradients(trainer)})
         trainer.model.zero_grad()
-    trainer.runner.executor.streams.close()
+    trainer.helix.runner.executor.streams.close()
     return found
 
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
-    """The trainer's runner under another plan and schedule."""
-    profile = rough_profile(trainer.runner.whole.layout)
+    """The trainer's runner under another plan and schedule; `auto` is searched with rough times."""
+    profile = rough_profile(trainer.helix.runner.whole.layout)
     plan = make_plan(rule, profile, model=trainer.plan.model, mesh=trainer.plan.mesh)
-    return trainer.runner.with_plan(plan, Scheduler(schedule, trainer.mesh.pipe.size))
+    costs = stage_costs(profile) if schedule == "auto" else None
+    return trainer.helix.runner.with_plan(plan, Scheduler(schedule, trainer.helix.mesh.pipe.size, costs))
 
 
 def window_of(trainer: Any, count: int, rows: int, lengths: Sequence[int], kind: str = "dense") -> list[Any]:
     """This rank's micro-batches: of data-parallel rank d those with the numbers d * count and up."""
-    dp = trainer.mesh.dp_size
+    dp = trainer.helix.mesh.dp_size
     every = batches_of(count * dp, rows, lengths=lengths, kind=kind)
-    place = 0 if trainer.mesh.dp_group is None else torch.distributed.get_rank(trainer.mesh.dp_group)
+    place = 0 if trainer.helix.mesh.dp_group is None else torch.distributed.get_rank(trainer.helix.mesh.dp_group)
     mine = every[place * count : (place + 1) * count]
-    scale = trainer._scale(torch.tensor(items_in(every)))
-    return [trainer._engine.microbatch(batch, scale, (0, number)) for number, batch in enumerate(mine)]
+    scale = trainer.loss_scale(torch.tensor(items_in(every)))
+    return [trainer.helix.microbatch(batch, scale, (0, number)) for number, batch in enumerate(mine)]
 
 
 def whole_gradients(trainer: Any) -> dict[str, Any]:
     """Of what is trained anywhere, by name, in fp32; None on ranks other than the first that shares the batch."""
-    stage = trainer.runner.stage
+    stage = trainer.helix.runner.stage
     owners = stage.owners
     placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
     mine = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
@@ -123,6 +134,6 @@ def whole_gradients(trainer: Any) -> dict[str, Any]:
     for name, parameter in trainer.model.named_parameters():
         if name not in trained:
             continue
-        whole = whole_parameter(parameter.grad, placements[parameter], trainer.mesh, owners[parameter])
+        whole = whole_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
         found[name] = None if whole is None else whole.float().numpy().copy()
     return found

@@ -30,6 +30,17 @@ from hf_helix.runtime.trace import Trace
 from hf_helix.tuning import autotune as tuning
 
 LAYERS = 5  # four virtual stages, and one that holds more than the others
+PADDED: dict[str, Any] = {
+    "model": {"tie_word_embeddings": True},
+    "data": {"count": 22, "lengths": (15, 8, 12), "padding": "left"},
+    "training": {
+        "gradient_accumulation_steps": 5,
+        "max_steps": -1,
+        "num_train_epochs": 4,
+        "max_grad_norm": 0.5,
+    },
+}
+"""Options of `train`: 11 micro-batches an epoch, in windows of 5, 5 and 1. Tests of several dimensions share them."""
 
 
 def model_of(**changes: Any) -> dict[str, Any]:
@@ -158,7 +169,7 @@ def reductions(
     """One window: this rank's gradients as it saw them, and complete for every size of buckets; norm and traces."""
     trainer: Any = pipeline_jobs.make(folder, helix, model_of(**model))
     trainer.model.train()
-    runner, streams = trainer.runner, trainer.runner.executor.streams
+    runner, streams = trainer.helix.runner, trainer.helix.runner.executor.streams
     window = pipeline_jobs.window_of(trainer, count, 2, (9, 5, 8))
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     placements = runner.stage.placements
@@ -184,7 +195,7 @@ def reductions(
             streams.trace = None
             found["to come"][size] = computations_to_come(trace)
     found["sums"] = {names[p]: placement.sums_gradient for p, placement in placements.items()}
-    found["norm"] = gradients.gradient_norm(placements, trainer.mesh).item()
+    found["norm"] = gradients.gradient_norm(placements, trainer.helix.mesh).item()
     found["whole"] = pipeline_jobs.whole_gradients(trainer)
     streams.close()
     return found
@@ -210,7 +221,7 @@ def optimizer_bytes(folder: str, helix: dict[str, Any], **options: Any) -> dict[
     optimizer = trainer.optimizer.optimizer
     state = getattr(optimizer, "optim", optimizer).state
     held = [value for values in state.values() for value in values.values() if isinstance(value, Tensor)]
-    trained = [parameter for parameter in trainer.runner.stage.placements if parameter.requires_grad]
+    trained = [parameter for parameter in trainer.helix.runner.stage.placements if parameter.requires_grad]
     return {
         "states": sum(value.nbytes for value in held if value.dim()),
         "parameters": sum(parameter.nbytes for parameter in trained),
@@ -252,7 +263,7 @@ def tune(
     said = [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")]
     result: dict[str, Any] = {
         "plan": trainer.plan.to_json(),
-        "schedule": trainer.runner.scheduler.name,
+        "schedule": trainer.helix.runner.scheduler.name,
         "measured": len(measured),
         "said": said,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
@@ -280,7 +291,7 @@ def _extras(trainer: Any, folder: str) -> dict[str, Any]:
 
 def _one_more_window(trainer: Any) -> list[float]:
     """What is trained after measuring: nothing was left behind."""
-    losses = [loss.item() for loss in trainer.runner.train_window(trainer._engine.last_window)]
+    losses = [loss.item() for loss in trainer.helix.runner.train_window(trainer.helix.last_window)]
     trainer.model.zero_grad()
     return losses
 

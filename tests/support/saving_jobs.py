@@ -36,9 +36,9 @@ def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> 
             trainer = HelixTrainer(model=model, args=arguments(name), helix_config=HelixConfig(**case["helix"]))
             counter = Tally(model.parameters())
             with counted() as written, counter:
-                trainer._engine.save_pretrained(name, case.get("size"))
+                trainer.helix.save_pretrained(name, case.get("size"))
             found[name] = {"written": sum(written), "peak": counter.peak}
-            trainer._engine.close()
+            trainer.helix.close()
     return found
 
 

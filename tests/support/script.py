@@ -22,7 +22,7 @@ class Fail(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 2:
-            executor = self.trainer.runner.executor
+            executor = self.trainer.helix.runner.executor
             original, calls = executor._compute, iter(range(1000))
 
             def broken(*arguments):

@@ -111,5 +111,5 @@ def train(folder: str, tokenizer: str, helix: dict[str, Any] | None, **options: 
     trainer.save_model(folder)
     trainer.create_model_card(model_name="sums")
     if helix is not None:
-        trainer._engine.close()
+        trainer.helix.close()
     return found

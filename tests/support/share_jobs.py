@@ -141,7 +141,7 @@ def train(
         "modules": counts.modules,
         "effort": trainer.tuning and trainer.tuning.effort,
         "rule": trainer.plan.rule,
-        "schedule": trainer.runner.scheduler.name,
+        "schedule": trainer.helix.runner.scheduler.name,
         "eval": trainer.evaluate()["eval_loss"],
         "said": said(counts.output),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],

@@ -12,6 +12,7 @@ from support.more_jobs import Recorder, Stream, build
 from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.engine.engine import Scale
 from hf_helix.operators.base import Call
 
 
@@ -115,11 +116,11 @@ def noise(folder: str, helix: dict[str, Any], alpha: float) -> dict[str, Any]:
         made = llama(num_hidden_layers=4)
         args = arguments(folder, neftune_noise_alpha=given)
         trainer = HelixTrainer(model=made, args=args, train_dataset=sequences(2), helix_config=HelixConfig(**helix))
-        stage = trainer.runner.stage
+        stage = trainer.helix.runner.stage
         if stage.layout.rank_of(0) != stage.rank:
             continue
         batch = next(iter(trainer.get_train_dataloader()))
-        side = trainer._engine.microbatch(batch, trainer._scale(1), (0, 0)).prepare()
+        side = trainer.helix.microbatch(batch, Scale(torch.ones(())), (0, 0)).prepare()
         for mode in (True, False):
             made.train(mode)
             (value,) = stage.model[0].operators["lookup"].forward(Call(side, 5, mode))

@@ -52,16 +52,16 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
     trainer = make_trainer(folder, {"tp_size": options.pop("tp_size", 2), "plan": "sequential"}, **options)
     trainer.model.train()
     window = _microbatches(trainer, 2)
-    trainer.runner.train_window(window)  # whatever is made on first use
+    trainer.helix.runner.train_window(window)  # whatever is made on first use
     trainer.model.zero_grad(set_to_none=True)
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     buffers = [buffer.detach().clone() for buffer in trainer.model.buffers()]
     numbers = torch.get_rng_state()
-    about = {**trainer._engine.tuner.fingerprint, "shapes": ", ".join(batch.shape for batch in window)}
+    about = {**trainer.helix.tuner.fingerprint, "shapes": ", ".join(batch.shape for batch in window)}
     shares: list[float] = []
-    found = measure_profile(trainer.runner, window, about, pairs, progress=shares.append)
+    found = measure_profile(trainer.helix.runner, window, about, pairs, progress=shares.append)
     if output and dist.get_rank() == 0:
-        found.save(output)
+        save_profile(found, output)
     dist.barrier()
     return {
         **_plain(found),
@@ -70,7 +70,7 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
         "same_buffers": all(map(torch.equal, buffers, trainer.model.buffers())),
         "same_random_state": torch.equal(numbers, torch.get_rng_state()),
         "gradients": sum(parameter.grad is not None for parameter in trainer.model.parameters()),
-        "traced": trainer.runner.executor.streams.trace is not None,
+        "traced": trainer.helix.runner.executor.streams.trace is not None,
     }
 
 
@@ -92,8 +92,8 @@ def save_rough_profile(folder: str, path: str, **options: Any) -> None:
     """A profile file for this model and mesh, without a measurement."""
     trainer = make_trainer(folder, {"tp_size": 2, "plan": "sequential"}, **options)
     if dist.get_rank() == 0:
-        rough = rough_profile(trainer.runner.whole.layout)
-        save_profile(Profile({**trainer._engine.tuner.fingerprint, **rough.about}, rough.layout, rough.times), path)
+        rough = rough_profile(trainer.helix.runner.whole.layout)
+        save_profile(Profile({**trainer.helix.tuner.fingerprint, **rough.about}, rough.layout, rough.times), path)
     dist.barrier()
 
 
@@ -201,7 +201,7 @@ def score(folder: str, helix: dict[str, Any], trace: str = "", measure: bool = F
         "other_logs": [entry for entry in trainer.state.log_history if "loss" not in entry],
         "figures": trainer.helix.figures,
         "plan": trainer.plan.rule,
-        "still_traced": trainer.runner.executor.streams.trace is not None,
+        "still_traced": trainer.helix.runner.executor.streams.trace is not None,
         "gradients": sum(parameter.grad is not None for parameter in trainer.model.parameters()),
     }
     if measure:

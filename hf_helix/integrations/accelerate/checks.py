@@ -1,23 +1,30 @@
-"""Options of Accelerate that cannot be honoured, refused by name before any training.
+"""Refuses options of Accelerate that cannot be honoured, by name and before any training.
 
-In:   an `Accelerator`, or a data loader.
+In:   an `Accelerator`, a data loader, or the way in which CUDA launches kernels.
 Out:  nothing, or an error that names every such option and a value that works.
+Must hold: nothing has been changed or communicated when it is raised.
+
+A refusal belongs here if the option is one of Accelerate's. The other places: `hf_helix.config` for options of
+`HelixConfig`, `hf_helix.engine.checks` for models and batches, `trainer/checks.py` for arguments of a Trainer,
+`trainer/overrides.py` for methods of a Trainer, `optimizers.py` for optimizers.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
-
-from hf_helix.integrations.accelerate.plugin import HelixPlugin
-from hf_helix.integrations.trainer.checks import problems_of_launches
-
-# -- a loop around Accelerate --------------------------------------------------------------------------------------
+from accelerate.parallelism_config import ParallelismConfig
 
 
-def check_accelerator(accelerator: Any, plugin: HelixPlugin) -> None:
-    """Refuse an `Accelerator` whose options cannot be honoured.
+def check_accelerator(accelerator: Any, plugin: ParallelismConfig, pp_size: int) -> None:
+    """Refuses an `Accelerator` whose options cannot be honoured.
+
+    Args:
+        accelerator: as the script has made it.
+        plugin: the layout that it must have been made with.
+        pp_size: ranks of the pipeline.
 
     Raises:
         ValueError: names every such option and a value that works.
@@ -28,7 +35,7 @@ def check_accelerator(accelerator: Any, plugin: HelixPlugin) -> None:
             "plugin; use Accelerator(parallelism_config=plugin, ...), as the first of the process"
         )
     problems, kind = [], getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
-    problems += problems_of_launches(plugin.config.pp_size, accelerator.device)
+    problems += launch_problems(pp_size, accelerator.device)
     if accelerator.mixed_precision not in ("no", "bf16"):
         problems.append(f"mixed_precision={accelerator.mixed_precision!r}: use mixed_precision='bf16', or 'no'")
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
@@ -44,7 +51,12 @@ def check_accelerator(accelerator: Any, plugin: HelixPlugin) -> None:
 
 
 def check_loader(loader: Any, accelerator: Any, dp_size: int) -> None:
-    """Refuse data that would not reach every data-parallel rank as often, or the same way.
+    """Refuses a data loader that would not give every data-parallel rank batches of its own, equally many on each.
+
+    Args:
+        loader: as the script has made it.
+        accelerator: whose `DataLoaderConfiguration` counts.
+        dp_size: data-parallel ranks.
 
     Raises:
         ValueError: names the option and a value that works.
@@ -60,3 +72,25 @@ def check_loader(loader: Any, accelerator: Any, dp_size: int) -> None:
             f"{'an iterable dataset' if is_stream else 'dispatch_batches=True'} {with_ranks}(dispatch_batches=False): "
             "otherwise every rank would get the same batches"
         )
+
+
+def launch_problems(pp_size: int, device: torch.device, full_determinism: bool = False) -> list[str]:
+    """Problems with kernel launches that block: a receive ends once another rank has sent, and that rank may first
+    need what this one would launch next.
+
+    Args:
+        pp_size: ranks of the pipeline.
+        device: of this rank.
+        full_determinism: whether the Trainer was asked for it.
+
+    Returns:
+        A sentence for the problem, or nothing.
+    """
+    if pp_size == 1 or device.type != "cuda":
+        return []
+    why = f"with pp_size={pp_size} ranks would wait for each other for ever, since every launch would wait for its end"
+    if full_determinism:
+        return [f"full_determinism=True: use full_determinism=False: it sets CUDA_LAUNCH_BLOCKING=1; {why}"]
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        return [f"CUDA_LAUNCH_BLOCKING=1 in the environment: unset it, or use pp_size=1: {why}"]
+    return []

@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass  # Python 3.11
+import psutil
+
 from hf_helix.config import HelixConfig, has_helix_block, read_yaml
 
 CONFIG_FILE_VARIABLE = "HELIX_CONFIG_FILE"
@@ -57,8 +56,6 @@ def launcher_config_file() -> Path | None:
 
     Accelerate hands only known names to its workers, but torchrun runs inside the launcher's own process.
     """
-    import psutil
-
     try:
         parents = psutil.Process().parents()
     except psutil.Error:

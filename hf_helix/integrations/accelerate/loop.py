@@ -24,25 +24,28 @@ from torch.utils.data import DataLoader
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.logging import get_logger
 
+from hf_helix.config import HelixConfig
 from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_batch
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
 from hf_helix.engine.microbatches import Scale
-from hf_helix.integrations.accelerate.checks import check_accelerator, check_loader
+from hf_helix.integrations.accelerate.checks import check_loader
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.optimizers import check_optimizer
 from hf_helix.models.direct_use import Instead
 from hf_helix.runtime.distributed.agreement import agree_on_number, agree_on_text
 from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
 from hf_helix.tuning.fingerprint import shared_options
+from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
 
-INSTEAD = Instead(
+USE_INSTEAD = Instead(
     "model.train_window(batches) or model.evaluate(batch) of what HelixPlugin.prepare returned",
     "save_pretrained(folder) of what HelixPlugin.prepare returned",
 )
@@ -60,11 +63,29 @@ REFUSED = {
 
 
 def prepare(
-    plugin: Any, accelerator: Any, objects: Sequence[Any], seed: int | None, weights: str | Path | None
+    accelerator: Any,
+    objects: Sequence[Any],
+    config: HelixConfig,
+    mesh: Mesh,
+    seed: int | None,
+    weights: str | Path | None,
 ) -> list[Any]:
-    """See `HelixPlugin.prepare`."""
-    check_accelerator(accelerator, plugin)
-    mesh = plugin.build_mesh(accelerator.device)
+    """Does what `HelixPlugin.prepare` says. Collective.
+
+    Args:
+        accelerator: one that `check_accelerator` has passed.
+        objects: what the script gives: at most one model, and optimizers, schedulers and data loaders.
+        config: the options.
+        mesh: the layout of the ranks.
+        seed: of the training; None for torch's own.
+        weights: a checkpoint folder for a model on the meta device; None for random weights.
+
+    Returns:
+        The prepared objects, in the order given.
+
+    Raises:
+        ValueError: names what cannot be honoured, and what works.
+    """
     models = [given for given in objects if isinstance(given, nn.Module)]
     if len(models) > 1:
         names = ", ".join(type(model).__name__ for model in models)
@@ -73,10 +94,10 @@ def prepare(
         )
     for given in objects:
         if isinstance(given, torch.optim.Optimizer):
-            check_optimizer(given, models[0] if models else None, plugin.config)
+            check_optimizer(given, models[0] if models else None, config)
         if isinstance(given, DataLoader):
             check_loader(given, accelerator, mesh.dp_size)
-    model = _cut(plugin, accelerator, models[0], seed, weights) if models else None
+    model = _cut(accelerator, models[0], config, mesh, seed, weights) if models else None
     optimizers = {
         id(given): accelerator.prepare_optimizer(given) for given in objects if isinstance(given, torch.optim.Optimizer)
     }
@@ -94,20 +115,21 @@ def prepare(
     return [one(given) for given in objects]
 
 
-def _cut(plugin: Any, accelerator: Any, model: Any, seed: int | None, weights: str | Path | None) -> HelixModel:
-    for notice in check_environment(plugin.config.pp_size):
+def _cut(
+    accelerator: Any, model: Any, config: HelixConfig, mesh: Mesh, seed: int | None, weights: str | Path | None
+) -> HelixModel:
+    for notice in check_environment(config.pp_size):
         logger.warning(notice)
     steps, mixed = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
     about = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\nseed given: {seed}"
-    agree_on_text(f"{shared_options(plugin.config)}\n{about}", "options")
-    mesh = plugin.build_mesh(accelerator.device)
+    agree_on_text(f"{shared_options(config)}\n{about}", "options")
     start_watch()
     chosen = [torch.initial_seed() if seed is None else seed]
     if dist.is_initialized():
         dist.broadcast_object_list(chosen, src=0, group=control_group())
     engine = Engine(
         model,
-        plugin.config,
+        config,
         mesh,
         RunOptions(
             seed=chosen[0],
@@ -115,7 +137,7 @@ def _cut(plugin: Any, accelerator: Any, model: Any, seed: int | None, weights: s
             products=torch.bfloat16 if mixed == "bf16" else None,
             weights=weights,
         ),
-        INSTEAD,
+        USE_INSTEAD,
     )
     model.to(accelerator.device)
     model._is_accelerate_prepared = True  # nothing is left to wrap
@@ -207,7 +229,9 @@ class HelixModel:
         return self.module.parameters()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"a model that HelixPlugin.prepare has cut cannot be called directly; use {INSTEAD.calling}")
+        raise RuntimeError(
+            f"a model that HelixPlugin.prepare has cut cannot be called directly; use {USE_INSTEAD.calling}"
+        )
 
     def _checked(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         check_batch(batch)
@@ -231,6 +255,7 @@ class HelixModel:
             return gather_samples(data, self.engine.mesh, self._accelerator.gradient_state)
 
 
+@check_class
 class _Scheduler(AcceleratedScheduler):
     """As Accelerate's, which steps once for each process; here ranks that share a batch count once."""
 

@@ -18,12 +18,15 @@ from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_helix.config import HelixConfig
+from hf_helix.integrations.accelerate.checks import check_accelerator
 from hf_helix.integrations.accelerate.launcher import resolve_config
+from hf_helix.integrations.accelerate.loop import prepare
 from hf_helix.runtime.distributed.mesh import Mesh, build_mesh, check_joined
 from hf_helix.runtime.environment import load_eagerly
 from hf_helix.runtime.failures.endings import is_launched
 from hf_helix.runtime.failures.heartbeat import install_hook
 from hf_helix.runtime.failures.restarts import separate_starts
+from hf_helix.upstream.check import check_class
 
 
 def _launched_as_pipeline() -> bool:
@@ -34,13 +37,24 @@ def _launched_as_pipeline() -> bool:
         return False  # whoever needs the options says what is wrong with them
 
 
-separate_starts()
-if is_launched():
-    install_hook()  # options are checked before there is anything else of ours
-    if _launched_as_pipeline():
-        load_eagerly()
+def _prepare_process() -> None:
+    """Does what must come before training arguments or the Accelerator make the process group and start CUDA.
+
+    Both do so before anything of ours is called, so it is done on import. This is all that importing hf_helix changes
+    outside of it, beside `CUDA_DEVICE_MAX_CONNECTIONS`: one function of torch after a restart (see `separate_starts`),
+    and in a launched process the exception hook and the loading of kernels.
+    """
+    separate_starts()
+    if is_launched():
+        install_hook()  # options are checked before there is anything else of ours
+        if _launched_as_pipeline():
+            load_eagerly()
 
 
+_prepare_process()
+
+
+@check_class
 class HelixPlugin(ParallelismConfig):
     """Hand it to `TrainingArguments(parallelism_config=HelixPlugin(...))` or `Accelerator(parallelism_config=...)`.
 
@@ -117,10 +131,10 @@ class HelixPlugin(ParallelismConfig):
         Raises:
             ValueError: what cannot be honoured, with what works.
         """
-        from hf_helix.integrations.accelerate.loop import prepare
-
-        found = prepare(self, accelerator, objects, seed, weights)
-        return found[0] if len(found) == 1 else tuple(found)
+        check_accelerator(accelerator, self, self.config.pp_size)
+        mesh = self.build_mesh(accelerator.device)
+        prepared = prepare(accelerator, objects, self.config, mesh, seed, weights)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def to_json(self) -> dict[str, Any]:
         """The options, for logs and trackers."""

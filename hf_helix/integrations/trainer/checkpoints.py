@@ -33,7 +33,7 @@ from hf_helix.checkpoint.optimizer_state import Held, held_parameters, load_stat
 from hf_helix.checkpoint.rng import Generators, generators, set_generators
 from hf_helix.engine.engine import Engine
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
-from hf_helix.runtime.distributed.mesh import Mesh, rank
+from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
 
@@ -56,8 +56,7 @@ class CheckpointHooks:
     processing_class: Any
     data_collator: Any
     train_dataset: Any
-    _engine: Engine
-    _mesh: Mesh
+    helix: Engine
     _health: Health
 
     _staging: str | None = None  # where a checkpoint is written before it is complete
@@ -107,7 +106,7 @@ class CheckpointHooks:
         """Accelerate 1.15 forgets which ranks share a batch when it skips what a stream has given already."""
         is_stream = isinstance(self.train_dataset, torch.utils.data.IterableDataset)
         handed_out = getattr(self.args.accelerator_config, "dispatch_batches", None) is not False
-        if is_stream and handed_out and self._mesh.batch_group is not None and not self.args.ignore_data_skip:
+        if is_stream and handed_out and self.helix.mesh.batch_group is not None and not self.args.ignore_data_skip:
             raise ValueError(
                 "resume_from_checkpoint with an iterable dataset whose batches rank 0 hands out: ranks that share a "
                 "batch would get different ones; use accelerator_config={'dispatch_batches': False}, so that every "
@@ -130,7 +129,7 @@ class CheckpointHooks:
 
     def _describe(self, optimizer: Any = None) -> Manifest:
         """This run, as a checkpoint would describe it. Collective."""
-        args, mesh, options = self.args, self._mesh, self.args.accelerator_config
+        args, mesh, options = self.args, self.helix.mesh, self.args.accelerator_config
         per_step = {
             "per_device_train_batch_size": args.train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -138,20 +137,20 @@ class CheckpointHooks:
         }
         parameters = describe_parameters(self._held(), mesh, optimizer)
         name = type(stepped(optimizer)).__name__ if optimizer is not None else None
-        return Manifest(type(self._engine.model).__name__, parameters, dict(mesh.sizes), per_step, name)
+        return Manifest(type(self.helix.model).__name__, parameters, dict(mesh.sizes), per_step, name)
 
     def _held(self) -> dict[nn.Parameter, Held]:
-        return held_parameters(self._engine.model, self._engine.runner.whole, self._mesh)
+        return held_parameters(self.helix.model, self.helix.runner.whole, self.helix.mesh)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Each rank reads its slices of the model. Collective."""
-        self._engine.load_weights(resume_from_checkpoint)
+        self.helix.load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """As the stock method; each rank reads its slices. Collective."""
         best = self.state.best_model_checkpoint
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
-        self._engine.load_weights(best)
+        self.helix.load_weights(best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -179,7 +178,7 @@ class CheckpointHooks:
     def _read_generators(self, folder: Path) -> dict[str, Generators]:
         """This rank's; on another layout rank 0's, since ranks that share a batch must draw alike."""
         assert self._resumed is not None
-        alike = self._resumed.layout == self._mesh.sizes
+        alike = self._resumed.layout == self.helix.mesh.sizes
         return torch.load(folder / GENERATORS.format(rank() if alike else 0), weights_only=True)
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -261,7 +260,7 @@ class CheckpointHooks:
         """An ordinary Hugging Face checkpoint, every rank writing what it holds. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
-        self._engine.save_pretrained(folder)
+        self.helix.save_pretrained(folder)
         if self.args.should_save:
             processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if processing is not None:

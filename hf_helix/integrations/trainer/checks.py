@@ -8,7 +8,6 @@ it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.recompute import problems_of
+from hf_helix.integrations.accelerate.checks import launch_problems
 from hf_helix.integrations.accelerate.plugin import HelixPlugin
 from hf_helix.integrations.optimizers import (
     ELEMENTWISE_OPTIMIZERS,
@@ -74,7 +74,7 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
     problems += _problems_of_optim(str(getattr(args.optim, "value", args.optim)), config)
     problems += _problems_of_batches(args, config)
     problems += problems_of(args, config)
-    problems += problems_of_launches(config.pp_size, args.device, args.full_determinism)
+    problems += launch_problems(config.pp_size, args.device, args.full_determinism)
     if args.n_gpu > 1:
         problems.append(
             f"{args.n_gpu} GPUs in one process: use one process per GPU, "
@@ -95,18 +95,6 @@ def _problems_of_optim(name: str, config: HelixConfig) -> list[str]:
         return [f"optim={name!r}: {use}: it updates parameters in a backward pass of the whole model, which never runs"]
     cuts = cuts_of(config, tensorwise=name in TENSORWISE_OPTIMIZERS)
     return [f"optim={name!r}: {use}: {cuts}"] if cuts else []
-
-
-def problems_of_launches(pp_size: int, device: torch.device, full_determinism: bool = False) -> list[str]:
-    """Of launches that wait: a receive is over once another rank has sent, which may need what would come after it."""
-    if pp_size == 1 or device.type != "cuda":
-        return []
-    why = f"with pp_size={pp_size} ranks would wait for each other for ever, since every launch would wait for its end"
-    if full_determinism:
-        return [f"full_determinism=True: use full_determinism=False: it sets CUDA_LAUNCH_BLOCKING=1; {why}"]
-    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
-        return [f"CUDA_LAUNCH_BLOCKING=1 in the environment: unset it, or use pp_size=1: {why}"]
-    return []
 
 
 def _problems_of_batches(args: Any, config: HelixConfig) -> list[str]:
@@ -163,7 +151,7 @@ def check_trainer(trainer: Any, args: Any) -> None:
             f"an Accelerator was made before with mixed_precision={accelerator.mixed_precision!r}, and the training "
             f"arguments say {args.mixed_precision!r}; make it after, or give both the same"
         )
-    repeats = args.accelerator_config.dispatch_batches is not False and trainer.mesh.dp_size > 1
+    repeats = args.accelerator_config.dispatch_batches is not False and trainer.helix.mesh.dp_size > 1
     if repeats and isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):
         raise ValueError(
             "an iterable dataset with several data-parallel ranks needs "
@@ -171,4 +159,4 @@ def check_trainer(trainer: Any, args: Any) -> None:
         )
     evaluated = trainer.eval_dataset
     for dataset in evaluated.values() if isinstance(evaluated, dict) else [evaluated]:
-        check_evaluation(dataset, trainer.mesh.dp_size)
+        check_evaluation(dataset, trainer.helix.mesh.dp_size)

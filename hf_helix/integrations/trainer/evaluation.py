@@ -16,7 +16,6 @@ from hf_helix.engine.engine import Engine
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.trainer.checks import check_evaluation
 from hf_helix.integrations.trainer.overrides import check_overrides
-from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
 
@@ -60,10 +59,9 @@ class EvaluationHooks:
     state: Any
     accelerator: Any
     compute_metrics: Any
-    _engine: Engine
+    helix: Engine
     _health: Health
-    _mesh: Mesh
-    _scale: Callable[[Any], Any]
+    loss_scale: Callable[[Any], Any]
 
     def evaluation_loop(
         self,
@@ -79,7 +77,7 @@ class EvaluationHooks:
             ValueError: the data, or outputs beside the logits, cannot be evaluated.
         """
         check_overrides(self)
-        check_evaluation(getattr(dataloader, "dataset", None), self._mesh.dp_size)
+        check_evaluation(getattr(dataloader, "dataset", None), self.helix.mesh.dp_size)
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if not loss_only:
             check_outputs(self.model.config, ignore_keys)
@@ -101,8 +99,8 @@ class EvaluationHooks:
             check_outputs(self.model.config, ignore_keys)
         batch = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         labels = batch.get("labels")
-        scale = self._scale(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[attr-defined]
-        found, logits = self._engine.evaluate(batch, scale, self.state.global_step, keep_logits=keeps)
+        scale = self.loss_scale(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[attr-defined]
+        found, logits = self.helix.evaluate(batch, scale, self.state.global_step, keep_logits=keeps)
         loss = None if labels is None else found
         if prediction_loss_only:
             return loss, None, None
@@ -118,4 +116,4 @@ class EvaluationHooks:
         """The stock Trainer sets its own, which counts every rank that shares a batch."""
 
     def _gather_for_metrics(self, data: Any) -> Any:
-        return gather_samples(data, self._mesh, self.accelerator.gradient_state)
+        return gather_samples(data, self.helix.mesh, self.accelerator.gradient_state)

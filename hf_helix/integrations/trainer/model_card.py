@@ -130,9 +130,9 @@ def _run_of(trainer: Any, overlap: Overlap | None) -> Run:
     tuned = tuning.overlaps[tuning.kept] if tuning is not None else None
     return Run(
         config=trainer.helix_config,
-        sizes={"ep": 1, **trainer.mesh.sizes},
+        sizes={"ep": 1, **trainer.helix.mesh.sizes},
         plan=trainer.plan.rule,
-        schedule=trainer.runner.scheduler.name,
+        schedule=trainer.helix.runner.scheduler.name,
         tuning=tuning,
         overlap=overlap or tuned,
         microbatches=(args.gradient_accumulation_steps, args.train_batch_size),
@@ -140,7 +140,7 @@ def _run_of(trainer: Any, overlap: Overlap | None) -> Run:
         dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[trainer.model.dtype],
         device=torch.cuda.get_device_name(args.device) if cuda else f"CPU ({platform.machine()})",
         use_cpu=not cuda,
-        link=str(trainer.mesh.link or ""),
+        link=str(trainer.helix.mesh.link or ""),
     )
 
 

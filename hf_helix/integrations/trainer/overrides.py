@@ -49,7 +49,7 @@ def check_overrides(trainer: Any) -> None:
     usual = smoother is None if factor == 0 else type(smoother) is LabelSmoother and smoother.epsilon == factor
     if not usual:
         raise ValueError(f"{name}.label_smoother is set by hand; use TrainingArguments(label_smoothing_factor=...)")
-    if trainer.model is not trainer._engine.model:
+    if trainer.model is not trainer.helix.model:
         raise ValueError(
             f"{name} has replaced the model after it was cut, by a {type(trainer.model).__name__}; "
             "change it before, such as with peft.get_peft_model(model, config)"

@@ -5,8 +5,8 @@ Out:  the same training, evaluation and checkpoints, with the model cut and two 
 Must hold: counters, callbacks, progress bar, schedules and logging stay the stock Trainer's; what cannot be honoured
 is refused at construction, by name.
 
-How the stock loop's steps become windows is in `takeover`, checkpoints in `resume.hooks`, evaluation in
-`evaluation_hooks`.
+The other halves of the mixin: `training_step` (windows out of the stock loop's steps), `evaluation`, `checkpoints` and
+`hyperparameter_search`. What the class under the mixin changes is in `stock` (the Trainer) and `trl` (SFTTrainer).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments
 from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint.random_weights import outline_of
@@ -27,7 +26,6 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_sizes
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import Scale
 from hf_helix.engine.recompute import asked_by
 from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.integrations.accelerate.plugin import HelixPlugin, keep_layout, shared_layout
@@ -36,35 +34,33 @@ from hf_helix.integrations.trainer.checks import check_arguments, check_trainer
 from hf_helix.integrations.trainer.evaluation import EvaluationHooks
 from hf_helix.integrations.trainer.hyperparameter_search import SearchHooks
 from hf_helix.integrations.trainer.model_card import write_card
+from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
-from hf_helix.integrations.trainer.trl import adapted, check_routers, check_sft, is_sft
+from hf_helix.integrations.trainer.trl import StockSFTTrainer, is_sft
 from hf_helix.models.builder import Additions
 from hf_helix.models.direct_use import Instead
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.distributed.agreement import agree_on_text
-from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import start_watch
-from hf_helix.runtime.notices import say
-from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.cache import export
 from hf_helix.tuning.compare import PAPER, Comparison
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.fingerprint import shared_options
 from hf_helix.tuning.measure.overlap import Overlap
 from hf_helix.tuning.result import TuningResult
+from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
 
-INSTEAD = Instead(
+USE_INSTEAD = Instead(
     "trainer.train(), trainer.evaluate() or trainer.predict(), for one batch trainer.training_step(model, inputs) or "
     "trainer.prediction_step(model, inputs, prediction_loss_only=True)",
     "trainer.save_model(folder)",
 )
 
 
-def _accumulated(args: TrainingArguments) -> int:
+def _accumulation_steps(args: TrainingArguments) -> int:
     """The micro-batches of a step, also where Accelerate's options say it, which the stock Trainer reads later."""
     config: Any = args.accelerator_config
     steps: int = (config.gradient_accumulation_kwargs or {}).get("num_steps", 1)
@@ -93,8 +89,12 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     processing_class: Any
     data_collator: Any
 
-    # The cut model.
-    _engine: Engine
+    helix: Engine
+    """The cut model: its plan, its tuning, what can be measured, and `figures`, all figures of the last log."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_class(cls)
 
     def __init__(
         self,
@@ -103,176 +103,124 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         weights: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        arguments = kwargs.get("args", args[1] if len(args) > 1 else None)
-        if arguments is None:
-            arguments = TrainingArguments(output_dir="tmp_trainer")
-            args, kwargs["args"] = args[:1], arguments
-        model = kwargs.get("model", args[0] if args else None)
-        plugin = arguments.parallelism_config
-        plugin = plugin if isinstance(plugin, HelixPlugin) else None
-        config = resolve_config(helix_config, plugin.config if plugin else None)
-        for notice in check_environment(config.pp_size):
-            logger.warning(notice)
-        if is_sft(type(self)):
-            given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-            check_sft(type(self), given, arguments)
-        check_arguments(arguments, config)
-        if plugin is None or plugin.config != config:
-            plugin = HelixPlugin(config)
-        self._plugin = plugin
-        steps = _accumulated(arguments)
-        mixed = arguments.mixed_precision
-        shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(arguments)}"
-        agree_on_text(f"{shared_options(config)}\n{shared}", "options")
-        self.helix_config = config
-        check_sizes(model, config)
-        self._mesh: Mesh = plugin.build_mesh(arguments.device)
-        self._health = Health(arguments.device)
-        start_watch()
-        make_output_dir(arguments)
+        call = TrainerCall(args, kwargs)
+        if call.get("args") is None:
+            call.set("args", TrainingArguments(output_dir="tmp_trainer"))
+        arguments: TrainingArguments = call.get("args")
+        self._stock = StockSFTTrainer() if is_sft(type(self)) else StockTrainer()
         self._weights = weights
-        if isinstance(model, (str, os.PathLike)):
-            model = self._outline(model, arguments)
-        if kwargs.get("peft_config") is not None and is_sft(type(self)):
-            set_seed(arguments.seed)
-            model, kwargs = adapted(model, kwargs["peft_config"]), {**kwargs, "peft_config": None}
+        self._plugin = self._checked_layout(call, helix_config)
+        self.helix_config = self._plugin.config
+        self._connect_ranks(arguments, call.get("model"))
+        model = self._whole_model(call)
         if model is not None:
-            args, kwargs = ((model, *args[1:]), kwargs) if args else (args, {**kwargs, "model": model})
-            self._take(model, arguments)
-        super().__init__(*args, **kwargs)
+            call.set("model", model)
+            self._cut(model, arguments)
+        super().__init__(*call.positional, **call.named)
         check_trainer(self, arguments)
 
-    # -- the engine ----------------------------------------------------------------------------------------------
+    # -- construction --------------------------------------------------------------------------------------------
 
-    @property
-    def helix(self) -> Engine:
-        """The cut model: its plan, its tuning, what can be measured, and `figures`, all of the last log's."""
-        return self._engine
+    def _checked_layout(self, call: TrainerCall, given: HelixConfig | None) -> HelixPlugin:
+        """The layout that is asked for, once every argument has been checked on this rank."""
+        arguments = call.get("args")
+        plugin = arguments.parallelism_config
+        plugin = plugin if isinstance(plugin, HelixPlugin) else None
+        config = resolve_config(given, plugin.config if plugin else None)
+        for notice in check_environment(config.pp_size):
+            logger.warning(notice)
+        self._stock.check_call(type(self), call)
+        check_arguments(arguments, config)
+        return HelixPlugin(config) if plugin is None or plugin.config != config else plugin
 
-    @property
-    def mesh(self) -> Mesh:
-        """Which ranks share what."""
-        return self._mesh
+    def _connect_ranks(self, args: TrainingArguments, model: Any) -> None:
+        """Compares what the ranks ask for, builds the mesh, and watches the ranks from here on. Collective."""
+        steps, mixed = _accumulation_steps(args), args.mixed_precision
+        shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(args)}"
+        agree_on_text(f"{shared_options(self.helix_config)}\n{shared}", "options")
+        check_sizes(model, self.helix_config)
+        self._plugin.build_mesh(args.device)
+        self._health = Health(args.device)
+        start_watch()
+        make_output_dir(args)
 
-    @property
-    def runner(self) -> Runner:
-        """Runs windows of micro-batches on this rank."""
-        return self._engine.runner
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in use; `trainer.plan.save(path)` writes a file that `HelixConfig(plan=path)` takes."""
-        return self._engine.plan
-
-    @property
-    def tuning(self) -> TuningResult | None:
-        """What `plan="auto"` measured, or an earlier run of the same case; None as long as nothing was. `print` it."""
-        return self._engine.tuning
-
-    def measure_overlap(self, repeats: int = 5) -> Overlap:
-        """How much communication the plan hides, measured on the last window that was trained. Collective.
-
-        Raises:
-            ValueError: nothing has been trained yet.
+    def _whole_model(self, call: TrainerCall) -> Any:
+        """The model that will be cut, with its adapters; None where `model_init` makes it later. The model of a folder
+        is made without its weights, of which each rank reads its slices.
         """
-        return self._engine.measure_overlap(repeats)
+        model = call.get("model")
+        if isinstance(model, (str, os.PathLike)):
+            if self._weights is not None:
+                raise ValueError(
+                    f"model={str(model)!r} is read with the weights in its folder, and weights={str(self._weights)!r} "
+                    "is given, too; leave it out, or give a model on the meta device with it"
+                )
+            self._weights = Path(model)
+            model = outline_of(model, **self._stock.model_options(call.get("args")))
+        return self._stock.add_adapters(model, call)
 
-    def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
-        """The plan in use beside those of other rules, all timed in turn on the last window. Collective.
-
-        Args:
-            rules: see `HelixConfig.plan`.
-            repeats: how often each is timed; medians are taken.
-
-        Raises:
-            ValueError: nothing has been trained yet.
-        """
-        return self._engine.compare_plans(rules, repeats)
-
-    def measure_memory(self) -> list[int]:
-        """The most bytes of activations and buffers alive in the last window, rank by rank. Collective.
-
-        Raises:
-            ValueError: nothing has been trained yet.
-        """
-        return self._engine.measure_memory()
-
-    def trace(self, path: str | Path) -> None:
-        """Write a trace of the last window for https://ui.perfetto.dev, a track per stream. Collective.
-
-        Raises:
-            ValueError: nothing has been trained yet.
-        """
-        self._engine.trace(path)
-
-    def call_model_init(self, trial: Any = None) -> Any:
-        """A model made by `model_init` is cut like one that was passed in."""
-        model = super().call_model_init(trial)
-        self._take(model, self.args)
-        return model
-
-    def _outline(self, folder: str | os.PathLike[str], args: TrainingArguments) -> Any:
-        """The model of a folder without its weights, of which ranks read what they hold. TRL's options for it count."""
-        if self._weights is not None:
-            raise ValueError(
-                f"model={str(folder)!r} is read with the weights in its folder, and weights={str(self._weights)!r} is "
-                "given, too; leave it out, or give a model on the meta device with it"
-            )
-        self._weights = Path(folder)
-        usual = {"dtype": torch.float32} if is_sft(type(self)) else {}
-        return outline_of(folder, **{**usual, **(getattr(args, "model_init_kwargs", None) or {})})
-
-    def _take(self, model: Any, args: TrainingArguments) -> None:
-        """Keep this rank's part of the model, in place, before anything moves to the device; make it runnable."""
-        if is_sft(type(self)):
-            check_routers(model, args)
-        before = getattr(self, "_engine", None)
-        self._engine = Engine(
+    def _cut(self, model: Any, args: TrainingArguments) -> None:
+        """Keeps this rank's part of the model, in place and before anything moves to the device. Collective."""
+        self._stock.check_model(model, args)
+        before: Engine | None = getattr(self, "helix", None)
+        self.helix = Engine(
             model,
             self.helix_config,
-            self._mesh,
+            self._plugin.build_mesh(args.device),
             RunOptions(
                 seed=args.seed,
-                num_microbatches=_accumulated(args),
+                num_microbatches=_accumulation_steps(args),
                 products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
                 additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
                 checkpointing=asked_by(args),
                 weights=self._weights,
             ),
-            INSTEAD,
+            USE_INSTEAD,
         )
         if before is not None:
             before.close()
         model._is_accelerate_prepared = True  # nothing is left to wrap
 
+    def call_model_init(self, trial: Any = None) -> Any:
+        """As the stock method; a model made by `model_init` is cut like one that was passed in."""
+        model = super().call_model_init(trial)
+        self._cut(model, self.args)
+        return model
+
+    # -- the engine ----------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use; `trainer.plan.save(path)` writes a file that `HelixConfig(plan=path)` takes."""
+        return self.helix.plan
+
+    @property
+    def tuning(self) -> TuningResult | None:
+        """What `plan="auto"` measured, or an earlier run of the same case; None as long as nothing was. `print` it."""
+        return self.helix.tuning
+
+    def measure_overlap(self, repeats: int = 5) -> Overlap:
+        """See `Engine.measure_overlap`. Collective."""
+        return self.helix.measure_overlap(repeats)
+
+    def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
+        """See `Engine.compare_plans`. Collective."""
+        return self.helix.compare_plans(rules, repeats)
+
+    def measure_memory(self) -> list[int]:
+        """See `Engine.measure_memory`. Collective."""
+        return self.helix.measure_memory()
+
+    def trace(self, path: str | Path) -> None:
+        """See `Engine.trace`. Collective."""
+        self.helix.trace(path)
+
     # -- training ------------------------------------------------------------------------------------------------
-
-    def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
-        """Let the engine choose a plan, if it is time to; what it finds is said and written. Collective."""
-        steps_left = self.state.max_steps - step
-        found = self._engine.tune(batches, scale, step, steps_left if steps_left > 0 else None)
-        if found is not None and self.args.process_index == 0:
-            folder = Path(str(self.args.output_dir), "helix")
-            try:
-                export(folder, found, self.plan.to_json())
-                say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
-            except OSError as error:
-                say(f"{found.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
-
-    def _scale(self, num_items: Any) -> Scale:
-        # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
-        # the count by the ranks that share a batch, also where it has not summed over them.
-        averages = self.args.average_tokens_across_devices
-        factor = self._mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
-        tokens = torch.as_tensor(
-            factor if num_items is None else factor / num_items, dtype=torch.float32, device=self.args.device
-        )
-        return Scale(tokens, self._mesh.dp_size if averages else 1.0)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the stock method, with the scorecard beside the training loss."""
         if "loss" in logs:
-            logs = {**logs, **self._engine.log_entries()}
+            logs = {**logs, **self.helix.log_entries()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,17 +230,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if is_new and self.helix_config.shard_optimizer:
             given = self.optimizer_cls_and_kwargs
             made, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
-            self.optimizer = self._engine.shard_optimizer(optimizer, made, options)
+            self.optimizer = self.helix.shard_optimizer(optimizer, made, options)
         return self.optimizer
-
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self._engine.clip_gradients(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        self._check_window_ran()
-        norm = self._engine.gradient_norm() if grad_norm is None else grad_norm
-        self._health.note_norm(norm)
-        return norm
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """The stock method counts every rank of a group that shares a batch."""
@@ -309,7 +248,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     def get_num_trainable_parameters(self) -> int:
         """Those of the whole model."""
-        return self._engine.sizes.count(only_trainable=True)
+        return self.helix.sizes.count(only_trainable=True)
 
     # -- the layout, for Accelerate ------------------------------------------------------------------------------
 
@@ -332,7 +271,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         if self.is_world_process_zero():  # type: ignore[attr-defined]
             stock = super().create_model_card  # type: ignore[misc]
             given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
-            write_card(self, stock, given, self._engine.overlap)
+            write_card(self, stock, given, self.helix.overlap)
 
 
 class HelixTrainer(HelixTrainerMixin, Trainer):  # type: ignore[misc]  # Trainer.objective has no declared type

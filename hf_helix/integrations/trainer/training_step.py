@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import trainer as stock_trainer
 
+from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
 from hf_helix.engine.microbatches import Scale
@@ -27,6 +29,8 @@ from hf_helix.integrations.trainer.overrides import check_overrides
 from hf_helix.runtime.distributed.agreement import agree_on_number
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.notices import say
+from hf_helix.tuning.cache import export
 
 _COUNT = "get_model_param_count"
 
@@ -71,7 +75,8 @@ class WindowHooks:
     model: Any
     optimizer: Any
     compute_metrics: Any
-    _engine: Engine
+    helix: Engine
+    helix_config: HelixConfig
     _health: Health
 
     _window: Window | None = None
@@ -92,7 +97,7 @@ class WindowHooks:
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
         names: dict[str, Any] = vars(stock_trainer)
         stock = names[_COUNT]
-        names[_COUNT] = lambda model, trainable_only=False: self._engine.sizes.count(trainable_only)
+        names[_COUNT] = lambda model, trainable_only=False: self.helix.sizes.count(trainable_only)
         try:
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
@@ -102,10 +107,10 @@ class WindowHooks:
         """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         with watched():
-            states = torch.cat((self._health.state().reshape(1), self._engine.extents(batches)))
+            states = torch.cat((self._health.state().reshape(1), self.helix.extents(batches)))
             found = agree_on_number(len(batches), device, states)
             self._health.judge([state for state, *_ in found])
-            self._engine.limits.judge([reach for _, *reach in found])
+            self.helix.limits.judge([reach for _, *reach in found])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = Window(samples)
         return samples, num_items
@@ -121,11 +126,11 @@ class WindowHooks:
         """
         window = self._window
         if window is None:
-            self._engine.check_extents(inputs)
+            self.helix.check_extents(inputs)
             return self._run_window([inputs], self._scale_of_one(inputs, num_items_in_batch))[0]
         if len(window.batches) == 1:
             if not window.holds(inputs):
-                self._engine.check_extents(inputs)
+                self.helix.check_extents(inputs)
             window.batches = [inputs]
         elif not window.holds(inputs):
             raise RuntimeError(
@@ -134,7 +139,7 @@ class WindowHooks:
                 "others; change batches in the data collator, or use gradient_accumulation_steps=1"
             )
         if window.losses is None:
-            window.losses = self._run_window(window.batches, self._scale(num_items_in_batch))
+            window.losses = self._run_window(window.batches, self.loss_scale(num_items_in_batch))
         loss = window.losses[window.place]
         window.place += 1
         if window.place == len(window.batches):
@@ -150,25 +155,39 @@ class WindowHooks:
         if self._window is not None:
             self._tune(ready, scale, step)
         else:
-            self._engine.settle_link(ready, scale, step)
-        losses = torch.stack(self._engine.train_window(ready, scale, step))
+            self.helix.settle_link(ready, scale, step)
+        losses = torch.stack(self.helix.train_window(ready, scale, step))
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         has_labels = scale.tokens.isfinite()
         self._health.note_losses(losses.where(has_labels, 0.0), step + 1)
         return losses
 
     def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
-        """Choose a plan, if it is time to. Collective."""
-        raise NotImplementedError
+        """Let the engine choose a plan, if it is time to; what it finds is said and written. Collective."""
+        steps_left = self.state.max_steps - step
+        found = self.helix.tune(batches, scale, step, steps_left if steps_left > 0 else None)
+        if found is not None and self.args.process_index == 0:
+            folder = Path(str(self.args.output_dir), "helix")
+            try:
+                export(folder, found, self.helix.plan.to_json())
+                say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
+            except OSError as error:
+                say(f"{found.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
-    def _scale(self, num_items: Any) -> Scale:
-        """What the losses of a window with so many tokens that count are multiplied with."""
-        raise NotImplementedError
+    def loss_scale(self, num_items: Any) -> Scale:
+        # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
+        # the count by the ranks that share a batch, also where it has not summed over them.
+        averages = self.args.average_tokens_across_devices
+        factor = self.helix.mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
+        tokens = torch.as_tensor(
+            factor if num_items is None else factor / num_items, dtype=torch.float32, device=self.args.device
+        )
+        return Scale(tokens, self.helix.mesh.dp_size if averages else 1.0)
 
     def _scale_of_one(self, inputs: Mapping[str, Any], num_items: Any) -> Scale:
         """Without a number of tokens, the stock Trainer takes the mean of the micro-batch, as a part of its window."""
         if num_items is not None:
-            return self._scale(num_items)
+            return self.loss_scale(num_items)
         part = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
         return Scale((part / count_targets(inputs)).to(self.args.device), part)
 
@@ -184,3 +203,12 @@ class WindowHooks:
                 "num_items_in_batch), which runs the micro-batches of an optimizer step together; call it, and use "
                 "the loss that it returns"
             )
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.helix.clip_gradients(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        self._check_window_ran()
+        norm = self.helix.gradient_norm() if grad_norm is None else grad_norm
+        self._health.note_norm(norm)
+        return norm

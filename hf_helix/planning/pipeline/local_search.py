@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+from hf_helix.planning.annealing import anneal, threshold
 from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot
 from hf_helix.planning.pipeline.simulate import Costs
 
@@ -68,34 +71,55 @@ class _Run(NamedTuple):
 
 def refine_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs, most_live: int, seed: int = 0) -> Schedule:
     """The best of a walk of small changes that starts at a schedule; at first it may go uphill a little."""
-    dice = random.Random(seed)
     clock = _Clock(ranks, costs, 1 + max(action.microbatch for slot in schedule[0] for action in slot.actions))
     rows = [[clock.item(slot) for slot in slots] for slots in schedule]
     run = clock.run(rows)
     assert run is not None, "only schedules that can run are refined"
-    best, shortest = rows, (max(run.ends), run.value)
-    path = run.tight()
-    trials = min(TRIALS, EFFORT // sum(map(len, rows)))
+
+    def propose(current: _Candidate, rng: random.Random) -> _Candidate | None:
+        rank, place = rng.choice(current.path) if rng.random() < TIGHT else _anywhere(current.rows, rng)
+        row = list(current.rows[rank])
+        rng.choice(CHANGES)(row, place, rng, clock.item)
+        if row == current.rows[rank] or not _fits(row, most_live):
+            return None
+        changed = [*current.rows[:rank], row, *current.rows[rank + 1 :]]
+        run = clock.run(changed)
+        return None if run is None else _Candidate(changed, run)
+
     heat = HEAT * sum(costs.forward) / len(costs.forward)
-    for trial in range(trials):
-        rank, place = dice.choice(path) if dice.random() < TIGHT else _anywhere(rows, dice)
-        row = list(rows[rank])
-        dice.choice(CHANGES)(row, place, dice, clock.item)
-        if row == rows[rank] or not _fits(row, most_live):
-            continue
-        changed = [*rows[:rank], row, *rows[rank + 1 :]]
-        found = clock.run(changed)
-        if found is None or found.value > run.value + heat * (1 - trial / trials) * dice.random():
-            continue
-        rows, run, path = changed, found, found.tight()
-        if (max(run.ends), run.value) < shortest:
-            best, shortest = rows, (max(run.ends), run.value)
-    return [[item.slot for item in row] for row in best]
+    best = anneal(
+        _Candidate(rows, run),
+        propose,
+        steps=min(TRIALS, EFFORT // sum(map(len, rows))),
+        rng=random.Random(seed),
+        temperature=lambda _: heat,
+        accept=threshold,
+        merit=lambda candidate: (max(candidate.run.ends), candidate.value),
+    )
+    return [[item.slot for item in row] for row in best.rows]
 
 
-def _anywhere(rows: Sequence[Row], dice: random.Random) -> tuple[int, int]:
-    rank = dice.randrange(len(rows))
-    return rank, dice.randrange(len(rows[rank]))
+@dataclass
+class _Candidate:
+    """A schedule that can run."""
+
+    rows: list[Row]
+    run: _Run
+
+    @cached_property
+    def value(self) -> float:
+        """What becomes small: the time, and a little of the mean time of the ranks."""
+        return self.run.value
+
+    @cached_property
+    def path(self) -> list[tuple[int, int]]:
+        """The critical path."""
+        return self.run.tight()
+
+
+def _anywhere(rows: Sequence[Row], rng: random.Random) -> tuple[int, int]:
+    rank = rng.randrange(len(rows))
+    return rank, rng.randrange(len(rows[rank]))
 
 
 def _fits(row: Row, most_live: int) -> bool:
@@ -192,15 +216,15 @@ class _Clock:
 Make = Callable[[Slot], _Item]
 
 
-def _shift(row: Row, place: int, dice: random.Random, make: Make) -> None:
+def _shift(row: Row, place: int, rng: random.Random, make: Make) -> None:
     """Move a slot by a few places."""
     item = row.pop(place)
-    row.insert(max(0, place + dice.choice(STEPS)), item)
+    row.insert(max(0, place + rng.choice(STEPS)), item)
 
 
-def _fuse(row: Row, place: int, dice: random.Random, make: Make) -> None:
+def _fuse(row: Row, place: int, rng: random.Random, make: Make) -> None:
     """Run a forward and a backward slot near it side by side."""
-    other = place + dice.choice(STEPS)
+    other = place + rng.choice(STEPS)
     if 0 <= other < len(row):
         slots = row[place].slot, row[other].slot
         forward = [slot.forward for slot in slots if slot.forward]
@@ -210,22 +234,22 @@ def _fuse(row: Row, place: int, dice: random.Random, make: Make) -> None:
             del row[other]
 
 
-def _unfuse(row: Row, place: int, dice: random.Random, make: Make) -> None:
+def _unfuse(row: Row, place: int, rng: random.Random, make: Make) -> None:
     """Run the two of a fused slot one after the other."""
     alone = [make(Slot.alone(action)) for action in row[place].slot.actions]
-    row[place : place + 1] = alone if dice.random() < 0.5 else alone[::-1]
+    row[place : place + 1] = alone if rng.random() < 0.5 else alone[::-1]
 
 
-def _split(row: Row, place: int, dice: random.Random, make: Make) -> None:
+def _split(row: Row, place: int, rng: random.Random, make: Make) -> None:
     """Take a backward apart, and run its W later."""
     forward, backward = row[place].slot.forward, row[place].slot.backward
     if backward and backward.direction == "B":
         stage, microbatch = backward.stage, backward.microbatch
         row[place] = make(Slot(forward, Action(stage, "I", microbatch)))
-        row.insert(place + 1 + dice.randrange(LATER), make(Slot.alone(Action(stage, "W", microbatch))))
+        row.insert(place + 1 + rng.randrange(LATER), make(Slot.alone(Action(stage, "W", microbatch))))
 
 
-def _join(row: Row, place: int, dice: random.Random, make: Make) -> None:
+def _join(row: Row, place: int, rng: random.Random, make: Make) -> None:
     """Run a W with its I."""
     forward, backward = row[place].slot.forward, row[place].slot.backward
     if backward and backward.direction == "W":

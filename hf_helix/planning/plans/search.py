@@ -16,12 +16,13 @@ communication for late at no cost, and at a high one as soon as it does not.
 from __future__ import annotations
 
 import functools
-import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
+from hf_helix.planning.annealing import anneal
 from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate, work_of
 from hf_helix.planning.graph.operator import Graph, Part
 from hf_helix.planning.instructions import window_instructions
@@ -39,6 +40,7 @@ from hf_helix.planning.profile import Name, Profile, named_operators
 
 EFFORT = 1_800_000  # of one annealing: instructions ordered and simulated, see `_Judge.effort`
 MOST_STEPS = 6000
+HEAT = 0.001  # by which part a change may make a window longer at first
 CHAIN_LAYERS, CHAIN_STARTS = 10, 2
 SHORT_LAYERS, SHORT_MICROBATCHES = 3, 5  # of a chunk, and of the window; more of the same need no search of their own
 USUAL_MICROBATCHES = 8
@@ -137,14 +139,22 @@ def _improve(
 ) -> Flow:
     """The flow with the biases that annealing finds for a window."""
     judge = _Judge(start, profile, layout, schedule)
-    annealer = _Annealer(
-        names=judge.window.work.names,
-        scale=max(profile.times.values()),
-        cost=judge,
+    names, scale = judge.window.work.names, max(profile.times.values())
+
+    def propose(current: _Candidate, rng: random.Random) -> _Candidate:
+        bias = _changed(current.bias, names, scale, rng)
+        return _Candidate(bias, judge(bias))
+
+    found = anneal(
+        _Candidate(start.bias, judge(start.bias)),
+        propose,
         steps=int(effort * min(MOST_STEPS, EFFORT // judge.effort)),
-        dice=random.Random(seed),
+        rng=random.Random(seed),
+        temperature=lambda shortest: HEAT * shortest,
+        target=1 + 1e-4,
+        progress=progress,
     )
-    return replace(start, bias=annealer.run(start.bias, progress))
+    return replace(start, bias=found.bias)
 
 
 class _Judge:
@@ -257,36 +267,16 @@ def shorten(layout: Layout) -> Layout:
     return Layout(units, chunks, graphs, shared)
 
 
-@dataclass(frozen=True)
-class _Annealer:
-    """One operator's bias changes at a time; what is worse is taken now and then, ever more rarely; best is 1."""
+class _Candidate(NamedTuple):
+    """Biases, and the mean length of the window that they lead to, in parts of the bound."""
 
-    names: Sequence[Name]
-    scale: float
-    cost: Callable[[Bias], float]
-    steps: int
-    dice: random.Random
+    bias: Bias
+    value: float
 
-    def run(self, start: Bias, progress: Progress | None) -> Bias:
-        """The best bias seen."""
-        current = best = start
-        lowest = now = self.cost(current)
-        for step in range(self.steps):
-            if progress is not None and step % 50 == 0:
-                progress(step / self.steps)
-            if lowest <= 1 + 1e-4:
-                break
-            candidate = self._neighbour(current)
-            seconds = self.cost(candidate)
-            heat = 0.001 * lowest * (1 - step / self.steps) + 1e-12
-            if seconds <= now or self.dice.random() < math.exp((now - seconds) / heat):
-                current, now = candidate, seconds
-                if now < lowest:
-                    best, lowest = current, now
-        return best
 
-    def _neighbour(self, bias: Bias) -> Bias:
-        name = self.dice.choice(self.names)
-        change = self.scale * self.dice.uniform(-1, 1)
-        anew = self.dice.random() < 0.3
-        return {**bias, name: change if anew else bias.get(name, 0.0) + change * self.dice.choice((0.03, 0.15, 0.6))}
+def _changed(bias: Bias, names: Sequence[Name], scale: float, rng: random.Random) -> Bias:
+    """The biases with that of one operator changed by up to `scale`, or set anew."""
+    name = rng.choice(names)
+    change = scale * rng.uniform(-1, 1)
+    anew = rng.random() < 0.3
+    return {**bias, name: change if anew else bias.get(name, 0.0) + change * rng.choice((0.03, 0.15, 0.6))}

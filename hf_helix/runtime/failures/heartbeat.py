@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
 
 from hf_helix.runtime.distributed.mesh import forget_meshes
 from hf_helix.runtime.failures import endings

@@ -1,13 +1,17 @@
 """Restarts: processes that torchrun has started again find each other, not those before them.
 
 In:   the environment of a process that torchrun has started.
-Out:  a rendezvous in which every start of the processes has names of its own.
-Must hold: a first start is left alone. Called on import, since training arguments and the Accelerator make the process
-group before anything of ours is called.
+Out:  a rendezvous in which every start of the processes has names of its own, where they share one store.
+Must hold: a first start is left alone, and so is a start with a store of its own.
 
-Without `--rdzv-backend`, torchrun (and `accelerate launch`) keeps one store over all restarts, and torch 2.13 does not
-tell the starts apart in it: ranks read the addresses of processes that are gone, and wait for them until `ddp_timeout`,
-half an hour. `torchrun --standalone` and `--rdzv-backend=c10d` make a new store each time.
+The fault is torch's (2.5 to 2.13). Without `--rdzv-backend`, torchrun and `accelerate launch` use the static
+rendezvous, whose agent keeps one `TCPStore` over all restarts and lets the ranks use it (TORCHELASTIC_USE_AGENT_STORE).
+Since https://github.com/pytorch/pytorch/pull/135957, which mended https://github.com/pytorch/pytorch/issues/135712 for
+`--rdzv-backend=c10d`, `_create_c10d_store` puts no `/worker/attempt_N` before names in that store any more: "We create
+a new TCPStore for every retry". That is true of c10d and not of the static rendezvous, so ranks that were started again
+read the addresses of processes that are gone, and wait for them until `ddp_timeout`, half an hour. To see it: `torchrun
+--nproc_per_node 2 --max_restarts 1` with a script that calls `init_process_group("gloo")` and a barrier, and raises on
+rank 1 if TORCHELASTIC_RESTART_COUNT is 0. `--standalone` and `--rdzv-backend=c10d` do not have the fault.
 """
 
 from __future__ import annotations
@@ -17,23 +21,37 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public all the same
 
 _PREFIX = "hf_helix/start"
 
 
 def separate_starts() -> None:
-    """Put what the ranks of this start tell each other under names of their own."""
+    """Put what the ranks of this start tell each other under names of their own.
+
+    This replaces torch's handler of `env://`, since `register_rendezvous_handler` refuses to, and is called on import:
+    training arguments and the Accelerator make the process group before anything of ours is called.
+    """
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # `torch.distributed.rendezvous` is a function, too.
-    handlers = getattr(importlib.import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
-    original = handlers.get("env")
-    if start == "0" or original is None or getattr(original, "separates", False):
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    original = handlers["env"]
+    if start == "0" or getattr(original, "separates", False):
         return
 
     def handler(*args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
         for store, rank, world in original(*args, **kwargs):
-            yield PrefixStore(f"{_PREFIX}/{start}", store), rank, world
+            yield PrefixStore(f"{_PREFIX}/{start}", store) if _is_the_agents(store) else store, rank, world
 
     handler.separates = True  # type: ignore[attr-defined]
     handlers["env"] = handler
+
+
+def _is_the_agents(store: Store) -> bool:
+    """Whether torchrun's agents tell each other their roles in the same store, which then is one for all starts.
+
+    Where every start has a store, the counts of restarts may differ between hosts
+    (https://github.com/pytorch/pytorch/issues/108158), and so would the names.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return store.check([f"{run}/torchelastic/role_info/0"])

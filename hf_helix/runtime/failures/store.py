@@ -13,8 +13,8 @@ import uuid
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public all the same
+from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 

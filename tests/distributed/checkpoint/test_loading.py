@@ -317,10 +317,10 @@ def test_random_weights_depend_on_no_layout_and_are_spread_as_the_models_own(
 
 def test_a_model_that_draws_from_outside_of_its_layers_is_refused() -> None:
     """Were it drawn layer by layer, it would start from other weights than its own."""
-    from hf_helix.checkpoint.load import _check_pieces, _pieces
+    from hf_helix.checkpoint.random_weights import _check_pieces, _pieces_of
 
     model = outline("llama", {})
-    pieces = _pieces(model, model.model.layers)
+    pieces = _pieces_of(model, model.model.layers)
     assert "model.layers.2" in pieces
     assert "lm_head" in pieces
     _check_pieces(model, pieces)

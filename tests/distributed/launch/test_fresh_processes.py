@@ -14,6 +14,7 @@ from support.profiles import MODEL, tiny_profile
 
 from hf_helix.planning.plans.list_scheduler import Flow, flow_order
 from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile_file import save_profile
 from hf_helix.runtime.environment import CONNECTIONS, LOADING
 from hf_helix.runtime.failures import endings
 
@@ -30,11 +31,11 @@ def output_of(script: str, folder: Path = ROOT, **environment: str) -> str:
     "words", [("plan", "P"), ("show", "P"), ("show", "Q", "--profile", "P"), ("show", "--schedule", "auto")], ids=str
 )
 def test_plan_and_show_need_no_torch(words: tuple[str, ...], tmp_path: Path) -> None:
-    tiny_profile().save(tmp_path / "P")
+    save_profile(tiny_profile(), tmp_path / "P")
     make_plan("greedy", tiny_profile(), model=MODEL, mesh={"tp_size": 2, "pp_size": 1}).save(tmp_path / "Q")
     script = f"""
 import sys
-from hf_helix.planning import search
+from hf_helix.planning.plans import search
 from hf_helix.cli import main
 search.EFFORT = 20_000
 main({list(words)!r})
@@ -100,7 +101,7 @@ def test_one_rank_of_a_host_says_its_error_whole(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     first, second = "rank 1 failed: ValueError: no", "rank 0 failed: ValueError: no"
     assert endings.claim(first) == first
-    script = f"from hf_helix.runtime import endings; print(endings.claim({second!r}))"
+    script = f"from hf_helix.runtime.failures import endings; print(endings.claim({second!r}))"
     assert output_of(script).strip() == first
     assert endings.is_same(first, second)
     assert not endings.is_same(first, "rank 0 failed: ValueError: yes")

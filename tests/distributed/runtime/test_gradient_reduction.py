@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import pipeline_trainer_jobs as jobs
+from support.comparisons import compare_runs
 from support.models import arguments, llama
 from support.pipeline_jobs import batches_of, reference
 
@@ -120,7 +121,7 @@ def test_plans_and_schedules_give_the_same_bits(
 ) -> None:
     """What is in a bucket and the order of its sums do not depend on when it is complete."""
     rules = ("sequential", "greedy", "round_robin", "dhelix")
-    cases = [(rule, schedule, 4) for schedule in ("w", "dualpipe_v") for rule in rules]
+    cases = [(rule, schedule, 4) for schedule in ("w", "dualpipe_v")[:pp] for rule in rules]
     helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential"}
     job = {"folder": str(tmp_path), "helix": helix, "model": jobs.model_of(), "cases": cases, "lengths": LENGTHS}
     for found in cluster_of(tp * pp * dp).run(f"{JOB}windows", bucket_bytes=bucket_bytes, **job):
@@ -133,7 +134,9 @@ def test_plans_and_schedules_give_the_same_bits(
 
 # Shares of the optimizer
 
-STEPS = {"training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "lr_scheduler_type": "cosine"}}
+STEPS = {
+    "training": {"max_steps": 6, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "lr_scheduler_type": "cosine"}
+}
 SHARED = [(1, 1, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2, 2), (2, 2, 2)))]
 
 
@@ -160,7 +163,7 @@ OPTIMIZERS = ["adamw_torch", *(pytest.param(name, marks=pytest.mark.slow) for na
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_two_calls_of_train_go_on_with_the_shared_states(optim: str, cluster_of: Any, tmp_path: Path) -> None:
-    training = {"max_steps": 4, "optim": optim}
+    training = {"max_steps": 2, "optim": optim}
     plain, shared = (
         cluster_of(2).run(f"{JOB}train_twice", folder=str(tmp_path), helix=helix, training=training)
         for helix in ({}, {"shard_optimizer": True})
@@ -196,25 +199,22 @@ def test_an_own_optimizer_cannot_be_shared(tmp_path: Path) -> None:
 
 UNEVEN: dict[str, dict[str, Any]] = {
     # 21 samples, 2 a batch, 2 ranks: the last batch has one sample, and one rank none.
-    "last batch": {"data": {"count": 21}, "training": {"max_steps": -1, "num_train_epochs": 2}},
+    "last batch": {"data": {"count": 21}, "training": {"max_steps": -1, "num_train_epochs": 1}},
     "last window": {
         "data": {"count": 26, "lengths": (17, 9, 13), "padding": "right"},
-        "training": {"max_steps": -1, "num_train_epochs": 6, "gradient_accumulation_steps": 4},
+        "training": {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 4},
     },
 }
 
 
 @pytest.mark.parametrize("case", UNEVEN)
 @pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_last_batch_that_does_not_divide(case: str, pp: int, cluster_of: Any, tmp_path: Path) -> None:
+def test_a_last_batch_that_does_not_divide(case: str, pp: int, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """Against the stock Trainer on two processes (DDP)."""
-    expected = cluster_of(2).run(f"{JOB}train", folder=str(tmp_path), helix=None, **UNEVEN[case])[0]
+    expected, _ = stock(jobs.train, 2, **UNEVEN[case])
     helix = {"pp_size": pp, "plan": "greedy"}
     for result in cluster_of(2 * pp).run(f"{JOB}train", folder=str(tmp_path), helix=helix, **UNEVEN[case]):
-        assert result["steps"] == expected["steps"] >= 12
-        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(result["norms"], expected["norms"], rtol=1e-4)
-        np.testing.assert_allclose(result["eval"], expected["eval"], rtol=0, atol=1e-5)
+        compare_runs(result, expected, steps=4)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["list", "stream"])

@@ -12,6 +12,7 @@ from support import jobs
 from support.comparisons import compare_runs, compare_weights
 from support.models import llama
 from support.more_jobs import predict
+from support.pipeline_trainer_jobs import PADDED, train
 
 MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -29,29 +30,24 @@ SLOW = pytest.mark.slow
     ],
     ids=str,
 )
-def test_training_equals_the_stock_trainer(ranks: int, helix: dict[str, Any], cluster_of: Any, tmp_path: Any) -> None:
-    case = {
-        "model": {"num_hidden_layers": 4},
-        "data": {"lengths": (17, 9, 13), "padding": "right"},
-        "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3},
-    }
-    expected = jobs.train(str(tmp_path / "stock"), None, **case)
-    folder = str(tmp_path / "helix")
-    for result in cluster_of(ranks).run("train", folder=folder, helix={**helix, "cache": False}, **case):
+def test_training_equals_the_stock_trainer(
+    ranks: int, helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path
+) -> None:
+    expected, expected_folder = stock(train, **PADDED)
+    for result in cluster_of(ranks).run(train, folder=str(tmp_path), helix={**helix, "cache": False}, **PADDED):
         compare_runs(result, expected)
-    compare_weights(folder, str(tmp_path / "stock"))
+    compare_weights(tmp_path, expected_folder)
 
 
 @SLOW
-def test_data_parallel_ranks_beside_it(cluster_of: Any, tmp_path: Any) -> None:
+def test_data_parallel_ranks_beside_it(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """Against the stock Trainer on two processes (DDP)."""
     case = {"training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "per_device_eval_batch_size": 1}}
-    expected = cluster_of(2).run("train", folder=str(tmp_path / "stock"), helix=None, **case)[0]
-    folder = str(tmp_path / "helix")
+    expected, expected_folder = stock(jobs.train, 2, **case)
     helix = {"cp_size": 2, "plan": "greedy", "shard_optimizer": True}
-    for result in cluster_of(4).run("train", folder=folder, helix=helix, **case):
+    for result in cluster_of(4).run(jobs.train, folder=str(tmp_path), helix=helix, **case):
         compare_runs(result, expected)
-    compare_weights(folder, str(tmp_path / "stock"))
+    compare_weights(tmp_path, expected_folder)
 
 
 @pytest.mark.parametrize("data", [{"count": 5}, {"count": 7, "lengths": (17, 17, 8, 8, 13, 13)}], ids=str)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import jobs
 from support.comparisons import compare_runs, compare_weights
 from support.expert_jobs import reference_that_draws, reference_that_drops, windows
 from support.parity import KINDS, check, references
@@ -22,13 +23,6 @@ CASE = {
 }
 
 
-@pytest.fixture(scope="module")
-def stock(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The stock Trainer on two processes (DDP)."""
-    folder = str(tmp_path_factory.mktemp("stock"))
-    return cluster_of(2).run("train", folder=folder, helix=None, **CASE)[0], folder
-
-
 @pytest.mark.parametrize(
     ("ranks", "helix"),
     [
@@ -39,13 +33,11 @@ def stock(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     ids=str,
 )
 def test_training_equals_the_stock_trainer(
-    ranks: int, helix: dict[str, Any], cluster_of: Any, stock: tuple[dict[str, Any], str], tmp_path: Path
+    ranks: int, helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path
 ) -> None:
+    """On two processes (DDP)."""
     case = {**CASE, "model": {**BALANCED, "num_hidden_layers": 4}} if helix.get("pp_size") else CASE
-    expected, folder = stock
-    if helix.get("pp_size"):
-        folder = str(tmp_path / "stock")
-        expected = cluster_of(2).run("train", folder=folder, helix=None, **case)[0]
+    expected, folder = stock(jobs.train, 2, **case)
     ours = str(tmp_path / "helix")
     for result in cluster_of(ranks).run("support.tuning_jobs:train", folder=ours, helix=helix, **case):
         compare_runs(result, expected)

@@ -22,20 +22,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"schedule": "w"},
         {"training": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.3}},
     ),
-    "w, tied, padded left, last window shorter": (
-        {"schedule": "w"},
-        # 11 micro-batches an epoch: windows of 5, 5 and 1.
-        {
-            "model": {"tie_word_embeddings": True},
-            "data": {"count": 22, "lengths": (15, 8, 12), "padding": "left"},
-            "training": {
-                "gradient_accumulation_steps": 5,
-                "max_steps": -1,
-                "num_train_epochs": 6,
-                "max_grad_norm": 0.5,
-            },
-        },
-    ),
+    "w, tied, padded left, last window shorter": ({"schedule": "w"}, jobs.PADDED),
     "dualpipe_v, tied, padded right, M=6": (
         {"schedule": "dualpipe_v"},
         {
@@ -60,24 +47,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 SOME = ("w, tied, padded left, last window shorter", "dualpipe_v, untied, fewer micro-batches than ranks")
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, cluster_of: Any) -> Any:
-    """The stock Trainer's result for a case and a number of processes (DDP where several), run once."""
-    found: dict[tuple[str, int], tuple[dict[str, Any], str]] = {}
-
-    def get(case: str, dp: int) -> tuple[dict[str, Any], str]:
-        if (case, dp) not in found:
-            folder = str(tmp_path_factory.mktemp("reference"))
-            options = {"folder": folder, "helix": None, **CASES[case][1]}
-            ran = jobs.train(**options) if dp == 1 else cluster_of(dp).run(f"{JOB}train", **options)[0]
-            found[case, dp] = ran, folder
-        return found[case, dp]
-
-    return get
-
-
-def check(case: str, tp: int, pp: int, dp: int, cluster_of: Any, reference: Any, folder: Path) -> None:
-    expected, expected_folder = reference(case, dp)
+def check(case: str, tp: int, pp: int, dp: int, cluster_of: Any, stock: Any, folder: Path) -> None:
+    expected, expected_folder = stock(jobs.train, dp, **CASES[case][1])
     helix = {"tp_size": tp, "pp_size": pp, **GREEDY, **CASES[case][0]}
     for result in cluster_of(tp * pp * dp).run(f"{JOB}train", folder=str(folder), helix=helix, **CASES[case][1]):
         compare_runs(result, expected)
@@ -85,32 +56,32 @@ def check(case: str, tp: int, pp: int, dp: int, cluster_of: Any, reference: Any,
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in SOME)) for c in CASES])
-def test_two_pipeline_ranks_equal_the_stock_trainer(case: str, cluster_of: Any, reference: Any, tmp_path: Path) -> None:
-    check(case, 1, 2, 1, cluster_of, reference, tmp_path)
+def test_two_pipeline_ranks_equal_the_stock_trainer(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    check(case, 1, 2, 1, cluster_of, stock, tmp_path)
 
 
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_beside_tensor_or_data_parallelism(
-    case: str, tp: int, dp: int, cluster_of: Any, reference: Any, tmp_path: Path
+    case: str, tp: int, dp: int, cluster_of: Any, stock: Any, tmp_path: Path
 ) -> None:
     """With dp, against DDP, which evaluates an odd number of samples on two ranks, too."""
-    check(case, tp, 2, dp, cluster_of, reference, tmp_path)
+    check(case, tp, 2, dp, cluster_of, stock, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in SOME])
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
 def test_every_case_beside_tensor_or_data_parallelism(
-    case: str, tp: int, dp: int, cluster_of: Any, reference: Any, tmp_path: Path
+    case: str, tp: int, dp: int, cluster_of: Any, stock: Any, tmp_path: Path
 ) -> None:
-    check(case, tp, 2, dp, cluster_of, reference, tmp_path)
+    check(case, tp, 2, dp, cluster_of, stock, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if "by hand" not in case])
-def test_eight_processes(case: str, cluster_of: Any, reference: Any, tmp_path: Path) -> None:
-    check(case, 2, 2, 2, cluster_of, reference, tmp_path)
+def test_eight_processes(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    check(case, 2, 2, 2, cluster_of, stock, tmp_path)
 
 
 # Evaluation
@@ -207,7 +178,10 @@ def test_a_pipeline_saves_the_model_bit_for_bit(
 def test_training_goes_on_from_a_checkpoint(cluster_of: Any, tmp_path: Path) -> None:
     """Of a pipeline with tensor parallelism, on a pipeline without and on the stock Trainer."""
     source, ours, theirs = (str(tmp_path / name) for name in ("source", "ours", "theirs"))
-    job = {"helix": {"pp_size": 2, "tp_size": 2, **GREEDY}, "training": {"gradient_accumulation_steps": 2}}
+    job = {
+        "helix": {"pp_size": 2, "tp_size": 2, **GREEDY},
+        "training": {"gradient_accumulation_steps": 2, "max_steps": 3},
+    }
     cluster_of(4).run(f"{JOB}train", folder=source, **job)
     expected = jobs.train_on(theirs, None, source)
     for losses in cluster_of(2).run(f"{JOB}train_on", folder=ours, helix={"pp_size": 2, **GREEDY}, source=source):
@@ -216,7 +190,7 @@ def test_training_goes_on_from_a_checkpoint(cluster_of: Any, tmp_path: Path) -> 
 
 
 def test_two_calls_of_train(cluster_of: Any, tmp_path: Path) -> None:
-    options = {"training": {"max_steps": 5, "gradient_accumulation_steps": 2}}
+    options = {"training": {"max_steps": 3, "gradient_accumulation_steps": 2}}
     expected = jobs.train_twice(str(tmp_path), None, **options)
     helix = {"pp_size": 2, **GREEDY}
     for losses in cluster_of(2).run(f"{JOB}train_twice", folder=str(tmp_path), helix=helix, **options):

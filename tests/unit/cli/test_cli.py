@@ -18,6 +18,7 @@ from hf_helix.planning.pipeline.schedule_file import build_schedule
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.plan import load_plan
 from hf_helix.planning.plans.registry import make_plan, predict_plan
+from hf_helix.planning.profile_file import save_profile
 
 MESH = {"tp_size": 2, "pp_size": 1}
 
@@ -36,7 +37,7 @@ def two_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    tiny_profile().save(tmp_path / "profile.json")
+    save_profile(tiny_profile(), tmp_path / "profile.json")
     return tmp_path / "profile.json"
 
 
@@ -133,7 +134,7 @@ def test_plans_as_if_layers_were_recomputed(file: Path, tmp_path: Path, two_rule
     run("show", output, "--profile", file, "--recompute", "full")
     assert "R forward again, in backward" in capsys.readouterr().out
     assert "is for graphs" in refused(capsys, "show", output, "--profile", file)
-    profile.save(file)
+    save_profile(profile, file)
     assert "leave --recompute out" in said(capsys, "plan", file, "--recompute", "full")
 
 
@@ -173,7 +174,7 @@ def test_a_profile_as_text(file: Path, capsys: Any) -> None:
 
 
 def test_a_profile_without_pairs_as_text(tmp_path: Path, capsys: Any) -> None:
-    tiny_profile(pairs={}).save(tmp_path / "profile.json")
+    save_profile(tiny_profile(pairs={}), tmp_path / "profile.json")
     run("show", tmp_path / "profile.json")
     assert "no pairs of operators were measured" in capsys.readouterr().out
 
@@ -314,7 +315,7 @@ def test_a_plan_needs_a_profile_to_be_drawn(file: Path, tmp_path: Path, capsys: 
 
 def test_a_plan_for_something_else_or_damaged_is_refused(file: Path, tmp_path: Path, capsys: Any) -> None:
     plan, other = plan_file("sequential", tmp_path / "plan.json"), tmp_path / "other.json"
-    tiny_profile().save(other)
+    save_profile(tiny_profile(), other)
     broken(other, lambda data: data["about"].update(mesh="tp=4"))
     assert "is for mesh" in refused(capsys, "show", plan, "--profile", other)
     broken(plan, lambda data: data["blocks"]["F.layer"].reverse())

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_helix import HelixPlugin
+from hf_helix.integrations.accelerate.checks import launch_problems
 from hf_helix.integrations.accelerate.plugin import _launched_as_pipeline
-from hf_helix.integrations.trainer.checks import problems_of_launches
 from hf_helix.runtime import environment
 from hf_helix.runtime.environment import CONNECTIONS, LOADING, check_environment, load_eagerly, set_connections
 
@@ -69,10 +69,10 @@ def test_nothing_is_said_without_cuda() -> None:
 
 
 def test_launches_that_wait_are_refused_for_pipelines_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert problems_of_launches(1, CUDA, True) == problems_of_launches(2, torch.device("cpu"), True) == []
-    assert problems_of_launches(2, CUDA) == []
-    (problem,) = problems_of_launches(2, CUDA, True)
+    assert launch_problems(1, CUDA, True) == launch_problems(2, torch.device("cpu"), True) == []
+    assert launch_problems(2, CUDA) == []
+    (problem,) = launch_problems(2, CUDA, True)
     assert problem.startswith("full_determinism=True: use full_determinism=False")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    (problem,) = problems_of_launches(2, CUDA)
+    (problem,) = launch_problems(2, CUDA)
     assert problem.startswith("CUDA_LAUNCH_BLOCKING=1 in the environment: unset it, or use pp_size=1")

@@ -13,9 +13,10 @@ import pytest
 import torch
 from support.models import arguments, llama, tiny
 
-from hf_helix import HelixConfig, HelixPlugin, HelixTrainer, config
+from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
 from hf_helix.engine import checks
 from hf_helix.engine.checks import check_sizes, say_what_surprises
+from hf_helix.integrations.accelerate import launcher
 
 
 def test_unknown_options_of_the_constructor_name_the_nearest() -> None:
@@ -31,10 +32,10 @@ def test_unknown_options_of_the_constructor_name_the_nearest() -> None:
 def test_parallelism_without_helix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "flat.yaml"
     path.write_text("parallelism_config: {tp_size: 2}\n")
-    monkeypatch.delenv(config.CONFIG_FILE_VARIABLE, raising=False)
-    monkeypatch.setattr(config, "launcher_config_file", lambda: path)
+    monkeypatch.delenv(launcher.CONFIG_FILE_VARIABLE, raising=False)
+    monkeypatch.setattr(launcher, "launcher_config_file", lambda: path)
     with pytest.raises(ValueError, match=r"no helix options were given: .*flat\.yaml has parallelism_config without"):
-        config.resolve_config(None, None)
+        launcher.resolve_config(None, None)
 
 
 @pytest.mark.parametrize(

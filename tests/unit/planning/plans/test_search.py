@@ -85,9 +85,9 @@ def test_greedy_is_between_the_bound_and_everything_in_a_row(
 # Search
 
 
-@pytest.mark.parametrize("interference", [False, True])
+@pytest.mark.parametrize("interference", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-@pytest.mark.parametrize("extra_layers", [0, 1, 2])
+@pytest.mark.parametrize("extra_layers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_hardly_ever_longer_than_greedy(few_steps: None, seed: int, interference: bool, extra_layers: int):
     """On the window it is judged by: at most three layers a chunk."""
     profile, schedule = llama_profile(5, seed, interference), schedule_of(4)
@@ -137,7 +137,7 @@ def ring_profile(slower: float) -> Profile:
 
 def test_communication_is_early_even_where_computation_takes_longest(monkeypatch: pytest.MonkeyPatch):
     """Planned with computations 1.4 times as long as they are then, most orders leave communication for late."""
-    monkeypatch.setattr(searching, "MOST_STEPS", 1000)
+    monkeypatch.setattr(searching, "MOST_STEPS", 300)
     slow, then, schedule = ring_profile(1.4), ring_profile(1.0), schedule_of(8)
     limit = lower_bound(then, schedule)
     assert predict(greedy(slow), then, schedule).seconds > 1.08 * limit
@@ -148,7 +148,7 @@ def test_communication_is_early_even_where_computation_takes_longest(monkeypatch
 
 def test_interference_is_searched_around(monkeypatch: pytest.MonkeyPatch):
     """What is best where nothing interferes is not best where a computation slows the transfer beside it down."""
-    monkeypatch.setattr(searching, "MOST_STEPS", 400)
+    monkeypatch.setattr(searching, "MOST_STEPS", 100)
     monkeypatch.setattr(searching, "PACES", (1.0,))
     profile, schedule = llama_profile(1, 3, interference=True), schedule_of(3)
     blind = profile_of(profile.layout, profile.times)

@@ -1,9 +1,11 @@
-"""A family of one's own that caps its logits behind the head, as Gemma 2 does."""
+"""`predict()` gives what the model's own forward gives, for a family that caps its logits under names of its own."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from support.models import VOCABULARY, sequences
 from support.more_jobs import build
@@ -12,7 +14,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_helix import register_layer
 from hf_helix.models.families.llama import Dense
 
-CAP = 0.3
+CAP = 0.3  # behind the head, as in Gemma 2
+
+
+def test_predict_gives_the_logits_of_the_model(cluster_of: Any, tmp_path: Path) -> None:
+    """In processes of their own, where the family is registered."""
+    job = {"job": "invariant.test_capped_logits:predictions", "folder": str(tmp_path)}
+    (wanted,) = cluster_of(1).run(**job, helix=None)
+    assert 0.9 * CAP < np.abs(wanted["logits"]).max() <= CAP
+    for found in [
+        *cluster_of(1).run(**job, helix={}),
+        *cluster_of(2).run(**job, helix={"tp_size": 2, "plan": "greedy"}),
+    ]:
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found["logits"], wanted["logits"], rtol=0, atol=1e-5)
 
 
 class CappedForCausalLM(LlamaForCausalLM):

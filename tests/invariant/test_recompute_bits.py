@@ -2,117 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.parity import PLANS, check, references
-from support.recompute_jobs import MODES, train_and_measure
+from invariant.classes import Case
+from invariant.harness import RANDOM, USUAL, assert_same_bits, run
+from support.models import arguments, sequences, tiny
+from support.pipeline_jobs import make, runner_of, window_of
+from transformers import Trainer
 
-TWO_STRANDS = [(plan, "w") for plan in ("sequential", "greedy", "dhelix", "round_robin", "intra_batch", "search")]
-FEW = [("sequential", "w"), ("greedy", "w")]
-DROPOUT = {"attention_dropout": 0.2}
-GPT2 = {"family": "gpt2", "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-PHIMOE = {"family": "phimoe", "random": True, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.tuning.measure.memory import peak_bytes
+from hf_helix.tuning.measure.overlap import trace_window
 
+JOB = "invariant.test_recompute_bits:"
+MODES = ("none", "selective", "full")
+PIPELINE = {"num_hidden_layers": 4, "attention_dropout": 0.2}
+LLAMA = {"num_hidden_layers": 2}
+DROPOUT = {**LLAMA, "attention_dropout": 0.2}
+GPT2 = {"family": "gpt2", "n_layer": 2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+NEOX = {"family": "gpt_neox", **LLAMA, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+PHIMOE = {"family": "phimoe", **LLAMA, "random": True, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+ODD = (17, 9, 13)
 
-@pytest.fixture(scope="module")
-def expected() -> Any:
-    return references()
+CASES = {
+    "gpt2": Case("gpt2", GPT2, "tp2", "dense", count=2, lengths=ODD),
+    "neox": Case("neox", NEOX, "tp2", "dense", count=2, lengths=ODD),
+    "experts": Case("phimoe", PHIMOE, "dp2+ep2", "dense", count=2, lengths=ODD),
+    "capacity": Case(  # of all ranks
+        "capacity", PHIMOE, "dp2+ep2", "dense", count=2, lengths=(17, 9), options={"expert_capacity_factor": 1.25}
+    ),
+    "cp": Case("llama", LLAMA, "cp2", "packed", count=2, lengths=ODD),
+    "bf16": Case("llama", LLAMA, "tp2", "dense", count=2, lengths=ODD),
+    "pp": Case("llama", PIPELINE, "pp2", "dense", count=4, lengths=ODD, schedules=("w", "dualpipe_v")),
+}
 
 
 def same_bits(
-    cluster: Any, folder: Path, helix: dict[str, Any], model: dict[str, Any], cases: Any, **options: Any
+    cluster_of: Any, folder: Path, case: Case, orders: Sequence[str] = USUAL, training: dict[str, Any] | None = None
 ) -> None:
-    job = {"folder": str(folder), "helix": helix, "model": {"num_hidden_layers": 2, **model}, "cases": cases, **options}
-    for rank in cluster.run("support.recompute_jobs:compare", **job):
-        assert [row["what"] for row in rank] == [(mode, *case) for mode in MODES for case in cases]
-        for row in rank:
-            assert row["losses"], row["what"]
-            assert row["differing"] == [], row["what"]
-            assert row["meters"], row["what"]
-            assert row["compared"] > 5
-            assert row["read"] == (model.get("family") == "phimoe")
-
-
-def test_under_every_plan(cluster_of: Any, tmp_path: Path) -> None:
-    same_bits(cluster_of(2), tmp_path, {"tp_size": 2}, DROPOUT, TWO_STRANDS, kind="left")
+    """Under every mode, also of what routers counted."""
+    usual, *others = (
+        run(cluster_of, folder, replace(case, options={**case.options, "recompute": mode}), orders, training)
+        for mode in MODES
+    )
+    for other in others:
+        for rank, expected in zip(other, usual, strict=True):
+            for found, wanted in zip(rank, expected, strict=True):
+                assert_same_bits(found, wanted)
+                assert found["meters"] == wanted["meters"]
+                assert any(map(sum, found["meters"])) == (case.model.get("family") == "phimoe")
 
 
 @pytest.mark.parametrize(
-    ("helix", "model", "options"),
-    [
-        ({"tp_size": 2}, GPT2, {}),
-        ({"tp_size": 2}, {"family": "gpt_neox", "hidden_dropout": 0.1, "attention_dropout": 0.1}, {}),
-        ({"ep_size": 2}, PHIMOE, {}),
-        ({"ep_size": 2, "expert_capacity_factor": 1.25}, PHIMOE, {"lengths": (17, 9)}),  # of all ranks
-        ({"cp_size": 2}, {}, {"kind": "packed"}),
-        ({"tp_size": 2}, {}, {"training": {"bf16": True}}),
-    ],
-    ids=["gpt2", "neox", "experts", "capacity", "cp", "bf16"],
+    "orders", [("sequential", "greedy", "dhelix", RANDOM), ("intra_batch",)], ids=["whole", "tiled"]
 )
-def test_in_every_layout(
-    helix: dict[str, Any], model: dict[str, Any], options: dict[str, Any], cluster_of: Any, tmp_path: Path
-) -> None:
-    same_bits(cluster_of(2), tmp_path, helix, model, FEW, count=2, **options)
+def test_under_every_plan(orders: Sequence[str], cluster_of: Any, tmp_path: Path) -> None:
+    same_bits(cluster_of, tmp_path, Case("llama dropout", DROPOUT, "tp2", "left", lengths=ODD), orders)
 
 
-@pytest.mark.parametrize("schedule", ["w", "dualpipe_v"])
-def test_over_a_pipeline(schedule: str, cluster_of: Any, tmp_path: Path) -> None:
-    model = {"num_hidden_layers": 4, **DROPOUT}
-    cases = [("sequential", schedule), ("greedy", schedule)]
-    same_bits(cluster_of(2), tmp_path, {"pp_size": 2}, model, cases, count=4)
+@pytest.mark.parametrize("name", CASES)
+def test_in_every_layout(name: str, cluster_of: Any, tmp_path: Path) -> None:
+    same_bits(cluster_of, tmp_path, CASES[name], training={"bf16": True} if name == "bf16" else {})
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_equals_the_unsplit_model(mode: str, cluster_of: Any, expected: Any, tmp_path: Path) -> None:
-    check(cluster_of(2), tmp_path, expected, (1, 2, 1, 1), "left", ("sequential", "greedy"), recompute=mode)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize(
-    ("sizes", "changes"),
-    [
-        ((1, 4, 1, 1), {"num_key_value_heads": 4}),
-        ((2, 2, 1, 1), {}),
-        ((1, 2, 2, 1), {"family": "gpt2"}),
-        ((2, 1, 2, 1), {"cp_method": "all_gather"}),
-        ((1, 1, 1, 2), {"family": "mixtral", "ep_size": 2}),
-        ((1, 2, 1, 2), {"family": "qwen3_moe", "ep_size": 2}),
-        ((2, 1, 1, 2), {"family": "phimoe", "ep_size": 2}),
-        ((1, 1, 2, 2), {"family": "mixtral", "ep_size": 2, "output_router_logits": True}),
-        ((4, 1, 1, 1), {"family": "mistral"}),
-    ],
-    ids=str,
-)
-def test_every_layout_equals_the_unsplit_model(
-    mode: str, sizes: tuple[int, ...], changes: dict[str, Any], cluster_of: Any, expected: Any, tmp_path: Path
-) -> None:
-    cp, tp, pp, dp = sizes
-    check(cluster_of(cp * tp * pp * dp), tmp_path, expected, sizes, "right", PLANS, recompute=mode, **changes)
-
-
-# Memory
+# -- memory --------------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_keeps_what_its_mode_says(cluster_of: Any, tmp_path: Path) -> None:
-    """In counted bytes of eight layers more: `full` keeps the input, `selective` what linears give, too."""
+    """In counted bytes of four layers more: `full` keeps the input, `selective` what linears give, too."""
     hidden, intermediate, length, tp = 64, 176, 64, 2
     shard = hidden / tp * length * 4  # of one value, in bytes
     model = {"hidden_size": hidden, "intermediate_size": intermediate}  # four heads, two of keys and values
     job = {"folder": str(tmp_path), "helix": {"tp_size": tp}, "count": 2, "length": length}
     few, many = (
-        cluster_of(2).run("support.recompute_jobs:peaks", model={**model, "num_hidden_layers": n}, plans=plans, **job)
-        for n, plans in ((2, ["sequential"]), (10, ["sequential", "greedy"]))
+        cluster_of(2).run(f"{JOB}peaks", model={**model, "num_hidden_layers": n}, plans=plans, **job)
+        for n, plans in ((2, ["sequential"]), (6, ["sequential", "greedy"]))
     )
     # The residuals; queries, keys and values; gate and up.
     expected = {"full": shard, "selective": (2 * hidden + 2 * hidden + 2 * intermediate) / hidden * shard}
     for before, after in zip(few, many, strict=True):
         one_strand, two_strands = after["sequential"], after["greedy"]
-        layer = {mode: (one_strand[mode] - before["sequential"][mode]) / 8 for mode in MODES}
+        layer = {mode: (one_strand[mode] - before["sequential"][mode]) / 4 for mode in MODES}
         for mode, kept in expected.items():  # communication that ends a little later holds a value or two
-            assert layer[mode] == pytest.approx(kept, abs=2 * shard / 8)
+            assert layer[mode] == pytest.approx(kept, abs=2 * shard / 4)
         assert layer["selective"] < 0.6 * layer["none"]
         assert one_strand["full"] < one_strand["selective"] < one_strand["none"]
         assert two_strands["full"] < two_strands["selective"] < two_strands["none"]
@@ -120,7 +96,7 @@ def test_a_layer_keeps_what_its_mode_says(cluster_of: Any, tmp_path: Path) -> No
         assert all(two_strands[mode] <= one_strand[mode] + 2 * layer["none"] for mode in MODES)
 
 
-# What users say
+# -- what users say ------------------------------------------------------------------------------------------------
 
 
 def test_training_arguments_of_transformers_mean_full(tmp_path: Path) -> None:
@@ -179,7 +155,7 @@ def test_what_contradicts_or_is_not_built_is_refused(
         assert word in str(caught.value)
 
 
-# Plans
+# -- plans ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_runs_again_is_measured(cluster_of: Any, tmp_path: Path) -> None:
@@ -214,3 +190,47 @@ def test_auto_measures_every_mode_by_itself(cluster_of: Any, tmp_path: Path) -> 
         assert losses[0] == losses[1] == losses[2]
     again = {entry for _, entry in found["full", False]["profiled"] if entry.endswith(".again")}
     assert "B.mlp.gather.again" in again
+
+
+# -- in the processes of a cluster ---------------------------------------------------------------------------------
+
+
+def peaks(folder: str, helix: dict[str, Any], model: dict[str, Any], plans: Sequence[str], **window: Any) -> Any:
+    """Bytes alive at most on this rank, by plan and mode."""
+    found: dict[str, dict[str, int]] = {plan: {} for plan in plans}
+    for mode in MODES:
+        trainer = make(folder, {**helix, "plan": "sequential", "recompute": mode}, model)
+        trainer.model.train()
+        for plan in plans:
+            runner = runner_of(trainer, plan, window.get("schedule", "w"))
+            found[plan][mode] = peak_bytes(runner, window_of(trainer, window["count"], 1, (window["length"],)))
+        trainer.helix.runner.executor.streams.close()
+    return found
+
+
+def train_and_measure(
+    folder: str, helix: dict[str, Any] | None, marked: bool = False, training: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train a little: losses, which operators ran again in which layer, and the most bytes alive.
+
+    Args:
+        helix: options of `HelixConfig`; None for the stock Trainer.
+        marked: switch checkpointing on in the model, as a user may.
+        training: training arguments.
+    """
+    model = tiny()
+    if marked:
+        model.gradient_checkpointing_enable()
+    common = {"model": model, "args": arguments(folder, **training or {}), "train_dataset": sequences(60)}
+    trainer: Any = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    trainer.train()
+    found = {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
+    if helix is None:
+        return found
+    spans = trace_window(trainer.helix.runner, trainer.helix.last_window).spans
+    again = [span.label.split(".", 1)[1] for span in spans if span.label.endswith(".again")]
+    return found | {
+        "again": sorted({".".join(label.split(".")[:2]) for label in again}),
+        "memory": trainer.measure_memory(),
+        "about": dict(trainer.helix.tuner.fingerprint),
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.layouts import layouts_in_tests
+from invariant.classes import layouts_by_class
 
 from hf_helix.cli.models import SUPPORTED
 from hf_helix.models.registry import supported_models
@@ -13,6 +13,7 @@ def test_every_registered_class_is_listed() -> None:
 
 
 def test_the_layouts_are_those_that_tests_compare() -> None:
-    tested = layouts_in_tests()
+    tested = layouts_by_class()
+    tested["MistralForCausalLM"].discard("cp4")  # only in the slow tests of its windows
     assert {name: set(model.layouts) for name, model in SUPPORTED.items()} == tested
     assert all(len(set(model.layouts)) == len(model.layouts) for model in SUPPORTED.values())

@@ -1,0 +1,80 @@
+"""Simulated annealing: a random walk of small changes that may go uphill, less and less as it goes on.
+
+In:   a state to start from, a function that proposes a changed state, and how many changes are tried.
+Out:  the best state that the walk has met.
+Must hold: every random number comes from the generator that is passed in, so equal inputs give equal results.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+
+class State(Protocol):
+    """A point of the walk; `value` is what becomes small."""
+
+    @property
+    def value(self) -> float: ...
+
+
+S = TypeVar("S", bound=State)
+
+Accept = Callable[[float, float, float, random.Random], bool]
+"""Decides from the current value, the proposed value, the temperature and a random generator whether the walk moves."""
+
+
+def metropolis(current: float, proposed: float, temperature: float, rng: random.Random) -> bool:
+    """Accepts a worse value with the probability exp(-difference / temperature)."""
+    return proposed <= current or rng.random() < math.exp((current - proposed) / (temperature + 1e-12))
+
+
+def threshold(current: float, proposed: float, temperature: float, rng: random.Random) -> bool:
+    """Accepts a value that is worse by at most a random part of the temperature.
+
+    It uses no transcendental function, so the walk is the same on every machine.
+    """
+    return proposed <= current + temperature * rng.random()
+
+
+def anneal(
+    start: S,
+    propose: Callable[[S, random.Random], S | None],
+    *,
+    steps: int,
+    rng: random.Random,
+    temperature: Callable[[float], float],
+    accept: Accept = metropolis,
+    merit: Callable[[S], Any] = lambda state: state.value,
+    target: float = -math.inf,
+    progress: Callable[[float], object] | None = None,
+) -> S:
+    """Returns the state with the smallest merit among those that the walk was in.
+
+    Args:
+        start: the first state.
+        propose: makes a changed state; None where the change does not apply, which counts as a step.
+        steps: the number of changes that are tried.
+        rng: the source of all random numbers.
+        temperature: at the first step, given the value of the best state so far; from there it falls linearly to 0.
+        accept: `metropolis` or `threshold`.
+        merit: what the best state is chosen by.
+        target: the walk ends where the best state's value is no more than this.
+        progress: called now and then with the part of the steps that is done, from 0 to 1.
+    """
+    current = best = start
+    for step in range(steps):
+        if progress is not None and step % 50 == 0:
+            progress(step / steps)
+        if best.value <= target:
+            break
+        proposed = propose(current, rng)
+        if proposed is None:
+            continue
+        if accept(current.value, proposed.value, temperature(best.value) * (1 - step / steps), rng):
+            current = proposed
+            if merit(current) < merit(best):
+                best = current
+    return best

@@ -1,0 +1,79 @@
+"""The rows of the tables in this folder.
+
+In:   names of other packages, as `module:name` or `module:class.name`, and what hf_helix does with them.
+Out:  rows, which `check` reads.
+Must hold: nothing is imported but the standard library.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NO_IMPORT = "hf_helix cannot be imported"
+NO_STEP = "the first step is an error"
+NO_REFUSAL = "what cannot be honoured would be ignored without a word"
+
+
+class Overridden(NamedTuple):
+    """A method that a class of ours overrides.
+
+    Attributes:
+        owner: the class that has the method, as `module:class`.
+        method: its name.
+        purpose: what ours does in its place.
+        otherwise: what would happen if ours were not called.
+        callers: the classes whose code calls it; empty for a method that only users call.
+        needs: parameters that ours reads by name, beyond those in its signature.
+    """
+
+    owner: str
+    method: str
+    purpose: str
+    otherwise: str
+    callers: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The owner and the method as one name."""
+        return f"{self.owner}.{self.method}"
+
+    @property
+    def package(self) -> str:
+        """The package that has the method."""
+        return self.owner.partition(".")[0]
+
+
+class Used(NamedTuple):
+    """A name of another package.
+
+    Attributes:
+        name: as `module:name` or `module:class.name`.
+        purpose: what hf_helix does with it.
+        otherwise: what happens if it is not there any more.
+        takes: what it is called with: the parameters that are given by place, then `name=` for those given by name;
+            empty where this is not checked.
+        within: for an attribute that instances have, and their class does not, the function that sets or reads it.
+    """
+
+    name: str
+    purpose: str
+    otherwise: str
+    takes: str = ""
+    within: str = ""
+
+    @property
+    def method(self) -> str:
+        """The name without what it belongs to."""
+        return self.name.replace(":", ".").rpartition(".")[2]
+
+    @property
+    def package(self) -> str:
+        """The package that has it."""
+        return self.name.partition(":")[0].partition(".")[0]
+
+
+def used(owner: str, names: str, purpose: str, otherwise: str, takes: str = "", within: str = "") -> tuple[Used, ...]:
+    """One row for each of several names of a module, or of a class in it."""
+    join = "." if ":" in owner else ":"
+    return tuple(Used(f"{owner}{join}{name}", purpose, otherwise, takes, within) for name in names.split())

@@ -1,0 +1,260 @@
+"""The equivalence classes: one table of the runs that must give what the unsplit Transformers model gives.
+
+In:   nothing.
+Out:  `CASES`, by name. Those with one model and one batch are a class: they share one run of the unsplit model.
+Must hold: every model class of the package stands here with every layout that `hf-helix models` names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from support.models import FAMILIES
+from support.parity import KINDS, LENGTHS
+
+from hf_helix.cli.models import AXES
+
+BOTH = ("w", "dualpipe_v")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A window on one layout.
+
+    Attributes:
+        name: of the case, in reports.
+        model: the family of `support.models`, and in what the model differs from its tiny one.
+        layout: such as `tp2+dp2`; empty for one process.
+        kind: of the batches, see `batches_of`.
+        count: micro-batches of each data-parallel rank.
+        rows: of each batch.
+        lengths: of the sequences, in turn.
+        schedules: of the pipeline, run one after the other.
+        options: more of `HelixConfig`.
+    """
+
+    name: str
+    model: Mapping[str, Any]
+    layout: str
+    kind: str
+    count: int = 3
+    rows: int = 2
+    lengths: Sequence[int] = LENGTHS
+    schedules: Sequence[str] = ("w",)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    slow: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis."""
+        return sizes_of(self.layout)
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes. Ranks that share experts are data-parallel ones."""
+        return math.prod(size for axis, size in self.sizes.items() if axis != "ep")
+
+    @property
+    def helix(self) -> dict[str, Any]:
+        """The options of `HelixConfig`."""
+        return {f"{axis}_size": size for axis, size in self.sizes.items() if axis != "dp"} | dict(self.options)
+
+
+def sizes_of(layout: str) -> dict[str, int]:
+    """The size of every axis of a layout such as `tp2+dp2`."""
+    return dict.fromkeys(AXES, 1) | {part[:2]: int(part[2:]) for part in layout.split("+") if part}
+
+
+CASES: dict[str, Case] = {}
+
+
+def add(name: str, model: Mapping[str, Any], where: str, slow: bool = False, **changes: Any) -> None:
+    """Add cases of a model; a case that is there already stays as it is.
+
+    Args:
+        name: of the model, in reports.
+        where: the layouts, each with the kind of its batches, such as `tp2:left pp2:packed`; without a kind: all kinds.
+        slow: among the tests that take minutes.
+        changes: to the other attributes of `Case`; what is none of them is an option of `HelixConfig`.
+    """
+    given = {key: changes.pop(key) for key in ("count", "lengths", "schedules") if key in changes}
+    for place in where.split():
+        layout, _, only = place.partition(":")
+        layout = "" if layout == "one" else layout
+        for kind in [only] if only else KINDS:
+            label = "-".join([name, layout or "one", kind, *(["M" + str(given["count"])] if "count" in given else [])])
+            layers = {"num_hidden_layers": max(2, 2 * sizes_of(layout)["pp"])}
+            made = Case(label, {**layers, **model}, layout, kind, **given, options=changes, slow=slow)
+            CASES.setdefault(label, made)
+
+
+# -- Llama -------------------------------------------------------------------------------------------------------
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 2.1, 2.2, 2.3],
+    "original_max_position_embeddings": 20,
+    "factor": 3.2,
+}
+TIED = {"tie_word_embeddings": True}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+MHA = {"num_key_value_heads": 4}
+EAGER = {"attn_implementation": "eager"}
+
+add("llama", {}, "tp2:packed cp2")
+add("llama", {}, "tp2+pp2+cp2 tp2+cp4 tp2+cp2+dp2 pp2+cp4 cp4+dp2 pp2+cp2+dp2 cp2+dp2 cp4", slow=True)
+add("llama across nodes", {}, "cp4:dense cp4:packed tp2+cp2:left pp2+cp2:dense", cross_node=["cp"])
+add("llama all-gather", {}, "cp2:dense cp2:packed", cp_method="all_gather")
+add("llama mha", MHA, "cp2:dense")
+add("llama eager", EAGER, "cp2:dense")
+add("llama tied", {**TIED, "attention_bias": True}, "cp2:dense")
+add("llama longrope", {"rope_parameters": LONGROPE}, "cp2:dense")
+THREE = {"num_hidden_layers": 3}
+ONE = {"num_hidden_layers": 1, **BIASED}
+for count in (3, 2, 1, 5):
+    slow, rare = count in (1, 5), count != 3
+    add("llama", THREE, "one:left tp2:left", count=count, slow=slow)
+    add("llama mha", {**THREE, **MHA}, "tp4:left", count=count, slow=slow)
+    add("llama mha tied", {**THREE, **MHA, **TIED}, "one:left tp2:left tp4:left", count=count, slow=rare)
+    add("llama one layer biases", ONE, "one:left tp2:left", count=count, slow=rare)
+    add("llama one layer mha biases", {**ONE, **MHA}, "tp4:left", count=count, slow=rare)
+    # Its rows without any key average over all keys, so padding of ours must not be among them.
+    add("llama eager", {**THREE, **EAGER}, "one:left tp2:left", count=count, slow=rare)
+    add("llama mha eager", {**THREE, **EAGER, **MHA}, "tp4:left", count=count, slow=rare)
+add("llama a token or two", {"num_hidden_layers": 1}, "tp2:right", lengths=(1, 2, 3))
+add("llama six layers", {"num_hidden_layers": 6}, "tp2:left", lengths=(17, 9, 13))
+add("llama mha tied eager", {**TIED, **MHA, **EAGER}, "tp2:right", lengths=(15, 7))
+add("llama tied biases", {**TIED, **BIASED}, "tp2:dense", count=2, slow=True)
+
+
+def add_pipelines(layouts: str, tied: bool, slow: bool) -> None:
+    """Windows of fewer micro-batches than ranks, as many, more and many, under both schedules of the fold."""
+    for layout in layouts.split():
+        pp = sizes_of(layout)["pp"]
+        model = {"num_hidden_layers": max(3, 2 * pp + 1), "tie_word_embeddings": tied}
+        for count in sorted({1, 2, max(1, pp - 1), pp, pp + 1, 3 * pp}):
+            name = "llama tied pipeline" if tied else "llama pipeline"
+            add(name, model, f"{layout}:dense", slow, count=count, schedules=BOTH, lengths=(9, 5, 8))
+
+
+add_pipelines("pp2 tp2+pp2 pp2+dp2", tied=False, slow=False)
+add_pipelines("pp4 tp2 dp2 tp2+dp2 tp2+pp4 pp4+dp2 tp2+pp2+dp2", tied=False, slow=True)
+add_pipelines("pp2 tp2+pp2 pp2+dp2 pp4 tp2 dp2 tp2+dp2 tp2+pp4 pp4+dp2 tp2+pp2+dp2", tied=True, slow=True)
+
+# -- relatives of Llama ------------------------------------------------------------------------------------------
+
+for family in ("mistral", "qwen2", "qwen3"):
+    add(family, {"family": family}, "tp2:left pp2:packed cp2:dense")
+    add(family, {"family": family}, "tp2 pp2 cp2 tp2+cp2 pp2+cp2 tp2+pp2 tp2+dp2", slow=True)
+add("qwen3 eager", {"family": "qwen3", **EAGER}, "tp2:right cp2:left")
+for family in ("mistral", "qwen2", "qwen3"):
+    add(f"{family} eager", {"family": family, **EAGER}, "tp2 cp2", slow=True)
+
+
+def add_windows(where: str, *windows: int, slow: bool = False, **options: Any) -> None:
+    """Sliding windows; parts of a sequence are 9, 4 and 6 tokens: within one, over two, over three, over everything."""
+    for window in windows:
+        method = options.get("cp_method", "ring")
+        add(f"mistral {window} {method}", {"family": "mistral", "sliding_window": window}, where, slow, **options)
+
+
+add_windows("cp2:packed", 3)
+add_windows("cp2:left", 15)
+add_windows("cp2:dense", 64)
+add_windows("cp2:dense", 3, cp_method="all_gather")
+add_windows("cp2 cp4", 3, 7, 15, 64, slow=True)
+add_windows("cp2 cp4", 3, 7, 15, 64, slow=True, cp_method="all_gather")
+
+# -- GPT-2 and GPT-NeoX --------------------------------------------------------------------------------------------
+
+ALMOST_NONE = 1e-30  # dropout that is declared and drops nothing
+GPT2: dict[str, Any] = {"family": "gpt2"}
+NEOX: dict[str, Any] = {"family": "gpt_neox"}
+SCALED = {**EAGER, "reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True}
+GPTS: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2 eager": {**GPT2, **EAGER, "tie_word_embeddings": False, "scale_attn_weights": False},
+    "gpt2 upcast": {**GPT2, **SCALED},
+    "gpt2 dropout modules": {**GPT2, "resid_pdrop": ALMOST_NONE, "embd_pdrop": ALMOST_NONE},
+    "neox": NEOX,
+    "neox eager": {**NEOX, **EAGER, "attention_bias": False},
+    "neox dropout modules": {**NEOX, "hidden_dropout": ALMOST_NONE},
+    "neox in turn": {**NEOX, **TIED, "use_parallel_residual": False},
+}
+add("gpt2", GPT2, "pp2:dense cp2:packed tp2+cp2:dense")
+add("neox", NEOX, "pp2:right cp2:left tp2+pp2:dense")
+for name, model in GPTS.items():
+    add(name, model, "tp2:left", slow=name not in ("gpt2", "gpt2 eager", "neox", "neox in turn"))
+    add(name, model, "dp2 tp4 tp2+pp2 tp2+cp2 pp2+cp2", slow=True)
+    add(f"{name} all-gather", model, "cp2", slow=True, cp_method="all_gather")
+
+# -- mixtures of experts -------------------------------------------------------------------------------------------
+
+MIXTURES = ("mixtral", "phimoe", "qwen3_moe")
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+
+for family in MIXTURES:
+    add(f"{family} balanced", {"family": family, **BALANCED}, "dp2+ep2:left pp2:packed cp2:dense")
+    add(family, {"family": family}, "tp2:right")
+for family, layout in (
+    ("phimoe", "tp2+dp2+ep2"),
+    ("mixtral", "pp2+dp2+ep2"),
+    ("phimoe", "dp4+ep4"),
+    ("qwen3_moe", "cp2+dp2+ep2"),
+    ("mixtral", "dp4+ep2"),
+):
+    add(f"{family} balanced", {"family": family, **BALANCED}, f"{layout}:right")
+for all_to in ((3, 2), (1,)):  # so that some ranks get no token
+    model = {"family": "mixtral", "all_to": all_to, "num_experts_per_tok": len(all_to), **BALANCED}
+    add(f"mixtral all to {all_to}", model, "dp2+ep2:dense dp4+ep4:dense")
+EXPERT_LAYOUTS = "dp2+ep2 tp2 pp2 cp2 dp4+ep4 dp4+ep2 tp2+dp2+ep2 pp2+dp2+ep2 cp2+dp2+ep2"
+EXPERT_LAYOUTS += " tp2+pp2+dp2+ep2 pp2+cp2+dp2+ep2"
+for family in MIXTURES:
+    add(family, {"family": family}, EXPERT_LAYOUTS, slow=True)
+    add(f"{family} balanced", {"family": family, **BALANCED}, EXPERT_LAYOUTS, slow=True)
+
+# -- recompute -----------------------------------------------------------------------------------------------------
+
+for mode in ("selective", "full"):
+    add(f"llama {mode}", {}, "tp2:left", recompute=mode)
+    add(f"llama mha {mode}", MHA, "tp4:right", slow=True, recompute=mode)
+    add(f"llama {mode}", {}, "tp2+cp2:right", slow=True, recompute=mode)
+    add(f"gpt2 {mode}", GPT2, "tp2+pp2:right", slow=True, recompute=mode)
+    add(f"llama all-gather {mode}", {}, "pp2+cp2:right", slow=True, recompute=mode, cp_method="all_gather")
+    for family, layout in (("mixtral", "dp2+ep2"), ("qwen3_moe", "tp2+dp2+ep2"), ("phimoe", "cp2+dp2+ep2")):
+        add(f"{family} {mode}", {"family": family}, f"{layout}:right", slow=True, recompute=mode)
+    logits = {"family": "mixtral", "output_router_logits": True}
+    add(f"mixtral router logits {mode}", logits, "pp2+dp2+ep2:right", slow=True, recompute=mode)
+    add(f"mistral {mode}", {"family": "mistral"}, "cp4:right", slow=True, recompute=mode)
+
+
+def parameters(*names: str, slow: Sequence[str] = ()) -> list[Any]:
+    """What `pytest.mark.parametrize` takes: the cases of these names, or all, each with its mark.
+
+    Cases that need the same processes and the same trainer follow each other.
+    """
+    chosen = [CASES[name] for name in (*names, *slow)] or list(CASES.values())
+    trainers: dict[str, list[Case]] = {}
+    for case in chosen:
+        trainers.setdefault(repr((case.helix, case.ranks, case.model)), []).append(case)
+    return [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.slow or case.name in slow))
+        for cases in trainers.values()
+        for case in cases
+    ]
+
+
+def layouts_by_class() -> dict[str, set[str]]:
+    """The layouts on which each model class is compared with the unsplit model, one process left out."""
+    found: dict[str, set[str]] = {}
+    for case in CASES.values():
+        if case.layout:
+            made = FAMILIES[case.model.get("family", "llama")].__annotations__["return"]
+            found.setdefault(made, set()).add(case.layout)
+    return found

@@ -1,0 +1,175 @@
+"""Runs cases on a cluster and compares them with the unsplit model.
+
+In:   a case of the table, and the orders in which its operators are issued.
+Out:  losses, whole gradients, and in which gradients the bits of the orders differ; assertions about them.
+Must hold: the cases of a class share one run of the unsplit model; cases that follow each other share what they can.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from invariant.classes import Case
+from invariant.orders import random_plan
+from support.parity import compare_window, unsplit
+from support.pipeline_jobs import make, runner_of, whole_gradients, window_of
+from support.tuning_jobs import hasty
+
+from hf_helix import HelixTrainer
+from hf_helix.planning.plans.baselines.intra_batch import tile_profile
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import rough_profile
+
+RANDOM = "random"
+OWN = "the run's own"  # the plan that the options name
+USUAL = ("sequential", RANDOM)
+NAMED = ("sequential", "round_robin", "greedy", "search", "dhelix", RANDOM)
+
+ClusterOf = Callable[[int], Any]
+Result = Mapping[str, Any]
+
+
+def seed_of(name: str) -> int:
+    """The seed of a case's random order. The variable ORDER_SEED draws another one."""
+    return zlib.crc32(f"{name} {os.environ.get('ORDER_SEED', '')}".strip().encode())
+
+
+# -- in the tests ------------------------------------------------------------------------------------------------
+
+
+def run(
+    cluster_of: ClusterOf,
+    folder: Path,
+    case: Case,
+    orders: Sequence[str] = USUAL,
+    training: Mapping[str, Any] | None = None,
+) -> list[list[Result]]:
+    """The windows of a case, rank by rank and schedule by schedule; all orders of one give the same bits."""
+    seed = seed_of(case.name)
+    print(f"{case.name}: the random order has seed {seed}")  # shown where the test fails
+    given = {
+        "helix": {"plan": "sequential", **case.helix},
+        "model": dict(case.model),
+        "training": dict(training or {}),
+    }
+    batches = {"kind": case.kind, "count": case.count, "rows": case.rows, "lengths": case.lengths}
+    shape = {"schedules": case.schedules, "orders": orders, "seed": seed}
+    ranks = cluster_of(case.ranks).run(
+        "invariant.harness:windows", folder=str(folder), given=given, batches=batches, **shape
+    )
+    for rank, results in enumerate(ranks):
+        for schedule, result in zip(case.schedules, results, strict=True):
+            differing = {order: names for order, names in result["differing"].items() if names}
+            assert not differing, f"rank {rank} under {schedule}: not the bits of {orders[0]}"
+    return ranks
+
+
+def check(cluster_of: ClusterOf, folder: Path, case: Case, orders: Sequence[str] = USUAL) -> None:
+    """Losses and gradients by name are those of the unsplit model, the same bits in every order.
+
+    Also under every schedule, where no two units share a gradient: those add up in the order of the schedule.
+    """
+    ranks = run(cluster_of, folder, case, orders)
+    sizes = case.sizes
+    expected = unsplit(case.model, case.count * sizes["dp"], case.kind, case.lengths, case.rows)
+    for place, schedule in enumerate(case.schedules):
+        compare_window([rank[place] for rank in ranks], expected, sizes["dp"], sizes["ep"], schedule)
+        if not case.model.get("tie_word_embeddings"):
+            assert_same_bits(ranks[0][place], ranks[0][0])
+
+
+def assert_same_bits(found: Result, other: Result) -> None:
+    """Of losses and whole gradients."""
+    assert found["losses"] == other["losses"]
+    for name, gradient in other["gradients"].items():
+        np.testing.assert_array_equal(found["gradients"][name], gradient, err_msg=name)
+
+
+# -- in the processes of a cluster ---------------------------------------------------------------------------------
+
+_latest: list[tuple[str, Any]] = []
+
+
+def windows(
+    folder: str,
+    given: dict[str, Any],
+    batches: dict[str, Any],
+    schedules: Sequence[str],
+    orders: Sequence[str],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """A window for each schedule and order.
+
+    Args:
+        given: what `make` takes.
+        batches: what `window_of` takes.
+        orders: names of plans; `OWN`; `RANDOM`. A number behind a slash cuts collectives into so many tiles.
+        seed: of the random order.
+
+    Returns:
+        For each schedule what the first order gives, see `_window`; for each other order what differs from it.
+    """
+    trainer = _trainer_of(folder, given)
+    found = []
+    for schedule in schedules:
+        first, *others = (_window(trainer, order, schedule, seed, batches, order == orders[0]) for order in orders)
+        differing = {order: _differing(other, first) for order, other in zip(orders[1:], others, strict=True)}
+        assert first.pop("parts")
+        found.append({**first, "differing": differing})
+    _latest.append((repr(given), trainer))
+    return found
+
+
+def _trainer_of(folder: str, given: dict[str, Any]) -> HelixTrainer:
+    """The trainer of the last case, if it is for the same and nothing went wrong."""
+    key, trainer = _latest.pop() if _latest else ("", None)
+    if key == repr(given):
+        return trainer
+    if trainer is not None:
+        trainer.helix.runner.executor.streams.close()
+    trainer = make(folder, **given)
+    trainer.model.train()
+    return trainer
+
+
+def _window(trainer: Any, order: str, schedule: str, seed: int, batches: dict[str, Any], whole: bool) -> dict[str, Any]:
+    """Losses, what routers counted, this rank's parts of the gradients and, if asked for, whole gradients (on rank 0).
+
+    Of tiled graphs also the loss of the first micro-batch in evaluation.
+    """
+    with hasty():
+        runner = _runner_of(trainer, order, schedule, seed)
+    window = window_of(trainer, **batches)
+    losses = [loss.item() for loss in runner.train_window(window)]
+    meters = [m.read(trainer.helix.mesh.device).tolist() for unit in runner.whole.model.values() for m in unit.meters]
+    evaluated = runner.evaluate(window[:1])[0].item() if runner.plan.tiles > 1 else None
+    parts = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    gradients = whole_gradients(trainer) if whole else {}
+    trainer.model.zero_grad()
+    return {"losses": losses, "meters": meters, "evaluated": evaluated, "parts": parts, "gradients": gradients}
+
+
+def _runner_of(trainer: Any, order: str, schedule: str, seed: int) -> Any:
+    if order == OWN:
+        return trainer.helix.runner
+    rule, _, tiles = order.partition("/")
+    if rule != RANDOM and not tiles:
+        return runner_of(trainer, rule, schedule)
+    runner = runner_of(trainer, "sequential", schedule)
+    profile = tile_profile(rough_profile(runner.layout), int(tiles or 1))
+    order_all = functools.partial(random_plan, seed) if rule == RANDOM else functools.partial(make_plan, rule)
+    plan = order_all(profile, model=runner.plan.model, mesh=runner.plan.mesh)
+    return runner.with_plan(replace(plan, tiles=int(tiles or 1)))
+
+
+def _differing(found: Result, first: Result) -> list[str]:
+    """What has other bits."""
+    names = [name for name, part in first["parts"].items() if not part.equal(found["parts"][name])]
+    return names + [what for what in ("losses", "meters", "evaluated") if found[what] != first[what]]

@@ -1,0 +1,144 @@
+"""The plans that users name: one graph gives the same bits under all of them, tiles change nothing but rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from invariant.classes import BIASED, CASES, EAGER, MHA, TIED, Case, parameters
+from invariant.harness import NAMED, OWN, RANDOM, Result, assert_same_bits, check, run
+from support.parity import compare_window, unsplit
+
+from hf_helix.config import ABLATIONS
+
+ODD = (17, 9, 13)
+
+
+@pytest.mark.parametrize(
+    "case",
+    parameters(
+        "llama six layers-tp2-left",  # blocks of two layers follow each other, and operators run a block late
+        "llama pipeline-pp2-dense-M3",
+        "phimoe balanced-dp2+ep2-left",
+        slow=(
+            "llama-cp2-packed",
+            "gpt2-tp2-left",
+            "neox in turn-tp2-left",
+            "llama a token or two-tp2-right",
+            "llama mha tied eager-tp2-right",
+            "llama tied biases-tp2-dense-M2",
+            "llama-tp2-left-M1",
+            "llama-tp2-left-M5",
+            "llama mha tied-tp2-left-M5",
+            "llama mha tied-tp4-left-M3",
+            "llama tied pipeline-pp2-dense-M3",
+            "mixtral balanced-dp4+ep2-right",
+        ),
+    ),
+)
+def test_every_plan_gives_the_same_bits(case: Case, cluster_of: Any, tmp_path: Path) -> None:
+    check(cluster_of, tmp_path, case, NAMED)
+
+
+def test_a_plan_from_a_file_gives_the_same_bits(cluster_of: Any, tmp_path: Path) -> None:
+    case, file = CASES["llama six layers-tp2-left"], str(tmp_path / "plan.json")
+    job = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "search"}}
+    cluster_of(2).run("save_plan", path=file, **job)
+    check(cluster_of, tmp_path, replace(case, options={"plan": file}), ("sequential", OWN))
+
+
+# -- tiles ---------------------------------------------------------------------------------------------------------
+
+LAYERS = {"num_hidden_layers": 3}
+TILED = [
+    (Case("even tiles", LAYERS, "tp2", "dense", lengths=(16, 16, 16)), 2),
+    (Case("uneven tiles, biases", {**LAYERS, **BIASED}, "tp2", "left", lengths=(17, 9, 12)), 2),  # of 9, 5 and 6 rows
+    (Case("empty tiles", LAYERS, "tp2", "dense", lengths=(17, 3, 5)), 4),  # of shards of 9, 2 and 3 rows
+    (Case("one micro-batch", LAYERS, "tp2", "left", count=1, lengths=ODD), 2),
+    (Case("tied", {**LAYERS, **TIED, **MHA, **EAGER}, "tp2", "right", lengths=(15, 7)), 2),
+    (Case("two, tied", {**TIED, **BIASED}, "tp2", "dense", count=2, slow=True), 2),
+    (Case("five", {"num_hidden_layers": 6}, "tp2", "left", count=5, lengths=ODD, slow=True), 2),
+    (Case("four ranks", {**LAYERS, **MHA}, "tp4", "dense", count=4, lengths=(16, 23, 7, 16), slow=True), 4),
+    (Case("four ranks, padded", {**LAYERS, **MHA}, "tp4", "left", lengths=ODD, slow=True), 4),
+    (Case("four ranks, one", {**LAYERS, **MHA}, "tp4", "left", count=1, lengths=ODD, slow=True), 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "tiles"),
+    [pytest.param(*each, id=each[0].name, marks=[pytest.mark.slow] * each[0].slow) for each in TILED],
+)
+def test_tiles_change_nothing_but_rounding(case: Case, tiles: int, cluster_of: Any, tmp_path: Path) -> None:
+    rules = ("sequential", "round_robin", "greedy", RANDOM)
+    orders = [f"{rule}/{tiles}" for rule in rules] + ["intra_batch"] * (tiles == case.sizes["tp"])
+    whole, tiled = (run(cluster_of, tmp_path, case, each)[0][0] for each in (("sequential",), orders))
+    compare_window([tiled], unsplit(case.model, case.count, case.kind, case.lengths), 1)
+    assert tiled["evaluated"] == tiled["losses"][0]
+    assert_nearly_same(tiled, whole)
+
+
+def test_dropout_does_not_depend_on_tiles(cluster_of: Any, tmp_path: Path) -> None:
+    case = Case("llama dropout", {**LAYERS, "attention_dropout": 0.2}, "tp2", "left", count=2, lengths=ODD)
+    whole = run(cluster_of, tmp_path, case, ("sequential",))[0][0]
+    for without in ((), *((name,) for name in ABLATIONS)):
+        ablated = replace(case, options={"without": without})
+        assert_nearly_same(run(cluster_of, tmp_path, ablated, ("intra_batch",))[0][0], whole)
+
+
+def assert_nearly_same(found: Result, other: Result) -> None:
+    np.testing.assert_allclose(found["losses"], other["losses"], rtol=0, atol=1e-6)
+    for name, gradient in other["gradients"].items():
+        distance = np.linalg.norm((found["gradients"][name] - gradient).astype(np.float64))
+        assert distance <= 1e-6 * np.linalg.norm(gradient), name
+
+
+# -- ablations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "without",
+    [*((name,) for name in ABLATIONS), ("wgrad", "comm_beside_comm"), ("comm_beside_comm", "cross"), ABLATIONS],
+)
+def test_no_ablation_changes_a_bit(without: tuple[str, ...], count: int, cluster_of: Any, tmp_path: Path) -> None:
+    """With dropout, whose numbers depend on no plan either."""
+    model = {"attention_dropout": 0.2, "num_hidden_layers": 4}
+    case = Case("llama dropout", model, "tp2", "left", count=count, lengths=ODD)
+    ablated = replace(case, options={"without": without})
+    whole, found = (run(cluster_of, tmp_path, each, NAMED)[0][0] for each in (case, ablated))
+    assert_same_bits(found, whole)
+
+
+@pytest.fixture
+def events_of(cluster_of: Any, tmp_path: Path) -> Callable[..., list[tuple[str, str]]]:
+    """What a window without some overlap issues and waits for."""
+
+    def events(*without: str) -> list[tuple[str, str]]:
+        job = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "greedy", "without": without}}
+        return cluster_of(2).run("window_gradients", num_microbatches=2, traced=True, **job)[0]["events"]
+
+    return events
+
+
+def test_without_local_everything_runs_on_the_compute_stream(events_of: Any) -> None:
+    events = events_of("local")
+    assert {verb for verb, _ in events} == {"run"}
+    assert sum(label.endswith(".mlp.gather") for _, label in events) == 2 * 2 * 3
+    usual = events_of("cross")  # of which there is none
+    assert {verb for verb, _ in usual} == {"run", "issue", "wait"}
+    assert sorted(label for verb, label in usual if verb != "wait") == sorted(label for _, label in events)
+
+
+def test_without_wgrad_weight_gradients_stay_where_they_are(events_of: Any) -> None:
+    """By themselves they wait till the end of the chain."""
+    for without, stays in ((("wgrad",), True), ((), False)):
+        order = [label for verb, label in events_of(*without) if verb in ("run", "issue")]
+        for layer in range(3):
+            place = f"B0.layers.{layer}."
+            assert (order.index(f"{place}mlp.down.W") < order.index(f"{place}mlp.act")) == stays
+            assert (order.index(f"{place}attn.out.W") < order.index(f"{place}attention")) == stays

@@ -1,0 +1,95 @@
+"""HelixTrainer on several processes does what the stock Trainer does: losses, norms, evaluation, weights."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from invariant.classes import GPTS
+from support import jobs
+from support.comparisons import compare_runs, compare_weights
+
+Case = dict[str, Any]
+CLIPPED = {"max_grad_norm": 0.3}
+PADDED_RIGHT = {"lengths": (17, 9, 13), "padding": "right"}
+
+CASES: dict[str, Case] = {
+    "gqa, untied, accumulation 1, clipping": {"training": CLIPPED},
+    "mha, tied, accumulation 2, padded right": {
+        "model": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        "data": PADDED_RIGHT,
+        "training": {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 4},
+    },
+    "gqa, tied, accumulation 5, padded left, last window shorter": {
+        "model": {"tie_word_embeddings": True},
+        "data": {"count": 22, "lengths": (15, 8, 12), "padding": "left"},
+        # 11 micro-batches an epoch: windows of 5, 5 and 1.
+        "training": {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 4, "max_grad_norm": 0.5},
+    },
+    "tokens counted per device": {
+        "training": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+    },
+    "biases, eager attention, no clipping": {
+        "model": {"attention_bias": True, "mlp_bias": True, "attn_implementation": "eager"},
+        "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.0, "optim": "adamw_torch_fused"},
+    },
+}
+CASES |= {
+    name: {
+        "model": GPTS[name],
+        "data": {"lengths": (17, 9, 13), "padding": "left"},
+        "training": {"gradient_accumulation_steps": 2, **CLIPPED},
+    }
+    for name in ("gpt2", "neox", "neox in turn")
+}
+ONE, SHORTER = "gqa, untied, accumulation 1, clipping", "gqa, tied, accumulation 5, padded left, last window shorter"
+MEASURED = {"cache": False, "tuning_share": 1.0}
+
+
+def runs() -> list[Any]:
+    """Case, processes, and options."""
+    found = [
+        (ONE, 2, {"tp_size": 2}, False),
+        (SHORTER, 2, {"tp_size": 2}, False),
+        (ONE, 1, {"tp_size": 1}, False),
+        (SHORTER, 1, {"tp_size": 1}, True),
+        *((case, 2, {"tp_size": 2}, True) for case in list(CASES)[1:5] if case != SHORTER),
+    ]
+    for plan in ("greedy", "intra_batch", "auto"):
+        found += [(name, 2, {"tp_size": 2, "plan": plan, **MEASURED}, True) for name in list(CASES)[5:]]
+    return [pytest.param(*run, marks=[pytest.mark.slow] * slow, id=f"{run[0]}-{run[2]}") for *run, slow in found]
+
+
+@functools.cache
+def stock(name: str) -> tuple[dict[str, Any], str]:
+    """The stock Trainer's result for a case, run once, and where its weights are."""
+    folder = tempfile.mkdtemp()
+    return jobs.train(folder, None, **CASES[name]), folder
+
+
+@pytest.mark.parametrize(("case", "ranks", "helix"), runs())
+def test_training_equals_the_stock_trainer(
+    case: str, ranks: int, helix: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
+    expected, expected_folder = stock(case)
+    for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix=helix, **CASES[case]):
+        compare_runs(result, expected)
+    compare_weights(str(tmp_path), expected_folder)
+
+
+@pytest.mark.parametrize(("ranks", "tp_size"), [pytest.param(2, 1, marks=pytest.mark.slow), (4, 2)])
+def test_data_parallel_ranks_share_the_batch(ranks: int, tp_size: int, cluster_of: Any, tmp_path: Path) -> None:
+    """Against the stock Trainer on two processes (DDP), which evaluates an odd number of samples, too."""
+    case = {
+        "data": {"count": 60, "lengths": (17, 9), "padding": "right"},
+        "training": {"gradient_accumulation_steps": 2, **CLIPPED, "per_device_eval_batch_size": 1},
+    }
+    expected = cluster_of(2).run("train", folder=str(tmp_path / "stock"), helix=None, **case)[0]
+    folder = str(tmp_path / "helix")
+    helix = {"tp_size": tp_size, "plan": "greedy"}
+    for result in cluster_of(ranks).run("train", folder=folder, helix=helix, **case):
+        compare_runs(result, expected)
+    compare_weights(folder, str(tmp_path / "stock"))

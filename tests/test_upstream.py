@@ -1,0 +1,302 @@
+"""The tables of other packages' private names: they fit what is installed, are complete, and a change is an error."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from transformers import Trainer
+
+import hf_helix
+from hf_helix.integrations.trainer.trainer import HelixTrainer, HelixTrainerMixin
+from hf_helix.upstream import check
+from hf_helix.upstream.check import KNOWN, UpstreamChanged, check_class, problem_of_use, problems_of_class
+from hf_helix.upstream.overridden import OVERRIDDEN
+from hf_helix.upstream.rows import Used
+from hf_helix.upstream.used import USED
+
+PACKAGE = Path(hf_helix.__file__).parent
+ROOT = PACKAGE.parent
+FOREIGN = (*KNOWN, "flash_attn")
+METHODS = {row.method for row in (*USED, *OVERRIDDEN)}
+
+
+# -- a change is an error ------------------------------------------------------------------------------------------
+
+
+def stock_without(monkeypatch: pytest.MonkeyPatch, *names: str, **others: Any) -> type:
+    """A Trainer that lacks some methods, and has others."""
+    given = {name: value for name, value in vars(Trainer).items() if name not in names}
+    kind = type("Trainer", (), {**given, **others})
+    monkeypatch.setattr(sys.modules[Trainer.__module__], "Trainer", kind)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.99.0")
+    return kind
+
+
+def error_of(stock: type) -> str:
+    with pytest.raises(UpstreamChanged) as found:
+        type("MyTrainer", (HelixTrainerMixin, stock), {})
+    return str(found.value)
+
+
+def test_a_hook_that_was_renamed_is_an_error_with_a_version_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = error_of(stock_without(monkeypatch, "_clip_grad_norm", _clip_gradients=Trainer._clip_grad_norm))
+    assert text == (
+        f"hf_helix {hf_helix.__version__} does not fit what is installed:\n"
+        "  transformers 5.99.0: Trainer._clip_grad_norm is gone; hf_helix overrides it: clips by the norm over all "
+        "ranks. Without it, each rank would clip by the norm of its own part of the gradient\n"
+        "Known to work: transformers 5.17 to 5.23; use `pip install 'transformers~=5.23.0'`, or a newer hf_helix"
+    )
+
+
+def test_every_hook_that_was_renamed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = {row.method for row in OVERRIDDEN if row.owner == "transformers.trainer:Trainer"}
+    text = error_of(stock_without(monkeypatch, *hooks))
+    assert set(re.findall(r"Trainer\.(\w+) is gone; hf_helix overrides", text)) == hooks
+
+
+def test_a_hook_that_nobody_calls_any_more_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may stay for a version or two after its callers have gone."""
+    text = error_of(stock_without(monkeypatch, "_run_epoch", _run_epoch=lambda self, **kwargs: self.training_step()))
+    assert "Trainer._clip_grad_norm is not called any more by transformers.trainer:Trainer; hf_helix" in text
+
+
+@pytest.mark.parametrize(
+    ("method", "changed", "words"),
+    [
+        ("_save", lambda self, output_dir=None: None, "has no parameter 'state_dict' any more, its parameters are"),
+        ("_save_checkpoint", lambda self, trial, model: None, "has its parameter 'model' at another place, its"),
+        ("_load_rng_state", lambda self, checkpoint, strict=True: None, "has a new parameter 'strict'"),
+        ("_inner_training_loop", lambda self, ignored=None: None, "has no parameter 'ignore_keys_for_eval' any more"),
+        ("get_tp_size", property(lambda self: 1), "is a property now"),
+    ],
+)
+def test_other_parameters_are_an_error(monkeypatch: pytest.MonkeyPatch, method: str, changed: Any, words: str) -> None:
+    assert f"Trainer.{method} {words}" in error_of(stock_without(monkeypatch, **{method: changed}))
+
+
+def test_a_new_method_with_a_name_of_ours_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """We would override it without knowing."""
+    stock = stock_without(monkeypatch, _run_window=lambda self: None)
+    assert "Trainer._run_window exists, and hf_helix uses that name for something of its own" in error_of(stock)
+
+
+def test_a_moved_class_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = stock_without(monkeypatch)
+    monkeypatch.delattr(sys.modules[Trainer.__module__], "Trainer")
+    assert "Trainer._clip_grad_norm exists, and hf_helix uses" in error_of(stock)
+
+
+def test_what_users_put_between_is_theirs() -> None:
+    """Only classes of the packages in the table are compared."""
+
+    class Between(Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, *, other: int) -> None: ...
+
+    class Mine(HelixTrainerMixin, Between):
+        def _save(self, folder: str) -> None: ...
+
+    assert check_class(Mine) is Mine
+
+
+NAMES = {row.name: row for row in USED}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("transformers.trainer:Trainer._prepare_inputs", None, "transformers.trainer:Trainer._prepare_inputs is gone"),
+        (
+            "transformers.core_model_loading:rename_source_key",
+            lambda source_key, table: None,
+            "cannot be called with (source_key, weight_renamings, weight_converters, prefix, meta_state_dict) any more",
+        ),
+        ("accelerate.accelerator:Accelerator.prepare_model", lambda self, model: model, "knows no _is_accelerate_prep"),
+        ("torch.distributed.rendezvous:_rendezvous_handlers", None, "names of its own in torchrun's store"),
+    ],
+)
+def test_a_used_name_that_changed_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Callable[..., Any] | None, words: str
+) -> None:
+    module, _, attribute = name.rpartition("." if "." in name.partition(":")[2] else ":")
+    owner = check.resolve(module) if ":" in module else importlib.import_module(module)
+    monkeypatch.delattr(owner, attribute) if value is None else monkeypatch.setattr(owner, attribute, value)
+    with pytest.raises(UpstreamChanged, match=re.escape(words)):
+        check_class(HelixTrainer)
+
+
+@pytest.mark.parametrize("statement", ["from hf_helix import HelixTrainer", "import hf_helix; hf_helix.HelixPlugin"])
+def test_a_name_that_cannot_be_imported_says_what_to_install(statement: str) -> None:
+    code = f"import transformers.core_model_loading as m; del m.dot_natural_key, m.rename_source_key\n{statement}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    last = result.stderr[result.stderr.index("hf_helix.upstream.check.UpstreamChanged") :]
+    assert "transformers.core_model_loading:dot_natural_key is gone" in last
+    assert "use `pip install 'transformers~=5.23.0'`, or a newer hf_helix" in last
+
+
+# -- the tables fit what is installed ------------------------------------------------------------------------------
+
+
+def every_class() -> Iterator[type]:
+    """The classes of the package that stand on a class of another package."""
+    for found in pkgutil.walk_packages(hf_helix.__path__, "hf_helix."):
+        if not found.name.endswith("__main__"):
+            module = importlib.import_module(found.name)
+            for kind in vars(module).values():
+                if isinstance(kind, type) and kind.__module__ == found.name:
+                    yield kind
+
+
+def test_every_row_fits_what_is_installed() -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("trl")
+    assert [words for row in USED if row.package in KNOWN for words in [loaded(row)] if words] == []
+
+
+def loaded(row: Used) -> str:
+    importlib.import_module((row.within or row.name).partition(":")[0])
+    return problem_of_use(row)
+
+
+def test_trainers_of_trl_fit() -> None:
+    trl = pytest.importorskip("trl")
+    assert problems_of_class(type("Mine", (HelixTrainerMixin, trl.SFTTrainer), {})) == []
+
+
+def test_the_known_versions_are_those_that_are_promised_and_tested() -> None:
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = "\n".join([*project["dependencies"], *extras["recipes"], *extras["trl"]])
+    promised = dict(re.findall(r"(\w+)>=([\d.]+)", wanted))
+    tested = dict(re.findall(r"^(\w+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert {name: (promised[name], tested[name]) for name in KNOWN} == KNOWN
+
+
+# -- the tables are complete, and have no dead rows -----------------------------------------------------------------
+
+
+def test_every_method_that_is_overridden_is_in_the_table() -> None:
+    found = set()
+    for kind in every_class():
+        stock = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in KNOWN]
+        ours = [base for base in kind.__mro__ if base.__module__.startswith("hf_helix.")]
+        names = {name for base in ours for name in vars(base) if not name.startswith(("__", "_abc_"))}
+        for base in stock:
+            if base.__module__.startswith("torch.autograd"):
+                continue  # forward and backward of a Function are its interface
+            found |= {f"{base.__name__}.{name}" for name in names & vars(base).keys()}
+    # ZeroRedundancyOptimizer overrides state_dict itself.
+    found.discard("Optimizer.state_dict")
+    listed = [f"{row.owner.partition(':')[2]}.{row.method}" for row in OVERRIDDEN]
+    assert sorted(listed) == sorted(found)
+
+
+class Use(NamedTuple):
+    """A private or unstable name in a line of the package."""
+
+    name: str
+    where: str
+
+
+DOCUMENTED = {
+    "transformers.modeling_outputs",
+    "transformers.utils",
+    "transformers.utils.logging",
+    "accelerate.parallelism_config",
+    "accelerate.scheduler",
+    "accelerate.state",
+    "accelerate.utils",
+}
+ENDINGS = {"_again", "_kwargs", "_name", "_saving", "_size", "_sort_index"}  # of other words
+OURS = {"_hf_helix_told", "_is_cut_by_helix"}  # set on objects of others
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 2
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """What is imported of private or undocumented modules, or is private itself, as `module:name`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in FOREIGN:
+            root, _, rest = node.module.partition(".")
+            hidden = any(part.startswith("_") for part in rest.split("."))
+            unstable = root != "torch" and rest and node.module not in DOCUMENTED
+            for alias in node.names:
+                if hidden or is_private(alias.name) or (unstable and not hasattr(sys.modules.get(root), alias.name)):
+                    yield f"{node.module}:{alias.name}", node.lineno
+
+
+def peft_chain(node: ast.AST) -> str:
+    """`peft.tuners.lora.Linear` as its last name; empty for anything else."""
+    text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+    return text.rpartition(".")[2] if re.fullmatch(r"peft\.\w+\.\w+\.\w+", text) else ""
+
+
+def uses_of_package() -> Iterator[Use]:
+    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {path: tree for path, tree in trees.items() if "upstream" not in path.parts}
+    own = {name for tree in trees.values() for name in defined(tree)} | OURS
+    for path, tree in trees.items():
+        where = str(path.relative_to(PACKAGE))
+        yield from (Use(name.partition(":")[2], f"{where}:{line} {name}") for name, line in imports(tree))
+        for node in ast.walk(tree):
+            name = ""
+            if isinstance(node, ast.Attribute):
+                of_python = ast.unparse(node.value) in sys.stdlib_module_names
+                hidden = is_private(node.attr) and node.attr not in own and not of_python
+                name = node.attr if hidden else peft_chain(node)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                name = node.value if is_private(node.value) and node.value not in own | ENDINGS else ""
+            if name:
+                yield Use(name, f"{where}:{node.lineno}")
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """The private names that a file gives to its own functions, classes and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__":
+            yield from (part.value for part in node.args if isinstance(part, ast.Constant))
+
+
+def test_every_private_name_that_is_used_is_in_the_table() -> None:
+    assert [use for use in uses_of_package() if use.name not in METHODS] == []
+
+
+def test_the_scan_sees_the_package() -> None:
+    """Were it blind, any table would do."""
+    found = {use.name for use in uses_of_package()}
+    assert {"_schedulers", "_hf_hook", "dot_natural_key", "_broadcast_coalesced", "ModulesToSaveWrapper"} <= found
+
+
+def test_the_tables_have_no_dead_rows() -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    places = generate.places()
+    assert METHODS - places.keys() == set()
+    assert "MergeModulelist" in places
+    assert "_Checkpointable" not in places  # it stands in a docstring
+
+
+def test_no_name_stands_twice() -> None:
+    names = [row.name for row in (*USED, *OVERRIDDEN)]
+    assert sorted(set(names)) == sorted(names)
