@@ -33,11 +33,11 @@ class Comparison:
 
     Attributes:
         kept: the rule of the plan in use.
-        overlaps: by rule, a window under its plan.
-        plans: by rule.
-        profile: the times of operators that the plans were made with.
-        schedule: of the window.
-        bare: by rule, seconds of a window without the emulated link; empty where there is none.
+        overlaps: by rule, the measurement of a window under its plan.
+        plans: the plans by rule.
+        profile: the operator times that the plans were made with.
+        schedule: the schedule of the window.
+        bare: by rule, the seconds of a window without the emulated link; empty where there is none.
     """
 
     kept: str
@@ -48,7 +48,7 @@ class Comparison:
     bare: Mapping[str, float] = field(default_factory=dict)
 
     def gain(self, rule: str = BASELINE) -> float:
-        """How many times as fast the plan in use is as another."""
+        """Returns how many times as fast the plan in use is as that of another rule."""
         return self.overlaps[rule].step / self.overlaps[self.kept].step
 
 
@@ -60,12 +60,15 @@ def compare(
     repeats: int = 5,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Time a window under the plan of every rule and under the runner's own. Collective; call it without gradients.
+    """Times a window under the plan of every rule and under the runner's own. Collective; call it without gradients.
 
     Args:
-        rules: to compare with, see `hf_helix.planning.plans.registry`.
-        profile: to plan with; None to measure.
+        runner: a runner under the plan in use.
+        window: the micro-batches that are timed.
+        rules: the rules to compare with, see `hf_helix.planning.plans.registry`.
+        profile: the operator times to plan with; None to measure them.
         repeats: how often each plan is timed.
+        progress: called while plans are timed.
     """
     if profile is None:
         profile = measure_profile(baseline_runner(runner, len(window)), window)
