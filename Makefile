@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 # `make test-oldest TORCH=2.13.0` takes another version, such as one that is on the machine.
 OLDEST       := .venv-oldest
 TORCH        ?= 2.11.0
-OLD_VERSIONS := torch==$(TORCH) transformers==5.17.0 accelerate==1.12.0 'huggingface_hub<2'
+OLD_VERSIONS := torch==$(TORCH) transformers==5.17.0 accelerate==1.14.0 'huggingface_hub<2'
 
 # One thread per process: the processes of a test or a demo share the machine's cores.
 export OMP_NUM_THREADS ?= 1

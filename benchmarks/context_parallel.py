@@ -115,6 +115,7 @@ class Bench:
         from hf_helix.checkpoint.shard import cut_parameters
         from hf_helix.models.builder import Sharing
         from hf_helix.models.registry import family_of
+        from hf_helix.planning.graph.ablation import ablate
         from hf_helix.planning.pipeline.scheduler import Scheduler
         from hf_helix.planning.plans.registry import make_plan
         from hf_helix.planning.profile import rough_profile
@@ -144,7 +145,7 @@ class Bench:
         for _, without in STEPS.values():
             if without in self.runners:
                 continue
-            stage = place_units([unit.without(without) for unit in units])
+            stage = place_units([dataclasses.replace(unit, graphs=ablate(unit.graphs, without)) for unit in units])
             if not self.runners:
                 cut_parameters(stage, self.mesh)
             plan = make_plan("sequential", rough_profile(stage.layout), model="bench", mesh=self.mesh.option_sizes)
@@ -177,6 +178,7 @@ class Bench:
 
     def measure(self, length: int, rate: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
+        from hf_helix.planning.graph.ablation import ablate_profile
         from hf_helix.tuning.candidates import plan_runners, predict_window
         from hf_helix.tuning.measure.overlap import measure_overlap
         from hf_helix.tuning.measure.profiler import measure_profile
@@ -189,7 +191,7 @@ class Bench:
                 continue
             if self.options.ends and name not in ("one strand", "+ weight gradients"):
                 continue
-            known = profile.without(without)
+            known = ablate_profile(profile, without)
             runners[name] = plan_runners(self.runners[without], [rule], known, len(window))[rule]
             predicted[name] = predict_window(runners[name], known, len(window))
         overlaps = measure_overlap(runners, window, self.options.repeats)

@@ -43,7 +43,7 @@ from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Operator, Part
 from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import RULES, TILED, make_plan
+from hf_helix.planning.plans.registry import RULES, make_plan
 from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
@@ -89,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches in a window")
-    parser.add_argument("--plan", default="greedy", choices=[rule for rule in RULES if rule != TILED])
+    parser.add_argument("--plan", default="greedy", choices=[rule for rule in RULES if rule != "intra_batch"])
     parser.add_argument("--windows", type=int, default=20, help="windows of each case in a round")
     parser.add_argument("--rounds", type=int, default=20, help="rounds that count")
     parser.add_argument("--warmup-rounds", type=int, default=2)

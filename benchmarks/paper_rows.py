@@ -34,7 +34,7 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.plans.search import bound, predict
+from hf_helix.planning.plans.search import bound
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.planning.program import build_programs
 
@@ -322,8 +322,6 @@ def steady_seconds(plan: Plan, profile: Profile, layers: tuple[int, int] = LAYER
 
 
 def _fused_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
-    if plan.flow is not None:
-        return predict(plan.flow, profile, schedule).seconds
     (program,) = build_programs(schedule, profile.layout, plan)
     work = work_of(program, profile.layout, profile.times)
     return simulate(work, profile.slowdown if profile.pairs else None).seconds

@@ -141,8 +141,8 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
 
     linear = workload(options, pp, "1f1b")
     folded = workload(options, pp, "w", linear.mesh)
-    batches = {id(made.runner.whole): made.window(count, options.batch, options.sequence) for made in (linear, folded)}
-    window = batches[id(folded.runner.whole)]
+    batches = {id(made.runner.stage): made.window(count, options.batch, options.sequence) for made in (linear, folded)}
+    window = batches[id(folded.runner.stage)]
     chosen, tuning = tune(folded.runner, window, schedules=functools.partial(candidates, "auto"))
     profile = tuning.profile
     assert profile is not None
@@ -154,13 +154,13 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(options.repeats + 1):
         for name, runner in runners.items():
-            times[name].append(timed(runner, batches[id(runner.whole)]))
+            times[name].append(timed(runner, batches[id(runner.stage)]))
     steps = {
         name: statistics.median(map(max, zip(*over_ranks(found[1:]), strict=True))) for name, found in times.items()
     }
     rows = {}
     for name, runner in runners.items():
-        mine = batches[id(runner.whole)]
+        mine = batches[id(runner.stage)]
         rows[name] = {
             "plan": f"{runner.plan.rule} on {runner.scheduler.name}",
             "step": steps[name],

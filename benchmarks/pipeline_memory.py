@@ -147,8 +147,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
     linear = workload(options, "1f1b")
     folded = workload(options, "w", linear.mesh)
     shape = options.microbatches, options.batch, options.sequence
-    windows = {id(made.runner.whole): made.window(*shape) for made in (linear, folded)}
-    window = windows[id(folded.runner.whole)]
+    windows = {id(made.runner.stage): made.window(*shape) for made in (linear, folded)}
+    window = windows[id(folded.runner.stage)]
     profile = measure_profile(folded.runner, window)
     found = plan_runners(folded.runner, PLANS, profile, options.microbatches)
     runners = {BASE: linear.runner, **{f"w, {plan}": runner for plan, runner in found.items()}}
@@ -163,7 +163,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     rows = []
     for name, runner in runners.items():
         states = COPIES * sum(parameter.nbytes for parameter in runner.stage.placements)
-        peak = peak_bytes(runner, windows[id(runner.whole)])
+        peak = peak_bytes(runner, windows[id(runner.stage)])
         ranks = over_ranks((states, peak))
         rows.append(Row(name, [states for states, _ in ranks], [peak for _, peak in ranks]))
     for made in (linear, folded):

@@ -117,7 +117,7 @@ def recomputed(runner: Any, mode: str) -> Any:
     from hf_helix.planning.profile import rough_profile
     from hf_helix.runtime.runner import Runner
 
-    whole = runner.whole
+    whole = runner.stage
     model = {
         index: unit.recomputed(mode) if unit.graphs.forward.repeats else unit for index, unit in whole.model.items()
     }

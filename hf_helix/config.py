@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from typing import Self  # Python 3.11
 
 
-PLANS = ("auto", "search", "greedy", "dhelix", "round_robin", "intra_batch", "sequential")
-ABLATIONS = ("local", "cross", "comm_beside_comm", "wgrad")
+AUTO = "auto"
+RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # see planning.plans.registry
+PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
 AXES = ("tp", "cp", "ep")
 RECOMPUTE = ("none", "selective", "full")
@@ -80,9 +81,6 @@ class HelixConfig:
         cross_node: the axes whose ranks are on different hosts (`tp`, `cp`, `ep`): their communication runs on a stream
             beside that of the others. None to go by the hosts' names. Given in YAML as a list.
         profile: path of a profile made with `hf-helix profile`, to plan with instead of measuring.
-        without: what plans must not use, for ablations (the paper's figure 15): `local` or `cross` (communication of
-            that kind is never overlapped), `comm_beside_comm` (both kinds share one stream), `wgrad` (weight gradients
-            stay where they are). Given in YAML as a list.
         compile: compile what lies between matrix products, attention and communication (norms, ropes, activations, the
             loss) with `torch.compile`: fewer kernels on a GPU, at the price of compiling at the start. Results
             differ within the rounding of their type.
@@ -107,7 +105,6 @@ class HelixConfig:
     tuning_share: float = 0.05
     schedule: str = "w"
     profile: str | None = None
-    without: tuple[str, ...] = ()
     compile: bool = False
     cuda_graphs: bool = False
     cache: bool = True
@@ -145,7 +142,6 @@ class HelixConfig:
                 raise TypeError(f"{name} must be true or false, such as {name}=True; got {getattr(self, name)!r}")
         self._check_share()
         self._check_layers()
-        self._check_without()
         self._check_context()
         self._check_capacity()
         self._check_recompute()
@@ -159,15 +155,6 @@ class HelixConfig:
             raise TypeError(f"tuning_share must be a number from 0 to 1, such as 0.05; got {share!r}")
         if not 0 <= share <= 1:
             raise ValueError(f"tuning_share={share} is no part of a run's time; use a number from 0 to 1, such as 0.05")
-
-    def _check_without(self) -> None:
-        if isinstance(self.without, list):
-            object.__setattr__(self, "without", tuple(self.without))
-        if not isinstance(self.without, tuple):
-            raise TypeError(f"without must be a list, such as without=['wgrad']; got {self.without!r}")
-        for name in self.without:
-            if name not in ABLATIONS:
-                raise ValueError(f"without={name!r} is unknown; use some of {', '.join(ABLATIONS)}")
 
     def _check_context(self) -> None:
         if self.cp_method not in CP_METHODS:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.files import made_for, profile_of, schedule_for
 from hf_helix.cli.options import add_parser
-from hf_helix.config import RECOMPUTE
+from hf_helix.config import RECOMPUTE, RULES
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from hf_helix.planning.profile import Profile
 
 FASTEST = "fastest"
-EVERY = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
-
 
 EXAMPLES = """\
 examples:
@@ -41,7 +39,7 @@ def add_command(commands: Commands) -> None:
     parser = add_parser(commands, "plan", run, summary, EXAMPLES)
     parser.add_argument("profile", type=Path, help="a file made with `hf-helix profile`")
     rule = f"the rule whose plan is saved; {FASTEST}: whichever is predicted to be fastest"
-    parser.add_argument("--rule", choices=(FASTEST, *EVERY), default=FASTEST, help=rule)
+    parser.add_argument("--rule", choices=(FASTEST, *RULES), default=FASTEST, help=rule)
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches in the window that is predicted")
     order = "the order of micro-batches in a pipeline: w, dualpipe_v, 1f1b, auto, or the path of an action file"
     parser.add_argument("--schedule", default="w", help=order)
@@ -58,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     profile = profile_of(options)
     schedule = schedule_for(profile, options.microbatches, options.schedule)
     limit = lower_bound(profile, schedule)
-    plans = {rule: plan_by(rule, profile, schedule) for rule in EVERY}
+    plans = {rule: plan_by(rule, profile, schedule) for rule in RULES}
     predicted = {rule: predict_plan(plan, profile, schedule)[1].seconds for rule, plan in plans.items()}
     fastest = min(predicted, key=lambda rule: predicted[rule])
     saved = fastest if options.rule == FASTEST else options.rule

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import made_for, profile_of, schedule_for
 from hf_helix.cli.options import add_parser
-from hf_helix.cli.plan import EVERY, plan_by
-from hf_helix.config import RECOMPUTE
+from hf_helix.cli.plan import plan_by
+from hf_helix.config import RECOMPUTE, RULES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("file", type=Path, nargs="?", help="a plan or a profile")
     parser.add_argument("--profile", type=Path, help="the profile whose times a plan is drawn with")
     compare = "draw two layers under this rule, and below it under the plan, on one axis of time"
-    parser.add_argument("--compare", choices=EVERY, help=compare)
+    parser.add_argument("--compare", choices=RULES, help=compare)
     parser.add_argument("--recompute", choices=RECOMPUTE[1:], help="as given when the plan was made")
     parser.add_argument(
         "--microbatches", type=int, help="micro-batches that are drawn: 3 of a plan, 3 * pp of a schedule"
@@ -126,7 +126,7 @@ def _show_profile(options: argparse.Namespace) -> None:
 
 
 def _show_plan(options: argparse.Namespace) -> None:
-    from hf_helix.planning.plans.plan import load_plan
+    from hf_helix.planning.plans.files import load_plan
     from hf_helix.planning.plans.registry import predict_plan
     from hf_helix.report.bars import bars_of_timeline
     from hf_helix.report.timeline import draw_timeline, text_timeline

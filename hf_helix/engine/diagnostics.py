@@ -141,7 +141,7 @@ class Diagnostics:
         self.runner.executor.streams.synchronize()  # a GPU may be behind the host, whose clock counts
         tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
         capped = self.config.expert_capacity_factor is not None
-        routers = router_entries(self.runner.whole, self.mesh, capped)
+        routers = router_entries(self.runner.stage, self.mesh, capped)
         self.figures = {**self._live.entries(self.overlap or tuned), **routers}
         return self.figures if full else {**short_entries(self.figures), **routers}
 

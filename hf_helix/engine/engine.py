@@ -125,7 +125,7 @@ class Engine(Diagnostics):
 
     def _refuse_direct_use(self, instead: Instead) -> None:
         """Let the model itself raise where it would now work on this rank's part alone."""
-        has_parts = is_cut(self.runner.whole, self.mesh)
+        has_parts = is_cut(self.runner.stage, self.mesh)
         for whole in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
             whole._is_cut_by_helix = True
             refuse_calls(whole, instead)
@@ -228,7 +228,7 @@ class Engine(Diagnostics):
     def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
         """The micro-batches of a window that can be trained. Collective."""
         if not self.last_window:
-            check_trained(self.model, self.runner.whole, self._trains)
+            check_trained(self.model, self.runner.stage, self._trains)
             self._check_forwards_again()
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
@@ -311,9 +311,9 @@ class Engine(Diagnostics):
                 file.
         """
         if is_peft(self.model):
-            save_adapters(self.model, self.runner.whole, self.mesh, folder)
+            save_adapters(self.model, self.runner.stage, self.mesh, folder)
         else:
-            save_pretrained(self.model, self.runner.whole, self.mesh, folder, max_shard_size)
+            save_pretrained(self.model, self.runner.stage, self.mesh, folder, max_shard_size)
 
     def load_weights(self, folder: str | Path) -> None:
         """Reads what `save_pretrained` wrote, from any layout: each rank its slices. Collective.
@@ -322,4 +322,4 @@ class Engine(Diagnostics):
             ValueError: on every rank, before anything is written: the folder does not fit.
         """
         load = load_adapters if is_peft(self.model) else load_parameters
-        load(self.model, self.runner.whole, self.mesh, folder)
+        load(self.model, self.runner.stage, self.mesh, folder)

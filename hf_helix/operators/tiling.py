@@ -19,8 +19,7 @@ from hf_helix.operators.base import Call, Communication, Computation, Tensors, W
 from hf_helix.operators.communication.collectives import Gather, Scatter
 from hf_helix.operators.unit import TensorOperator, Unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.plans.baselines.intra_batch import Site, sites, tile_graph
+from hf_helix.planning.plans.baselines.intra_batch import Site, sites, tile_pair
 
 
 def tile_unit(unit: Unit, tiles: int) -> Unit:
@@ -33,14 +32,14 @@ def tile_unit(unit: Unit, tiles: int) -> Unit:
         ValueError: fewer than one tile, or a collective beside a linear that is neither a `Gather` nor a `Scatter`.
     """
     forward = unit.graphs.forward
-    tiled = tile_graph(forward, tiles)
-    if tiled == forward:
+    graphs = tile_pair(unit.graphs, tiles)
+    if graphs is unit.graphs:
         return unit
     operators = dict(unit.operators)
     for site in sites(forward):
         operators |= _operators(unit, site, tiles)
         del operators[site.first.name], operators[site.second.name]
-    return replace(unit, graphs=GraphPair.of(tiled), operators=operators)
+    return replace(unit, graphs=graphs, operators=operators)
 
 
 class Cut(Computation):

@@ -8,7 +8,7 @@ Must hold: units of the same name have equal graphs, so one order serves them al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -131,7 +131,3 @@ class Unit:
             return self
         forward = recomputed(self.graphs.forward, mode)
         return replace(self, graphs=GraphPair.of(replace(forward, name=f"{forward.name}{suffix}")))
-
-    def without(self, names: Collection[str]) -> Unit:
-        """The unit with less freedom for plans, see `GraphPair.without`."""
-        return replace(self, graphs=self.graphs.without(names)) if names else self

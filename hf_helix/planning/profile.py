@@ -9,8 +9,8 @@ operator, and its times are possible. Pairs that were not measured get the mean 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from hf_helix.planning.graph.operator import Kind, Operator
 from hf_helix.planning.layout import Layout
@@ -100,11 +100,6 @@ class Profile:
         pair = self.pairs[name, other]
         alone = self.times[name], self.times[other]
         return (sum(alone) - pair.together) / min(alone)
-
-    def without(self, names: Collection[str]) -> Profile:
-        """The same times for graphs with less freedom, see `GraphPair.without`."""
-        graphs = {unit: pair.without(names) for unit, pair in self.layout.graphs.items()}
-        return replace(self, layout=replace(self.layout, graphs=graphs)) if names else self
 
 
 def rough_profile(layout: Layout) -> Profile:

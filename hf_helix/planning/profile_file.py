@@ -8,7 +8,7 @@ Must hold: a file that is damaged, of another version or for something else is a
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,18 @@ def load_profile(
     *,
     about: Mapping[str, str] | None = None,
     layout: Layout | None = None,
-    without: Collection[str] = (),
 ) -> Profile:
     """Read a profile file.
 
     Args:
         about: what it must be for: every entry given here must be equal.
         layout: what it is used for, whose graphs it must hold; None for its own.
-        without: see `Profile.without`.
 
     Raises:
         ValueError: damaged, impossible, incomplete or for something else; says what, and how to make it anew.
     """
     try:
-        return _load(path, about or {}, layout, without)
+        return _load(path, about or {}, layout)
     except ValueError as error:
         raise ValueError(
             f"profile file {path} {error}; measure anew with "
@@ -48,7 +46,7 @@ def load_profile(
         ) from error
 
 
-def _load(path: str | Path, about: Mapping[str, str], layout: Layout | None, without: Collection[str]) -> Profile:
+def _load(path: str | Path, about: Mapping[str, str], layout: Layout | None) -> Profile:
     try:
         data = json.loads(Path(path).read_text())
     except OSError as error:
@@ -59,7 +57,7 @@ def _load(path: str | Path, about: Mapping[str, str], layout: Layout | None, wit
     if version != FORMAT:
         raise ValueError(f"has format {version!r}, this version reads {FORMAT!r}")
     try:
-        profile = _profile_from(data).without(without)
+        profile = _profile_from(data)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"is damaged: {f'it lacks {error}' if isinstance(error, KeyError) else error}") from error
     for key, value in about.items():

@@ -12,18 +12,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.instructions import (
-    BARRIER_INSTRUCTION,
-    Instruction,
-    action_instructions,
-    blocks_of,
-    transfers_of,
-    window_instructions,
-)
+from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Key, Layout
 from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
-from hf_helix.planning.plans.list_scheduler import flow_order
-from hf_helix.planning.plans.plan import BARRIER, Plan
+from hf_helix.planning.plans.plan import Plan
 
 
 def build_programs(
@@ -32,43 +24,17 @@ def build_programs(
     """The instructions of a window, rank by rank.
 
     Args:
+        schedule: the window.
+        layout: what the ranks hold, with the graphs that the plan orders.
+        plan: the order of issue.
         keep: values that are never freed.
-        slots_ahead: how long before the slot that reads it a receive is issued, under a plan of blocks. A flow issues
-            it when, by its times, the other rank has sent.
+        slots_ahead: see `Plan.programs`.
     """
-    if plan.flow is None:
-        programs = [_by_blocks(slots, layout, plan, slots_ahead) for slots in schedule]
-    else:
-        programs = flow_order(schedule, layout, plan.flow)
-    return [_complete(_free(program, keep), layout) for program in programs]
-
-
-def _by_blocks(slots: Sequence[Slot], layout: Layout, plan: Plan, slots_ahead: int) -> list[Instruction]:
-    """Slot by slot; what a slot receives is awaited from `slots_ahead` slots before on, what it sends leaves at its
-    end."""
-    program: list[Instruction] = []
-    issued = 0
-    for number, slot in enumerate(slots):
-        for coming in slots[issued : number + 1 + slots_ahead]:
-            program += transfers_of(coming, layout, receives=True)
-        issued = number + 1 + slots_ahead
-        for forward, backward in blocks_of(slot, layout):
-            made: dict[str, Instruction] = {}
-            for letter, place, action in (("F", forward, slot.forward), ("B", backward, slot.backward)):
-                for instruction in action_instructions(layout, place, action) if place and action else ():
-                    assert instruction.operator is not None
-                    made[f"{letter}.{instruction.operator.name}"] = instruction
-            unit = (forward or backward or (0, -1))[1]
-            made[BARRIER] = replace(BARRIER_INSTRUCTION, unit=unit)
-            names = (layout.units[place[1]] if place else None for place in (forward, backward))
-            # Of a backward in two halves, only one is there.
-            program += [made[entry] for entry in plan.order(*names) if entry in made]
-        program += transfers_of(slot, layout, receives=False)
-    return program
+    return [_complete(_free(program, keep), layout) for program in plan.programs(schedule, layout, slots_ahead)]
 
 
 def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction]:
-    """Note on each instruction what it is the last to touch."""
+    """The program with, on each instruction, the values that nothing after it uses."""
     last: dict[tuple[int, Key], int] = {}
     end: dict[int, int] = {}
     for place, instruction in enumerate(program):
@@ -87,7 +53,7 @@ def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction
 
 
 def _complete(program: list[Instruction], layout: Layout) -> list[Instruction]:
-    """Note on each instruction the units that have all their gradients with it."""
+    """The program with, on each instruction, the units whose gradients are complete with it."""
     last: dict[int, int] = {}
     for place, instruction in enumerate(program):
         op = instruction.operator
@@ -109,6 +75,7 @@ def validate_program(
     and gradients add up, and transfers follow each other, in the order of the micro-batches.
 
     Args:
+        program: of one rank.
         sources: values that exist from the start, such as the gradient of the loss.
         layout: says which operators share a gradient; None where none do.
         slots: of the rank; gradients that operators share add up in their order.
@@ -135,10 +102,10 @@ def validate_program(
         seen.add(name)
         forward = op.part is Part.F
         if not forward or op.kind is Kind.PIPELINE:
-            parts = (op.name, *op.after)
-            if any(latest.get((instruction.unit, name, forward), -1) > instruction.microbatch for name in parts):
+            key = (instruction.unit, op.name, forward)
+            if latest.get(key, -1) > instruction.microbatch:
                 raise ValueError(f"{what} comes after a later micro-batch, so gradients would add up in another order")
-            latest[instruction.unit, op.name, forward] = instruction.microbatch
+            latest[key] = instruction.microbatch
         if not forward and (instruction.unit, op.name) in turns:
             expected = turns[instruction.unit, op.name]
             if expected.pop(0) != (instruction.microbatch, instruction.unit, op.name):
@@ -148,7 +115,7 @@ def validate_program(
 
 
 def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[tuple[int, int, str]]]:
-    """Operators that share a gradient -> who adds to it in turn; one list for those of one gradient."""
+    """For every operator that shares a gradient, the turns in which operators add to it; one list for one gradient."""
     found: dict[tuple[int, str], list[tuple[int, int, str]]] = {}
     for row in layout.shared:
         turns: list[tuple[int, int, str]] = []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans.link_speeds import link_of
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import predict_plan
+from hf_helix.planning.plans.registry import predict_plan, runs_one_strand
 from hf_helix.planning.plans.search import chains
 from hf_helix.planning.profile import Profile
 from hf_helix.report.bars import MEANING, Bar, bars_of_timeline, busy_fraction, extent
@@ -86,8 +86,7 @@ def note_of(profile: Profile) -> str:
 
 def title_of(plan: Plan) -> str:
     """How many strands, and the rule."""
-    one = plan.rule in ("sequential", "intra_batch")
-    return f"{'one strand' if one else 'two strands'} ({plan.rule})"
+    return f"{'one strand' if runs_one_strand(plan.rule) else 'two strands'} ({plan.rule})"
 
 
 def gain_of(strip: Strip, first: Strip) -> str:

@@ -29,17 +29,21 @@ from hf_helix.runtime.grad_reduce import Reduction
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.streams import Streams
+from hf_helix.runtime.tiled_stage import stage_for
 
 
 class Runner:
     """Runs windows on one rank.
 
     Args:
-        stage: what this rank holds, its collectives not yet cut into the tiles that a plan may ask for.
-        plan: the order of every block, or a flow.
+        stage: what this rank holds.
+        plan: the order in which operators are issued.
         scheduler: makes the schedule of a window from its number of micro-batches.
         seed: of the run; each operator's randomness derives from it and from its place.
         products: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
+
+    Attributes:
+        layout: what all ranks hold, with the graphs that the plan orders (those of `stage`, but for tiled plans).
     """
 
     def __init__(
@@ -52,16 +56,16 @@ class Runner:
         seed: int,
         products: torch.dtype | None = None,
     ) -> None:
-        self.whole = stage
-        self.stage = stage.tiled(plan.tiles)
+        self.stage = stage
         self.plan = plan
         self.mesh = mesh
         self.scheduler = scheduler
-        self.layout = self.stage.layout
-        self._seed = seed
+        issued = stage_for(plan, stage)
+        self.layout = issued.layout
+        self.seed = seed
         self.precision = Precision(mesh.device.type, products)
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
-        self.executor = Executor(self.stage.units, streams, seed * world_size() + rank(), self.precision)
+        self.executor = Executor(issued.units, streams, seed * world_size() + rank(), self.precision)
         self._programs: dict[object, list[Instruction]] = {}
         head = self.stage.head
         (loss,) = self.layout.graphs[self.layout.units[head]].forward.outputs
@@ -73,7 +77,7 @@ class Runner:
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
         """A runner of the same parameters, on the same streams, with another plan (and other schedules)."""
         scheduler, streams = scheduler or self.scheduler, self.executor.streams
-        return Runner(self.whole, plan, self.mesh, streams, scheduler, self._seed, self.precision.products)
+        return Runner(self.stage, plan, self.mesh, streams, scheduler, self.seed, self.precision.products)
 
     def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
         """Forward and backward of a window; losses by micro-batch, gradients added to `parameter.grad`.

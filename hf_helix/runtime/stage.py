@@ -8,18 +8,16 @@ Must hold: one copy of the parameters serves both strands; every rank describes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
 from hf_helix.operators.communication.pipeline_p2p import Empty, Transfer, transfer_unit
-from hf_helix.operators.tiling import tile_unit
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks
-from hf_helix.planning.plans.plan import tile_pairs
 from hf_helix.runtime.distributed.pipe import Pipe
 
 SINGLE = Pipe([0])
@@ -75,14 +73,6 @@ class Stage:
         """The unit that computes the loss."""
         return len(self.layout.units) - 1
 
-    def tiled(self, tiles: int) -> Stage:
-        """The same with collectives and the linears beside them cut into tiles (`hf_helix.operators.tiling`)."""
-        if tiles == 1:
-            return self
-        model = {index: tile_unit(unit, tiles) for index, unit in self.model.items()}
-        graphs = tile_pairs(self.layout.graphs, tiles)
-        return replace(self, model=model, layout=replace(self.layout, graphs=graphs, shared=_shared(model)))
-
 
 def place_units(
     units: Sequence[Unit],
@@ -133,7 +123,7 @@ def place_units(
     graphs = {unit.name: unit.graphs for unit in units}
     if pipe.size > 1:
         graphs |= transfer_graphs(passing)
-    stage_of_rank = Stage(Layout(names, chunks, graphs, _shared(model), ranks), pipe.rank, model, ends)
+    stage_of_rank = Stage(Layout(names, chunks, graphs, shared_gradients(model), ranks), pipe.rank, model, ends)
     _check_single(stage_of_rank)
     return stage_of_rank
 
@@ -155,8 +145,8 @@ def _check_single(stage: Stage) -> None:
             )
 
 
-def _shared(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
-    """The operators of backward that add to a gradient of several units, see `Layout.shared`."""
+def shared_gradients(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
+    """The backward operators that add to a gradient which several units share, see `Layout.shared`."""
     users: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for index in sorted(units, reverse=True):
         backward = units[index].graphs.backward

@@ -99,7 +99,7 @@ def _gradient_bytes(runner: Runner) -> int:
         parameter.nbytes
         if placement.dim is None
         else parameter.nbytes // max(1, parameter.shape[placement.dim]) * placement.length
-        for parameter, placement in runner.whole.placements.items()
+        for parameter, placement in runner.stage.placements.items()
         if parameter.requires_grad
     )
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from hf_helix.planning.pipeline.schedule_file import Schedule
-from hf_helix.planning.plans.plan import Plan, parse_plan
+from hf_helix.planning.plans.files import parse_plan
+from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan, predict_plan
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.runtime.distributed.groups import control_group
@@ -54,7 +55,7 @@ def plan_runners(
 
 def baseline_runner(runner: Runner, num_microbatches: int) -> Runner:
     """Returns a runner with the plan `sequential`, which needs no measurement. Collective."""
-    return plan_runners(runner, [BASELINE], rough_profile(runner.whole.layout), num_microbatches)[BASELINE]
+    return plan_runners(runner, [BASELINE], rough_profile(runner.stage.layout), num_microbatches)[BASELINE]
 
 
 def make_plans(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from hf_helix.config import RULES
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans import search
@@ -21,7 +22,7 @@ from hf_helix.tuning.measure.profiler import TRAIN
 from hf_helix.tuning.measure.timing import ISSUING, ISSUING_SLOWEST
 
 BASELINE = "sequential"
-CANDIDATES = (BASELINE, "intra_batch", "round_robin", "dhelix", "greedy", "search")
+CANDIDATES = RULES
 
 # What the estimates go by; from Llama models of 4 and 8 layers on two ranks.
 INSTRUCTION_SECONDS = 2e-6  # for an instruction of a search to be ordered and simulated, on one core

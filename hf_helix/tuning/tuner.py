@@ -16,11 +16,12 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from hf_helix.config import HelixConfig
+from hf_helix.config import AUTO, HelixConfig
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, schedule_names, stage_costs
-from hf_helix.planning.plans.plan import Plan, load_plan, parse_plan
-from hf_helix.planning.plans.registry import RULES
+from hf_helix.planning.plans.files import load_plan, parse_plan
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.registry import RULES, runs_one_strand
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.profile_file import load_profile
 from hf_helix.runtime.distributed.agreement import agree_on_text, decide_on_rank_0
@@ -50,9 +51,8 @@ from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.verdict import contention_of, format_tuning, format_verdict
 
 # Rules that wait for a measurement; until then, a plan that needs none serves.
-MEASURED = {"auto": CANDIDATES, "search": ("search",), "dhelix": ("dhelix",)}
+MEASURED = {AUTO: CANDIDATES} | {name: (name,) for name, rule in RULES.items() if rule.needs_profile}
 UNMEASURED = "greedy"
-SINGLE = ("sequential", "intra_batch")  # rules that run one micro-batch at a time
 TUNED_MICROBATCHES = 4  # for each rank of the pipeline: enough to see the steady state
 
 
@@ -125,7 +125,7 @@ class Tuner:
         if name in MEASURED and profile is None:
             # One rank has nothing to hide, and one strand at a time makes better use of the caches.
             name = UNMEASURED if self.config.communicates else BASELINE
-        if name == "auto":
+        if name == AUTO:
             name = UNMEASURED
         plans = make_plans([name], profile or rough_profile(layout), model=self._model, mesh=self._mesh)
         return plans[name]
@@ -134,8 +134,8 @@ class Tuner:
     def is_settled(self) -> bool:
         """Whether the plan stays as it is for the rest of the run."""
         is_measured = self.config.plan in MEASURED
-        is_planned = self.config.plan != "auto" and self.config.profile is not None
-        is_done = self.result is not None and (self.config.plan != "auto" or self.result.effort == FULL.name)
+        is_planned = self.config.plan != AUTO and self.config.profile is not None
+        is_done = self.result is not None and (self.config.plan != AUTO or self.result.effort == FULL.name)
         return not is_measured or is_planned or is_done or not self.config.communicates
 
     def update(
@@ -163,7 +163,7 @@ class Tuner:
             runner = self._load_cached(runner, self._timed) if self.config.cache else runner
         if self._timed is None or self.is_settled:
             return runner
-        if self.config.plan != "auto":
+        if self.config.plan != AUTO:
             return self._measure(runner, dataclasses.replace(FULL, rules=MEASURED[self.config.plan]), self._timed)
         if self.config.tuning_share == 1:
             return self._measure(runner, FULL, self._timed)
@@ -210,7 +210,7 @@ class Tuner:
         """
         return tuning_cost(
             effort,
-            runner.whole.layout,
+            runner.stage.layout,
             window_seconds,
             len(runner.program(len(timed.microbatches))),
             schedules=len(schedule_names(self.config.schedule, self.config.pp_size)),
@@ -242,7 +242,7 @@ class Tuner:
                     timed.microbatches,
                     effort,
                     about=timed.about,
-                    profile=self._given_profile(runner.whole.layout),
+                    profile=self._given_profile(runner.stage.layout),
                     schedules=functools.partial(candidates, self.config.schedule),
                     num_microbatches=timed.num_microbatches,
                     progress=progress,
@@ -262,7 +262,7 @@ class Tuner:
             return runner
         result, text = cached
         try:
-            plan = parse_plan(text, runner.whole.layout.graphs, model=self._model, mesh=self._mesh)
+            plan = parse_plan(text, runner.stage.layout.graphs, model=self._model, mesh=self._mesh)
         except ValueError:
             return runner  # a plan of an older version, which every rank refuses alike
         costs = stage_costs(result.profile) if result.profile is not None else None
@@ -295,7 +295,7 @@ class Tuner:
     def _say_nothing_interleaves(self, num_microbatches: int) -> None:
         """Say once, if the first step has nothing to interleave, what to change."""
         is_first, self._has_begun = not self._has_begun, True
-        interleaves = self.config.pp_size > 1 or self.config.plan not in SINGLE
+        interleaves = self.config.pp_size > 1 or not runs_one_strand(self.config.plan)
         if num_microbatches > 1 or not is_first or not (interleaves and self.config.communicates):
             return
         start = "an optimizer step has one micro-batch here, and nothing to interleave it with"

@@ -29,7 +29,7 @@ Class = TypeVar("Class", bound=type)
 KNOWN: Mapping[str, tuple[str, str]] = {
     "torch": ("2.11", "2.13"),
     "transformers": ("5.17", "5.23"),
-    "accelerate": ("1.12", "1.15"),
+    "accelerate": ("1.14", "1.15"),
     "peft": ("0.21", "0.21"),
     "trl": ("1.16", "1.16"),
 }

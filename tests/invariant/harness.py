@@ -148,7 +148,7 @@ def _window(trainer: Any, order: str, schedule: str, seed: int, batches: dict[st
         runner = _runner_of(trainer, order, schedule, seed)
     window = window_of(trainer, **batches)
     losses = [loss.item() for loss in runner.train_window(window)]
-    meters = [m.read(trainer.helix.mesh.device).tolist() for unit in runner.whole.model.values() for m in unit.meters]
+    meters = [m.read(trainer.helix.mesh.device).tolist() for unit in runner.stage.model.values() for m in unit.meters]
     evaluated = runner.evaluate(window[:1])[0].item() if runner.plan.tiles > 1 else None
     parts = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
     gradients = whole_gradients(trainer) if whole else {}

@@ -8,6 +8,7 @@ process runs no job and has no process group.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -108,6 +109,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     from support.tuning_jobs import hasty
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays; collections need not look at it each time
     with hasty():
         _work(pipe)
 

@@ -7,15 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hypothesis import strategies as st
 
-from hf_helix.config import RECOMPUTE
+from hf_helix.config import RECOMPUTE, RULES
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair, transfer_graphs
 from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.schedule_file import Schedule, build_schedule
-from hf_helix.planning.plans.list_scheduler import Flow
-from hf_helix.planning.plans.plan import Plan, graphs_digest
+from hf_helix.planning.plans.baselines.dhelix import dhelix
+from hf_helix.planning.plans.baselines.interleave import round_robin, sequential
+from hf_helix.planning.plans.list_scheduler import Priorities
+from hf_helix.planning.plans.plan import graphs_digest
+from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.profile import Name, Profile, named_operators
 
 
@@ -166,7 +169,7 @@ def random_times(layout: Layout, seed: int) -> dict[Name, float]:
     return {name: draw.randint(1, 12) / 1e3 for name, _ in named_operators(layout)}
 
 
-def random_bias(layout: Layout, seed: int) -> dict[Name, float]:
+def random_priority(layout: Layout, seed: int) -> dict[Name, float]:
     draw = random.Random(seed)
     return {name: draw.uniform(-12e-3, 12e-3) for name, _ in named_operators(layout)}
 
@@ -175,8 +178,17 @@ def profile_of(layout: Layout, times: Mapping[Name, float] | None = None, **opti
     return Profile({"model": "Llama"}, layout, times or efforts(layout), **options)
 
 
-def plan_of_flow(flow: Flow, layout: Layout) -> Plan:
-    return Plan("flow", "Llama", {"tp_size": 2}, graphs_digest(layout.graphs), {}, flow)
+def priority_plan(priorities: Priorities, layout: Layout) -> PriorityPlan:
+    return PriorityPlan("by hand", "Llama", {"tp_size": 2}, graphs_digest(layout.graphs), priorities)
+
+
+def list_scheduled(schedule: Schedule, layout: Layout, priorities: Priorities) -> list[list[Instruction]]:
+    """The instructions of every rank in the order in which list scheduling issues them."""
+    return priority_plan(priorities, layout).programs(schedule, layout)
+
+
+ORDER_BLOCK = {"sequential": sequential, "round_robin": round_robin, "dhelix": dhelix}
+UNTILED = [rule for rule in RULES if rule != "intra_batch"]  # tiles have graphs of their own
 
 
 def operators_of(program: Iterable[Instruction]) -> list[Instruction]:

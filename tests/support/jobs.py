@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from support.ablations import ablated
 from support.models import arguments, llama, sequences, tiny
 from transformers import Trainer
 
@@ -66,10 +67,21 @@ def train(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str
 
 
 def window_gradients(
-    folder: str, helix: dict[str, Any], num_microbatches: int, traced: bool = False, **options: Any
+    folder: str,
+    helix: dict[str, Any],
+    num_microbatches: int,
+    traced: bool = False,
+    without: Sequence[str] = (),
+    **options: Any,
 ) -> dict[str, Any]:
-    """One window, without an optimizer step: losses, whole gradients by name (on rank 0), trace events."""
+    """One window, without an optimizer step: losses, whole gradients by name (on rank 0), trace events.
+
+    Args:
+        without: what its plan must not use, see `ablate`.
+    """
     trainer = make_trainer(folder, helix, **options)
+    if without:
+        trainer.helix.runner = ablated(trainer.helix.runner, without)
     trainer.model.train()
     microbatches = _microbatches(trainer, num_microbatches)
     streams = trainer.helix.runner.executor.streams
@@ -113,7 +125,7 @@ def save_plan(folder: str, helix: dict[str, Any], path: str) -> str:
     """Write the plan of a run to a file (rank 0) and return its text. The searched one goes by rough efforts."""
     trainer = make_trainer(folder, helix)
     if helix.get("plan") in ("search", "dhelix"):
-        made, profile = trainer.plan, rough_profile(trainer.helix.runner.whole.layout)
+        made, profile = trainer.plan, rough_profile(trainer.helix.runner.stage.layout)
         plan = make_plan(helix["plan"], profile, model=made.model, mesh=made.mesh)
         trainer.helix.runner = trainer.helix.runner.with_plan(plan)
     if trainer.is_world_process_zero():

@@ -75,7 +75,7 @@ def start_in_every_way(
         for parameter in other.parameters():
             parameter.fill_(7.0)
     again = trainer_of(folder, helix, other)
-    load_parameters(again.model, again.runner.whole, again.mesh, source)
+    load_parameters(again.model, again.runner.stage, again.mesh, source)
     found = {"named": named, "meta": meta, "again": again}
     return {
         "differences": {how: differences(held(trainer.model), expected) for how, trainer in found.items()},
@@ -93,7 +93,7 @@ def refused(folder: str, helix: dict[str, Any], source: str, model: dict[str, An
     before = held(trainer.model)
     source = f"{source}/{os.environ['RANK']}" if own_folder else source
     try:
-        load_parameters(trainer.model, trainer.helix.runner.whole, trainer.helix.mesh, source)
+        load_parameters(trainer.model, trainer.helix.runner.stage, trainer.helix.mesh, source)
     finally:
         assert not differences(held(trainer.model), before)
 

@@ -9,7 +9,7 @@ import torch
 from support.models import arguments, sequences, tiny
 from torch import Tensor
 
-from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
+from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.shard import whole_parameter
 from hf_helix.planning.pipeline.scheduler import Scheduler, stage_costs
 from hf_helix.planning.plans.registry import make_plan
@@ -60,25 +60,15 @@ def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]
     return {"losses": losses, "gradients": gradients}
 
 
-_meshes: dict[str, Any] = {}
-
-
 def make(
     folder: str, helix: dict[str, Any], model: dict[str, Any], training: dict[str, Any] | None = None
 ) -> HelixTrainer:
-    """A trainer on the process groups of earlier ones of its sizes: every group has threads, and none ever ends."""
-    plugin = HelixPlugin(HelixConfig(**{"cache": False, **helix}))
-    groups = repr([getattr(plugin.config, f"{axis}_size") for axis in ("tp", "pp", "cp", "ep")])
-    groups += repr((plugin.config.cross_node, plugin.config.link))
-    plugin.mesh = _meshes.get(groups)
-    trainer = HelixTrainer(
+    return HelixTrainer(
         model=tiny(**model),
-        args=arguments(folder, parallelism_config=plugin, **(training or {})),
+        args=arguments(folder, **(training or {})),
         train_dataset=sequences(4),
-        helix_config=plugin.config,
+        helix_config=HelixConfig(**{"cache": False, **helix}),
     )
-    _meshes[groups] = trainer.helix.mesh
-    return trainer
 
 
 def windows(
@@ -107,7 +97,7 @@ def windows(
 
 def runner_of(trainer: Any, rule: str, schedule: str) -> Runner:
     """The trainer's runner under another plan and schedule; `auto` is searched with rough times."""
-    profile = rough_profile(trainer.helix.runner.whole.layout)
+    profile = rough_profile(trainer.helix.runner.stage.layout)
     plan = make_plan(rule, profile, model=trainer.plan.model, mesh=trainer.plan.mesh)
     costs = stage_costs(profile) if schedule == "auto" else None
     return trainer.helix.runner.with_plan(plan, Scheduler(schedule, trainer.helix.mesh.pipe.size, costs))

@@ -92,7 +92,7 @@ def save_rough_profile(folder: str, path: str, **options: Any) -> None:
     """A profile file for this model and mesh, without a measurement."""
     trainer = make_trainer(folder, {"tp_size": 2, "plan": "sequential"}, **options)
     if dist.get_rank() == 0:
-        rough = rough_profile(trainer.helix.runner.whole.layout)
+        rough = rough_profile(trainer.helix.runner.stage.layout)
         save_profile(Profile({**trainer.helix.tuner.fingerprint, **rough.about}, rough.layout, rough.times), path)
     dist.barrier()
 
@@ -167,9 +167,10 @@ def compare_plans(folder: str, plans: Sequence[dict[str, Any]], num_microbatches
     with hasty():
         for plan in plans:
             helix = {"tp_size": 2, **plan}
+            without = helix.pop("without", ())
             if plan["plan"] in ("search", "dhelix"):
                 helix["profile"] = path
-            run = window_gradients(folder, helix, num_microbatches, **options)
+            run = window_gradients(folder, helix, num_microbatches, without=without, **options)
             first = first or run
             rows.append({"losses": run["losses"], **_differences(run["gradients"], first["gradients"])})
     return {"gradients": first["gradients"] if dist.get_rank() == 0 else None, "rows": rows}

@@ -72,11 +72,11 @@ def one_rank(
         workload = Workload(config, helix, CPU, mesh, products)
         made = workload.runner
         made.executor.streams.close()
-        profile, schedule = rough_profile(made.whole.layout), made.scheduler(microbatches)
+        profile, schedule = rough_profile(made.stage.layout), made.scheduler(microbatches)
         chosen = make_plan(plan, profile, model="m", mesh=mesh.option_sizes, schedule=schedule, searching=0.02)
         streams = CudaStreams(CPU, cuda)
         yield (
-            Runner(made.whole, chosen, mesh, streams, made.scheduler, 0, made.precision.products),
+            Runner(made.stage, chosen, mesh, streams, made.scheduler, 0, made.precision.products),
             workload.window(microbatches, batch=2, length=8),
         )
 

@@ -140,7 +140,7 @@ class CheckpointHooks:
         return Manifest(type(self.helix.model).__name__, parameters, dict(mesh.sizes), per_step, name)
 
     def _held(self) -> dict[nn.Parameter, Held]:
-        return held_parameters(self.helix.model, self.helix.runner.whole, self.helix.mesh)
+        return held_parameters(self.helix.model, self.helix.runner.stage, self.helix.mesh)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Each rank reads its slices of the model. Collective."""

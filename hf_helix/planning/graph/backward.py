@@ -8,7 +8,7 @@ Must hold: the gradient of a value that several operators read is summed in one 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
@@ -17,20 +17,61 @@ from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 def derive_backward(graph: Graph) -> Graph:
     """The backward graph of `graph`: edges reversed, communication replaced by its dual, linears split in I and W.
 
-    The W of a linear follows its I; where communication follows the I, W comes after it, so that even a single
-    strand computes W beside it (the paper's "self-overlap", section 4.2). A linear that trains nothing has no W, and
-    its I is all of its B. Of tiles in a row (see `after`),
-    communication comes as early as it can, and W's after the I's that communication follows. What runs again (R) stands
-    where it is first needed, but communication that needs nothing else begins with the unit's backward; the value `v`
-    that comes again is `r.v`, and an operator reads it behind its gradients. Where communication would have to sum
-    gradients, a sum of its own, `v.sum`, does.
+    Pseudo-code:
+
+        for every operator of the forward graph, last one first:
+            emit B, which reads the gradients of its outputs (and what it saved) and writes those of its inputs;
+            of a linear, emit I in its place and set W aside;
+            where communication would have to sum gradients of several readers, emit the sum as an operator of its own
+        move communication that is recomputed to directly after what it needs
+        insert every W after its I, or behind the communication that reads the I's result
+        insert every recomputed operator (R) before the first operator that needs it
+
+    So even a single strand computes a W beside communication (the paper's "self-overlap", section 4.2). A linear that
+    trains nothing has no W, and its I is all of its B. The gradient of a value that several operators read is summed
+    in the order of backward: each adds to what the one before wrote. The recomputed value `v` is `r.v`, and operators
+    read it behind their gradients; recomputed communication that needs no other recomputation begins with the unit's
+    backward.
+
+    Example: a norm, an all-gather, a linear and a residual, whose sum leaves the unit.
+
+        forward                                backward
+        norm    x -> norm                      add         d.add -> d.x@add d.up
+        gather  norm -> gather                 up.I        d.up -> d.gather
+        up      gather -> up    (split)        gather      d.gather -> d.norm      (a reduce-scatter)
+        add     x up -> add                    up.W        d.up gather ->          (beside it)
+                                               norm        d.norm -> d.x           (+= d.x@add)
+
+    Raises:
+        ValueError: a value whose gradient cannot be derived.
     """
+    parts = backward_parts(graph)
+    recomputed = {op.name for op in parts.chain if op.again and op.kind.communicates}
+    operators = _place_weights(advance(parts.chain, recomputed), parts.weights)
+    return backward_graph(graph, place_recomputation(operators, parts.recomputation))
+
+
+@dataclass(frozen=True)
+class BackwardParts:
+    """The operators of a backward graph before they are put in one order.
+
+    Attributes:
+        chain: those that gradients go through, in the reverse order of forward: I, B, and sums.
+        weights: the W of every I, by the I's name.
+        recomputation: what is recomputed, in the order of forward.
+    """
+
+    chain: list[Operator]
+    weights: dict[str, Operator]
+    recomputation: list[Operator]
+
+
+def backward_parts(graph: Graph) -> BackwardParts:
+    """The backward operators of a forward graph. Raises as `derive_backward`."""
     readers = _readers(graph)
-    followers = _followers(graph)
     plain = _plain_values(graph)
     repeated = {value for op in graph.operators if op.again for value in op.writes} - plain
-    operators: list[Operator] = []
-    weights: dict[str, Operator] = {}
+    parts = BackwardParts([], {}, _repeats(graph, repeated))
     for op in reversed(graph.operators):
         if not op.differentiable:
             continue
@@ -47,27 +88,35 @@ def derive_backward(graph: Graph) -> Graph:
             reads=(*gradients, *_seen_again(op.keeps, repeated)),
             writes=writes,
             adds=adds,
-            after=() if op.split else (*followers.get(op.name, ()), *_left_by(op)),
+            after=() if op.split else _left_by(op),
             keeps=(),
             plain=(),
             sizes=tuple(value for value in op.sizes if value in op.keeps),
             # A segment's backward is about twice its forward; the parts of a split linear cost one forward each.
             effort=op.effort if op.split or op.kind.communicates else 2 * op.effort,
         )
-        operators.append(main)
-        operators += _sums(op, readers, plain)
+        parts.chain.append(main)
+        parts.chain.extend(_sums(op, readers, plain))
         if in_parts:
-            weights[main.name] = replace(
+            parts.weights[main.name] = replace(
                 main,
                 name=f"{op.name}.W",
                 part=Part.W,
                 reads=(*gradients, *_seen_again(op.reads, repeated)),
                 writes=(),
                 adds=(),
-                after=tuple(f"{name}.W" for name in followers.get(op.name, ())),
                 effort=op.effort * op.trained,
             )
-    operators = _with_repeats(_with_weights(_early(operators), weights), _repeats(graph, repeated))
+    return parts
+
+
+def backward_graph(graph: Graph, operators: Sequence[Operator]) -> Graph:
+    """The graph of ordered backward operators.
+
+    Args:
+        graph: the forward graph.
+        operators: all of its backward.
+    """
     read = {value for op in operators for value in op.reads}
     return Graph(
         name=graph.name,
@@ -75,22 +124,23 @@ def derive_backward(graph: Graph) -> Graph:
         inputs=tuple(f"d.{value}" for value in graph.outputs),
         outputs=tuple(f"d.{value}" for value in graph.inputs),
         repeats=graph.repeats,
-        kept=tuple(value for value in readers if value in read),
+        kept=tuple(value for value in _readers(graph) if value in read),
     )
 
 
 def _seen_again(values: Iterable[str], repeated: Collection[str]) -> tuple[str, ...]:
-    """What backward calls values of the forward pass."""
+    """The names that backward has for values of the forward pass: `r.v` for those that are recomputed."""
     return tuple(f"r.{value}" if value in repeated else value for value in values)
 
 
 def _left_by(op: Operator) -> tuple[str, ...]:
-    """What leaves for its backward what forward did not keep."""
+    """The recomputation that saves for the backward of `op` what forward did not keep."""
     return (f"{op.name}.again",) if op.again and op.saves else ()
 
 
 def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
-    """What backward runs again, from the unit's gradients on. Indices and counts are kept; these come last."""
+    """The operators that backward recomputes once the unit's gradients are there, in the order of forward. Indices and
+    counts are kept, not recomputed."""
     return [
         replace(
             op,
@@ -110,8 +160,9 @@ def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
     ]
 
 
-def _with_repeats(operators: Sequence[Operator], repeats: Sequence[Operator]) -> list[Operator]:
-    """Each repeat before the first operator that needs it; what a W needs before its I, so that it comes beside it."""
+def place_recomputation(operators: Sequence[Operator], repeats: Sequence[Operator]) -> list[Operator]:
+    """The operators with each recomputed one before the first that needs it; what a W needs comes before its I, so that
+    the W can run beside the communication behind the I."""
     writers = {value: op for op in repeats for value in op.writes}
     named = {op.name: op for op in repeats}
     reads = {op.of: op.reads for op in operators if op.part is Part.W}
@@ -134,7 +185,7 @@ def _with_repeats(operators: Sequence[Operator], repeats: Sequence[Operator]) ->
 
 
 def _plain_values(graph: Graph) -> set[str]:
-    """Those without a gradient."""
+    """The values that have no gradient."""
     return {value for op in graph.operators for value in op.plain}
 
 
@@ -158,15 +209,13 @@ def _needs_sum(readers: Sequence[Operator]) -> bool:
     return any((op.backward_kind or op.kind).communicates for op in readers[1:])
 
 
-def _early(operators: list[Operator]) -> list[Operator]:
-    """Communication that is one of several in a row, or whose forward runs again, directly after what it needs."""
-    in_row = {name for op in operators if op.kind.communicates and op.after for name in (op.name, *op.after)}
-    in_row |= {op.name for op in operators if op.again and op.kind.communicates}
+def advance(operators: Iterable[Operator], names: Collection[str]) -> list[Operator]:
+    """The operators with those of these names moved to directly after what they need."""
     found: list[Operator] = []
     for op in operators:
         place = len(found)
         while (
-            op.name in in_row
+            op.name in names
             and place > 0
             and found[place - 1].name not in op.after
             and not set(found[place - 1].writes) & set(op.depends_on)
@@ -176,36 +225,24 @@ def _early(operators: list[Operator]) -> list[Operator]:
     return found
 
 
-def _with_weights(operators: list[Operator], weights: dict[str, Operator]) -> list[Operator]:
-    """Each W after its I, or after the communication that follows it and all further tiles of which this is true."""
+def _place_weights(operators: Sequence[Operator], weights: Mapping[str, Operator]) -> list[Operator]:
+    """The operators with each W after its I, or after the communication that follows the I and reads its result."""
     found: list[Operator] = []
     waiting: list[Operator] = []
     for op, following in zip_longest(operators, operators[1:]):
         found.append(op)
         if op.name in weights:
             waiting.append(weights[op.name])
-            if following and following.kind.communicates and set(following.reads) & set(op.writes):
+            if feeds(op, following):
                 continue
-        further = weights.get(following.name) if following else None
-        if op.kind.communicates and further and any(weight.name in further.after for weight in waiting):
-            continue
         found += waiting
         waiting = []
     return found
 
 
-def _followers(graph: Graph) -> dict[str, list[str]]:
-    """Operator -> those that are declared to come after it; backward they come before."""
-    found: dict[str, list[str]] = {}
-    for op in graph.operators:
-        for name in op.after:
-            if graph[name].split is not op.split:
-                raise ValueError(
-                    f"graph {graph.name!r}: {op.name!r} is declared to come after {name!r}, but only one of the two "
-                    "has a weight gradient apart; declare both with split, or none"
-                )
-            found.setdefault(name, []).append(op.name)
-    return found
+def feeds(op: Operator, following: Operator | None) -> bool:
+    """Whether the following operator is communication that reads what this one writes."""
+    return following is not None and following.kind.communicates and bool(set(following.reads) & set(op.writes))
 
 
 def _readers(graph: Graph) -> dict[str, list[Operator]]:
@@ -242,7 +279,7 @@ def _readers(graph: Graph) -> dict[str, list[Operator]]:
 def _gradient_names(
     op: Operator, readers: Mapping[str, Sequence[Operator]], plain: Collection[str]
 ) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """What the backward of `op` writes for each of its inputs, and the partial gradient that it adds."""
+    """The values that the backward of `op` writes, one for each input, and the partial gradients that it adds."""
     writes: list[str] = []
     adds: list[str | None] = []
     for value in op.reads:

@@ -49,18 +49,27 @@ class Part(Enum):
 class Operator:
     """The smallest schedulable piece.
 
-    `reads` and `writes` name values; the gradient of value `v` is `d.v`. `adds[i]`, where it is not None, names a
-    partial gradient that is added to the i-th output. `of` is the declared operator this one runs a part of.
-    `split` declares a backward in two parts, I and W, of which W reads all that forward read; `trained` how much of W
-    there is, from 1 (all of its weights are trained) to 0 (none: the backward has no W); `backward_kind` the kind
-    of the backward operator (None: the same as the forward's). `after` names operators of the graph that come first
-    although nothing of them is read: parts of one weight's gradient add up in order. `keeps` names values of the
-    forward pass that its backward reads; `saves` says whether it also leaves something unnamed for that. `again`: in
-    backward it runs once more, so that what it writes and leaves is not kept, and `waits` names values that must be
-    there although nothing of them is read, so that it does so no earlier than needed. `cheap`: running it again costs
-    little for what need not be kept. `plain` names values among `writes` that have no gradient (indices, counts);
-    `sizes` those among `reads` that say how much there is to move: the host reads them when it issues the operator.
-    `effort` is a rough relative time.
+    Attributes:
+        name: unique in its graph.
+        kind: the stream that it runs on.
+        reads: the values that it takes; the gradient of value `v` is `d.v`.
+        writes: the values that it makes.
+        part: what it does.
+        of: the declared operator that this one runs a part of; by default its own name.
+        split: whether its backward has two parts, I and W; W reads all that forward read.
+        trained: how much of W there is, from 1 (all of its weights are trained) to 0 (none: its backward has no W).
+        backward_kind: the kind of its backward; None for the same.
+        adds: for each output, the partial gradient that is added to it, or None.
+        after: operators of the graph that come first although nothing of them is read. It orders this graph alone; what
+            is declared forward says nothing of backward.
+        keeps: values of the forward pass that its backward reads.
+        saves: whether it also leaves something unnamed for its backward, such as what autograd saves.
+        again: whether backward runs it once more, so that what it writes and leaves is not kept.
+        cheap: whether running it again costs little for what need not be kept.
+        waits: values that must be there although nothing of them is read, so that it runs no earlier than needed.
+        plain: those of `writes` that have no gradient (indices, counts).
+        sizes: those of `reads` that say how much there is to move: the host reads them when it issues the operator.
+        effort: a rough relative time.
     """
 
     name: str
@@ -112,8 +121,13 @@ class Operator:
 class Graph:
     """Operators in their canonical order, with the values that enter and leave the unit.
 
-    `repeats`: units of this kind follow each other, what leaves one enters the next. `kept`: of a backward graph, the
-    values of the forward pass that it reads.
+    Attributes:
+        name: of the unit; units of the same name have equal graphs.
+        operators: in canonical order.
+        inputs: values that enter the unit.
+        outputs: values that leave it.
+        repeats: whether units of this kind follow each other, so that what leaves one enters the next.
+        kept: of a backward graph, the values of the forward pass that it reads.
     """
 
     name: str

@@ -1,9 +1,9 @@
-"""Room: how much of their layers' activations the instructions of a window take and give back.
+"""Activation memory: how much of a layer's activations each instruction of a window allocates and frees.
 
 In:   a program, and what its ranks hold.
-Out:  shares of a layer, instruction by instruction: of what forward keeps, and of what backward has run again; and how
-      many layers a schedule needs at once.
-Must hold: every computation of a layer has an equal share; whatever is taken for a micro-batch is given back.
+Out:  parts of a layer, instruction by instruction, for the activations that forward keeps and for those that backward
+      recomputes; and how many layers' activations a schedule has alive at once.
+Must hold: every computation of a layer counts as an equal part; whatever is allocated for a micro-batch is freed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.schedule_file import Slot
 
 Shares = Mapping[str, tuple[float, str]]
-"""Of every computation of a layer: its share of the activations, and what runs again for it; empty if they are kept."""
+"""For every computation of a layer: its part of the activations, and the operator that is recomputed for it (empty
+where its activations are kept)."""
 
 
 def shares_of(pair: GraphPair) -> Shares:
-    """Equal shares. What a weight gradient reads may come from what runs again before it."""
+    """Returns equal parts for all computations. A weight gradient may read what an operator before it recomputes."""
     writers = {value: op for op in pair.forward.operators for value in op.writes if value not in op.plain}
 
     def source(reads: Sequence[str]) -> str:
-        """The nearest computation that runs again."""
+        """The nearest computation that is recomputed."""
         for op in (writers[value] for value in reads if value in writers):
             if op.again:
                 return op.name if op.kind is Kind.COMPUTE else source(op.reads)
@@ -39,43 +40,59 @@ def shares_of(pair: GraphPair) -> Shares:
 
 
 @dataclass(frozen=True)
-class Held:
-    """By instruction, the share of a layer's activations that it takes and that it gives back. What takes is held up
-    where there is no room."""
+class ActivationMemory:
+    """What every instruction of a program allocates and frees.
 
-    takes: list[float]
-    gives: list[float]
+    Attributes:
+        alloc: parts of a layer's activations; instructions that allocate are delayed while the limit is reached.
+        free: likewise.
+    """
+
+    alloc: list[float]
+    free: list[float]
 
 
-def held(program: Sequence[Instruction], layout: Layout, shares: Mapping[str, Shares], again: bool) -> Held:
-    """Of the activations that forward keeps, or of those that are recomputed."""
-    takes, gives = [0.0] * len(program), [0.0] * len(program)
+def activation_memory(
+    program: Sequence[Instruction], layout: Layout, shares: Mapping[str, Shares], recomputed: bool
+) -> ActivationMemory:
+    """What the instructions of a program allocate and free.
+
+    Args:
+        program: of all ranks, one after the other.
+        layout: what they hold.
+        shares: of every repeating unit, see `shares_of`.
+        recomputed: whether to count the activations that backward recomputes, or those that forward keeps.
+    """
+    alloc, free = [0.0] * len(program), [0.0] * len(program)
     for place, instruction in enumerate(program):
         op, found = instruction.operator, shares.get(layout.units[instruction.unit], {})
         assert op is not None
-        if op.kind is not Kind.COMPUTE or op.of not in found:  # a sum of gradients, too
+        if op.kind is not Kind.COMPUTE or op.of not in found:  # such as a sum of gradients
             continue
         share, source = found[op.of]
         if op.part is Part.R:
-            takes[place] = sum(each for each, name in found.values() if name == op.of) if again else 0.0
-        elif bool(source) is not again:
+            alloc[place] = sum(each for each, name in found.values() if name == op.of) if recomputed else 0.0
+        elif bool(source) is not recomputed:
             continue
         elif op.part is Part.F:
-            takes[place] = 0.0 if again else share
+            alloc[place] = 0.0 if recomputed else share
         elif op.part in (Part.I, Part.W):
-            # Keeps the gradients that W reads, such as those of gate and up; not held up, or backward could stop.
+            # An I leaves the gradients that its W reads, such as those of gate and up. They count as a negative `free`
+            # and not as `alloc`: backward must never be delayed, or it could stop.
             gradients = sum(value.startswith("d.") for value in op.reads)
-            gives[place] = (1 + gradients if op.part is Part.W else -gradients) * share
+            free[place] = (1 + gradients if op.part is Part.W else -gradients) * share
         else:
-            gives[place] = share
-    return Held(takes, gives)
+            free[place] = share
+    return ActivationMemory(alloc, free)
 
 
 def peak_layers(slots: Sequence[Slot], layout: Layout, kept: Mapping[str, float]) -> float:
-    """Layers whose activations are alive at most where the strands take turns, layer by layer.
+    """Returns the most layers whose activations are alive at once where the strands take turns, layer by layer.
 
     Args:
-        kept: how much of a layer's activations forward keeps, by its name.
+        slots: of a rank.
+        layout: what it holds.
+        kept: the part of a layer's activations that forward keeps, by the layer's name.
     """
 
     def layers(stage: int) -> list[float]:

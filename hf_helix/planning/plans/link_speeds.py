@@ -19,6 +19,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.pipeline.schedule_file import Schedule
 from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.registry import make_plan, predict_plan
 from hf_helix.planning.profile import Name, Pair, Profile
 
@@ -99,9 +100,9 @@ def _predict(profile: Profile, schedule: Schedule, plans: Mapping[str, Plan]) ->
     """What windows take on the link of a profile."""
     seconds = {}
     for rule, plan in plans.items():
-        about = {"model": plan.model, "mesh": plan.mesh}
-        anew = make_plan(rule if plan.flow is None else "greedy", profile, **about)  # type: ignore[arg-type]
-        candidates = [anew] if plan.flow is None else [anew, plan]
+        searched = isinstance(plan, PriorityPlan)
+        anew = make_plan("greedy" if searched else rule, profile, model=plan.model, mesh=plan.mesh)
+        candidates = [anew, plan] if searched else [anew]
         seconds[rule] = min(predict_plan(each, profile, schedule)[1].seconds for each in candidates)
     loads = work_of(window_instructions(schedule, profile.layout), profile.layout, profile.times).loads()
     computing = loads.pop(Kind.COMPUTE)

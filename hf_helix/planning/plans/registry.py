@@ -1,34 +1,110 @@
-"""The rules by the names that `HelixConfig(plan=...)` takes.
+"""The rules that make plans, by the names that `HelixConfig(plan=...)` takes: the one list of them.
 
 In:   a rule's name and a profile.
 Out:  a plan.
-Must hold: every rule makes its plan from the profile alone, so a plan can be made where no model is.
+Must hold: every rule makes its plan from the profile alone, so a plan can be made where no model is. The names are
+those of `hf_helix.config.RULES`, in that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from hf_helix import config
 from hf_helix.planning.cost import Timeline, simulate, work_of
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.pipeline.schedule_file import Schedule
 from hf_helix.planning.plans.baselines.dhelix import dhelix
 from hf_helix.planning.plans.baselines.interleave import round_robin, sequential
-from hf_helix.planning.plans.baselines.intra_batch import tile_profile
-from hf_helix.planning.plans.plan import Plan, Rule, block_plan, graphs_digest
+from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
+from hf_helix.planning.plans.block_plan import BlockPlan, OrderBlock
+from hf_helix.planning.plans.list_scheduler import Priorities
+from hf_helix.planning.plans.plan import Plan, graphs_digest
+from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.search import Progress, greedy, search
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.program import build_programs
 
-TILED = "intra_batch"
-BLOCK_RULES: dict[str, Rule] = {
-    "sequential": sequential,
-    TILED: sequential,
-    "round_robin": round_robin,
-    "dhelix": dhelix,
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is made from; see `make_plan`."""
+
+    rule: str
+    profile: Profile
+    model: str
+    mesh: Mapping[str, int]
+    schedule: Schedule | None = None
+    progress: Progress | None = None
+    searching: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A way to make plans.
+
+    Attributes:
+        name: what `HelixConfig(plan=...)` and `hf-helix plan --rule` call it.
+        make: makes the plan.
+        needs_profile: whether it is of use with measured times only. The others serve before anything is measured, too.
+        runs_one_strand: whether one micro-batch runs at a time, so that a window may have a single one.
+        is_baseline: whether it is there to compare with, and not one of the product's own.
+    """
+
+    name: str
+    make: Callable[[Request], Plan]
+    needs_profile: bool = False
+    runs_one_strand: bool = False
+    is_baseline: bool = False
+
+
+def _by_blocks(order_block: OrderBlock) -> Callable[[Request], Plan]:
+    return lambda request: BlockPlan.of(
+        request.rule, order_block, request.profile, model=request.model, mesh=request.mesh
+    )
+
+
+def _by_priorities(find: Callable[[Request], Priorities]) -> Callable[[Request], Plan]:
+    def make(request: Request) -> Plan:
+        graphs = graphs_digest(request.profile.layout.graphs)
+        return PriorityPlan(request.rule, request.model, dict(request.mesh), graphs, find(request))
+
+    return make
+
+
+def _greedy(request: Request) -> Priorities:
+    return greedy(request.profile)
+
+
+def _search(request: Request) -> Priorities:
+    return search(request.profile, request.schedule, progress=request.progress, effort=request.searching)
+
+
+def _in_tiles(request: Request) -> Plan:
+    """One tile for each rank that a collective moves data between."""
+    return IntraBatchPlan.of_tiles(
+        request.rule, sequential, request.profile, model=request.model, mesh=request.mesh, tiles=request.mesh["tp_size"]
+    )
+
+
+RULES: Mapping[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule("sequential", _by_blocks(sequential), runs_one_strand=True),
+        Rule("intra_batch", _in_tiles, runs_one_strand=True, is_baseline=True),
+        Rule("round_robin", _by_blocks(round_robin), is_baseline=True),
+        Rule("dhelix", _by_blocks(dhelix), needs_profile=True, is_baseline=True),
+        Rule("greedy", _by_priorities(_greedy)),
+        Rule("search", _by_priorities(_search), needs_profile=True),
+    )
 }
-FLOW_RULES = ("greedy", "search")
-RULES = (*BLOCK_RULES, *FLOW_RULES)
+assert tuple(RULES) == config.RULES, "hf_helix.config names the rules for those who may not import them"
+
+
+def runs_one_strand(name: str) -> bool:
+    """Whether the plans of this name run one micro-batch at a time; not where it is no rule's name."""
+    return name in RULES and RULES[name].runs_one_strand
 
 
 def make_plan(
@@ -55,21 +131,18 @@ def make_plan(
     Raises:
         KeyError: no rule has this name.
     """
-    if rule in FLOW_RULES:
-        flow = greedy(profile) if rule == "greedy" else search(profile, schedule, progress=progress, effort=searching)
-        return Plan(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), {}, flow)
-    tiles = mesh["tp_size"] if rule == TILED else 1
-    return block_plan(rule, BLOCK_RULES[rule], tiled(profile, tiles), model=model, mesh=mesh, tiles=tiles)
-
-
-def tiled(profile: Profile, tiles: int) -> Profile:
-    """The profile of the graphs with their collectives cut into tiles."""
-    return profile if tiles == 1 else tile_profile(profile, tiles)
+    return RULES[rule].make(Request(rule, profile, model, mesh, schedule, progress, searching))
 
 
 def predict_plan(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[list[Instruction], Timeline]:
-    """The programs of a plan, rank by rank in one list, and what the cost function says of them."""
-    profile = tiled(profile, plan.tiles)
+    """The programs of a plan, rank by rank in one list, and their predicted timeline.
+
+    Args:
+        plan: the order of issue.
+        profile: the times of the operators of the model's own graphs.
+        schedule: of the window.
+    """
+    profile = plan.profile_for(profile)
     program = [made for found in build_programs(schedule, profile.layout, plan) for made in found]
     work = work_of(program, profile.layout, profile.times)
     return program, simulate(work, profile.slowdown if profile.pairs else None)

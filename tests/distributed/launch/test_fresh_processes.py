@@ -8,11 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.graphs import LLAMA, layout_of, random_bias, random_times, schedule_of
+from support.graphs import (
+    LLAMA,
+    layout_of,
+    list_scheduled,
+    random_priority,
+    random_times,
+    schedule_of,
+)
 from support.paths import ROOT
 from support.profiles import MODEL, tiny_profile
 
-from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile_file import save_profile
 from hf_helix.runtime.environment import CONNECTIONS, LOADING
@@ -79,17 +86,17 @@ def test_the_import_alone_sets_the_connections(
 
 
 ORDER = """
-from support.graphs import LLAMA, layout_of, random_bias, random_times, schedule_of
-from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+from support.graphs import LLAMA, layout_of, list_scheduled, random_priority, random_times, schedule_of
+from hf_helix.planning.plans.list_scheduler import Priorities
 layout = layout_of(LLAMA, 3)
-(program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2)))
+(program,) = list_scheduled(schedule_of(4), layout, Priorities(random_times(layout, 1), random_priority(layout, 2)))
 print([(i.microbatch, i.unit, i.operator.part.value, i.operator.name) for i in program])
 """
 
 
-def test_the_order_of_a_flow_is_the_same_in_every_process() -> None:
+def test_the_order_of_priorities_is_the_same_in_every_process() -> None:
     layout = layout_of(LLAMA, 3)
-    (program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), random_bias(layout, 2)))
+    (program,) = list_scheduled(schedule_of(4), layout, Priorities(random_times(layout, 1), random_priority(layout, 2)))
     here = [(i.microbatch, i.unit, i.operator.part.value, i.operator.name) for i in program]
     for seed in ("1", "2"):
         assert output_of(ORDER, PYTHONHASHSEED=seed).strip() == str(here)

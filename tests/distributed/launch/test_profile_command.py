@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from hf_helix.cli import main
 from hf_helix.cli import plan as plan_command
 from hf_helix.planning.plans import search
-from hf_helix.planning.plans.plan import load_plan
+from hf_helix.planning.plans.files import load_plan
 from hf_helix.planning.profile_file import load_profile
 
 SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -27,7 +27,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 4, "
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches of a few steps, and predictions of two rules only."""
     monkeypatch.setattr(search, "EFFORT", 20_000)
-    monkeypatch.setattr(plan_command, "EVERY", ("sequential", "greedy"))
+    monkeypatch.setattr(plan_command, "RULES", ("sequential", "greedy"))
 
 
 def run(*words: object) -> None:

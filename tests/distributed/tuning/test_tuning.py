@@ -14,7 +14,7 @@ from support import jobs  # noqa: F401  (what the cluster runs)
 from support.models import llama
 
 from hf_helix.planning.plans import search
-from hf_helix.planning.plans.plan import load_plan
+from hf_helix.planning.plans.files import load_plan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile_file import load_profile
 from hf_helix.tuning import cache

@@ -12,11 +12,12 @@ from support.profiles import MODEL, broken, tiny_profile
 from hf_helix.cli import main
 from hf_helix.cli import plan as plan_command
 from hf_helix.cli import profile as profile_command
-from hf_helix.cli.plan import EVERY
+from hf_helix.config import RULES
+from hf_helix.planning.graph.ablation import ablate_profile
 from hf_helix.planning.graph.recompute import recompute_profile
 from hf_helix.planning.pipeline.schedule_file import build_schedule
 from hf_helix.planning.plans import search
-from hf_helix.planning.plans.plan import load_plan
+from hf_helix.planning.plans.files import load_plan
 from hf_helix.planning.plans.registry import make_plan, predict_plan
 from hf_helix.planning.profile_file import save_profile
 
@@ -32,7 +33,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def two_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command predicts these only, for what is not about the others: they take seconds."""
-    monkeypatch.setattr(plan_command, "EVERY", ("sequential", "greedy"))
+    monkeypatch.setattr(plan_command, "RULES", ("sequential", "greedy"))
 
 
 @pytest.fixture
@@ -86,11 +87,11 @@ def test_a_rules_plan_is_saved_and_loads(rule: str, file: Path, tmp_path: Path, 
 def test_the_table_is_what_the_cost_function_says(file: Path, tmp_path: Path, capsys: Any) -> None:
     run("plan", file, "--rule", "dhelix", "--microbatches", "3", "--output", tmp_path / "plan.json")
     head, titles, *rows = capsys.readouterr().out.splitlines()
-    rows, lasts = rows[: len(EVERY)], rows[len(EVERY) :]
+    rows, lasts = rows[: len(RULES)], rows[len(RULES) :]
     assert head.startswith("a window of 3 micro-batches; no plan can beat ")
     limit = float(head.split()[-2])
     assert titles.split() == ["plan", "predicted", "speed-up", "of", "bound"]
-    assert [row.split()[0] for row in rows] == list(EVERY)
+    assert [row.split()[0] for row in rows] == list(RULES)
     figures = {row.split()[0]: (float(row.split()[1]), float(row.split()[3].rstrip("x"))) for row in rows}
     profile = tiny_profile()
     plan = load_plan(tmp_path / "plan.json", profile.layout.graphs, model=MODEL, mesh=MESH)
@@ -111,7 +112,7 @@ def test_the_fastest_is_saved_where_nothing_else_is_asked_for(
     rules: tuple[str, ...], file: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan_command, "EVERY", rules)
+    monkeypatch.setattr(plan_command, "RULES", rules)
     run("plan", file)
     assert json.loads((tmp_path / "plan.json").read_text())["rule"] == "greedy"
     assert "predicted to be" not in capsys.readouterr().out
@@ -136,6 +137,14 @@ def test_plans_as_if_layers_were_recomputed(file: Path, tmp_path: Path, two_rule
     assert "is for graphs" in refused(capsys, "show", output, "--profile", file)
     save_profile(profile, file)
     assert "leave --recompute out" in said(capsys, "plan", file, "--recompute", "full")
+
+
+def test_nothing_overlaps_where_nothing_may(file: Path, tmp_path: Path, capsys: Any) -> None:
+    save_profile(ablate_profile(tiny_profile(), ("local", "cross")), file)
+    run("plan", file, "--output", tmp_path / "plan.json")
+    rows = capsys.readouterr().out.splitlines()[2:-1]
+    # All on one stream: every order takes as long, but for cutting into tiles.
+    assert {row.split()[3] for row in rows if not row.startswith("intra_batch")} == {"1.00x"}
 
 
 # show
@@ -321,7 +330,7 @@ def test_a_plan_for_something_else_or_damaged_is_refused(file: Path, tmp_path: P
     broken(plan, lambda data: data["blocks"]["F.layer"].reverse())
     assert str(plan) in refused(capsys, "show", plan, "--profile", file)
     plan_file("greedy", plan)
-    broken(plan, lambda data: data["flow"]["operators"].pop("head"))
+    broken(plan, lambda data: data["priorities"]["operators"].pop("head"))
     assert str(plan) in refused(capsys, "show", plan, "--profile", file)
 
 
@@ -358,6 +367,7 @@ def test_output_that_cannot_be_written(file: Path, tmp_path: Path, two_rules: No
         ("planning",),
         ("plan",),
         ("plan", "P", "--rule", "magic"),
+        ("plan", "P", "--without", "wgrad"),
         ("plan", "P", "--microbatches", "many"),
         ("show", "P", "--width", "wide"),
         ("profile",),

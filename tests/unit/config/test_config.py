@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_helix.config import ABLATIONS, PLANS, RECOMPUTE, SCHEDULES, HelixConfig
+from hf_helix.config import PLANS, RECOMPUTE, SCHEDULES, HelixConfig
 from hf_helix.integrations.accelerate import launcher
 from hf_helix.integrations.accelerate.launcher import (
     CONFIG_FILE_VARIABLE,
@@ -41,7 +41,6 @@ def test_the_defaults_are_one_rank_and_auto():
         "tuning_share": 0.05,
         "schedule": "w",
         "profile": None,
-        "without": (),
         "compile": False,
         "cuda_graphs": False,
         "cache": True,
@@ -196,27 +195,10 @@ def test_a_profile_may_be_an_existing_file_but_not_a_folder(tmp_path: Path):
         HelixConfig(profile=str(tmp_path))
 
 
-@pytest.mark.parametrize("names", [(), ABLATIONS, *((name,) for name in ABLATIONS)])
-def test_every_ablation_is_taken_as_a_tuple_or_a_list(names: tuple[str, ...]):
-    assert HelixConfig(without=names).without == names
-    config = HelixConfig(without=list(names))
-    assert config.without == names
-    assert hash(config) == hash(HelixConfig(without=names))
-
-
-@pytest.mark.parametrize("value", ["wgrad", None, 1, {"wgrad"}, {"wgrad": True}])
-def test_ablations_that_are_no_list_are_refused(value: object):
-    with pytest.raises(TypeError, match=r"^without must be a list, such as without=\['wgrad'\]; got ") as error:
-        HelixConfig(without=value)
-    assert str(error.value).endswith(repr(value))
-
-
-@pytest.mark.parametrize("name", ["wgrads", "", None, 1, True, ["wgrad"]])
-def test_unknown_ablations_are_refused_by_name(name: object):
-    for names in ([name], ["wgrad", name], (name,)):
-        with pytest.raises(ValueError, match=r"^without=.* is unknown; use some of local, cross, ") as error:
-            HelixConfig(without=names)
-        assert str(error.value).startswith(f"without={name!r} is unknown")
+def test_ablations_are_no_option():
+    """They are for benchmarks: `hf_helix.planning.graph.operator.ablation`."""
+    with pytest.raises(TypeError, match="HelixConfig: unknown option 'without'"):
+        HelixConfig(without=("wgrad",))
 
 
 @pytest.mark.parametrize("name", ["cache", "shard_optimizer"])
@@ -503,27 +485,25 @@ def test_a_file_of_bytes_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["tp_size: 2\nwithout: [wgrad, local]\ncache: no\n", "tp_size: 2\ncache: false\nwithout:\n  - wgrad\n  - local\n"],
+    ["tp_size: 2\ncross_node: [tp, cp]\ncache: no\n", "tp_size: 2\ncache: false\ncross_node:\n  - tp\n  - cp\n"],
 )
-def test_ablations_and_cache_in_yaml(tmp_path: Path, text: str):
+def test_lists_and_cache_in_yaml(tmp_path: Path, text: str):
     config = HelixConfig.from_file(write(tmp_path / "helix.yaml", text))
-    assert config == HelixConfig(tp_size=2, without=("wgrad", "local"), cache=False)
+    assert config == HelixConfig(tp_size=2, cross_node=("tp", "cp"), cache=False)
 
 
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("without: wgrad", TypeError, "without must be a list"),
-        ("without:", TypeError, "without must be a list.*got None"),
-        ("without: [wgrat]", ValueError, "without='wgrat' is unknown"),
-        ("without: [yes]", ValueError, "without=True is unknown"),
+        ("without: [wgrad]", ValueError, "unknown option 'without'"),
+        ("cross_node: tp", TypeError, "cross_node must be a list"),
+        ("cross_node: [tq]", ValueError, "cross_node='tq' is no axis"),
+        ("cross_node: [yes]", ValueError, "cross_node=True is no axis"),
         ("cache: 1", TypeError, "cache must be true or false"),
         ("profile: absent.json", ValueError, "profile='absent.json' is not an existing file"),
     ],
 )
-def test_wrong_ablations_and_caches_in_yaml_name_the_file(
-    tmp_path: Path, text: str, error: type[Exception], message: str
-):
+def test_wrong_lists_and_caches_in_yaml_name_the_file(tmp_path: Path, text: str, error: type[Exception], message: str):
     path = write(tmp_path / "helix.yaml", text)
     with pytest.raises(error, match=message) as caught:
         HelixConfig.from_file(path)

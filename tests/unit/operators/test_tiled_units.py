@@ -17,9 +17,9 @@ from hf_helix.operators.communication.transport import Axis, Recorder, SilentTra
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.tiling import Cut, Join, TileTransfer, cut_rows, join_rows, tile_unit
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.plans.baselines.intra_batch import tile_graph
+from hf_helix.planning.plans.baselines.intra_batch import tile_graph, tile_pair
 from hf_helix.runtime.stage import place_units
+from hf_helix.runtime.tiled_stage import tile_stage
 
 SIZES = {"rows": st.integers(0, 9), "size": st.integers(1, 4), "tiles": st.integers(1, 5)}
 
@@ -116,14 +116,14 @@ def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
 @pytest.mark.parametrize("tiles", [2, 3])
 def test_units_and_graphs_are_tiled_alike(tiles: int) -> None:
     whole = place_units(Llama().units(llama(), Sharing(Axis(SilentTransport(2, 0)))))
-    stage = whole.tiled(tiles)
+    stage = tile_stage(whole, tiles)
     assert stage.placements == whole.placements
     assert whole.units.keys() == stage.units.keys()
     for index, after in stage.units.items():
         before = whole.units[index]
         forward = after.graphs.forward
         assert forward == tile_graph(before.graphs.forward, tiles)
-        assert after.graphs == GraphPair.of(forward)
+        assert after.graphs == tile_pair(before.graphs, tiles)
         assert set(after.operators) == {op.name for op in forward.operators}
         assert after.label == before.label
         assert stage.layout.graphs[after.name] == after.graphs
@@ -131,7 +131,6 @@ def test_units_and_graphs_are_tiled_alike(tiles: int) -> None:
     for tile in range(tiles):
         assert layer.operators[f"mlp.up.{tile}"] is whole_layer.operators["mlp.up"]
         assert layer.operators[f"mlp.gather.{tile}"].whole is whole_layer.operators["mlp.gather"]
-    assert stage.tiled(tiles).layout.graphs == stage.layout.graphs
 
 
 def test_without_tiles_or_collectives_units_stay() -> None:

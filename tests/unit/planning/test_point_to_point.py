@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from support.graphs import SMALL, pipeline_of, plan_of_flow, profile_of, random_bias, random_times
+from support.graphs import (
+    ORDER_BLOCK,
+    SMALL,
+    pipeline_of,
+    priority_plan,
+    profile_of,
+    random_priority,
+    random_times,
+)
 from support.point_to_point import RULES, Deadlock, Pipeline
 
 from hf_helix.planning.cost import simulate, work_of
@@ -16,14 +24,14 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
 from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, Slot, build_schedule
 from hf_helix.planning.pipeline.select import Costs, choose_schedule
-from hf_helix.planning.plans.list_scheduler import Flow
+from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import BLOCK_RULES, TILED, make_plan
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.plans.search import greedy, search
 from hf_helix.planning.program import build_programs
 from hf_helix.runtime.streams import CudaStreams
 
-BLOCKS = [rule for rule in BLOCK_RULES if rule != TILED]
+BLOCKS = tuple(ORDER_BLOCK)
 FLOWS = ["greedy", "at random", "at random again", "searched"]
 SCHEDULES = [*PLACEMENT_OF, "auto"]
 IDLING = replace(RULES["a group for each way"], idles=True)
@@ -49,9 +57,9 @@ def planned(plan: str, layout: Layout, schedule: Schedule) -> Plan:
         return make_plan(plan, profile_of(layout), model="m", mesh={"tp_size": 2})
     if plan.startswith("at random"):
         seed = len(plan)
-        return plan_of_flow(Flow(random_times(layout, seed), random_bias(layout, seed), seed % 3), layout)
+        return priority_plan(Priorities(random_times(layout, seed), random_priority(layout, seed), seed % 3), layout)
     profile = profile_of(layout, random_times(layout, 2))
-    return plan_of_flow(greedy(profile) if plan == "greedy" else search(profile, schedule, effort=0.002), layout)
+    return priority_plan(greedy(profile) if plan == "greedy" else search(profile, schedule, effort=0.002), layout)
 
 
 def check(schedule: str, num_ranks: int, num_microbatches: int, plan: str) -> None:

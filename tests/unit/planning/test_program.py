@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import (
     SMALL,
+    UNTILED,
     check_whole_and_in_order,
     compute,
     layout_of,
@@ -25,16 +26,14 @@ from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction, win
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import RULES, TILED, make_plan
+from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.program import build_programs, validate_program
-
-UNTILED = [rule for rule in RULES if rule != TILED]  # tiles have graphs of their own
 
 
 @functools.cache
 def plan_of(rule: str) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "MOST_STEPS", 20)
+        patch.setattr(search, "MAX_STEPS", 20)
         return make_plan(rule, profile_of(layout_of(SMALL, 3)), model="m", mesh={"tp_size": 2})
 
 

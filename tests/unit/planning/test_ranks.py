@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.graphs import (
+    ORDER_BLOCK,
     SMALL,
     by_place,
     loss_gradient,
     most_layers_alive,
     operators_of,
     pipeline_of,
-    plan_of_flow,
+    priority_plan,
     profile_of,
-    random_bias,
+    random_priority,
     random_times,
 )
 from support.schedules import live_activations
@@ -33,13 +34,13 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
 from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, build_schedule
 from hf_helix.planning.plans import search
-from hf_helix.planning.plans.list_scheduler import Flow
+from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import BLOCK_RULES, TILED, make_plan, predict_plan
+from hf_helix.planning.plans.registry import make_plan, predict_plan
 from hf_helix.planning.plans.search import greedy, lower_bound, predict
 from hf_helix.planning.program import build_programs, validate_program
 
-BLOCKS = [rule for rule in BLOCK_RULES if rule != TILED]
+BLOCKS = tuple(ORDER_BLOCK)
 SHAPES = {
     "name": st.sampled_from(sorted(PLACEMENT_OF)),
     "num_ranks": st.integers(1, 3),
@@ -63,8 +64,8 @@ def block_plan_of(rule: str) -> Plan:
     return make_plan(rule, profile_of(layout), model="m", mesh={"tp_size": 2})
 
 
-def random_flow(layout: Layout, seed: int) -> Flow:
-    return Flow(random_times(layout, seed), random_bias(layout, seed + 1), extra_layers=seed % 3)
+def random_flow(layout: Layout, seed: int) -> Priorities:
+    return Priorities(random_times(layout, seed), random_priority(layout, seed + 1), extra_live_layers=seed % 3)
 
 
 def transfers(program: Iterable[Instruction]) -> dict[tuple[int, bool], list[int]]:
@@ -105,11 +106,11 @@ def test_programs_of_flows(
 ):
     layout, schedule = case(name, num_ranks, num_microbatches, counts, recompute)
     flow = random_flow(layout, seed)
-    programs = build_programs(schedule, layout, plan_of_flow(flow, layout))
+    programs = build_programs(schedule, layout, priority_plan(flow, layout))
     check_ranks(programs, layout, schedule)
     for rank, (program, slots) in enumerate(zip(programs, schedule, strict=True)):
         most = max(counts[stage] for stage in layout.chunks if layout.rank_of(layout.chunks[stage][0]) == rank)
-        room = live_activations(slots) * most + flow.extra_layers
+        room = live_activations(slots) * most + flow.extra_live_layers
         assert most_layers_alive(program, layout) <= room + 1e-3
 
 
@@ -120,7 +121,7 @@ def test_a_flow_is_predicted_as_its_programs_run(
     """The order of issue of all ranks together, and each rank's own, say the same."""
     layout, schedule = case(name, num_ranks, num_microbatches, counts)
     flow, profile = random_flow(layout, seed), profile_of(layout, random_times(layout, seed + 7))
-    _, timeline = predict_plan(plan_of_flow(flow, layout), profile, schedule)
+    _, timeline = predict_plan(priority_plan(flow, layout), profile, schedule)
     assert timeline.seconds == pytest.approx(predict(flow, profile, schedule).seconds)
 
 
@@ -162,7 +163,7 @@ def test_a_search_needs_no_schedule(name: str, num_ranks: int, monkeypatch: pyte
     assert predict(search.search(profile), profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9
 
 
-@pytest.mark.parametrize("rule", [*BLOCKS, "flow"])
+@pytest.mark.parametrize("rule", [*BLOCKS, "priorities"])
 @pytest.mark.parametrize("name", [name for name, placement in PLACEMENT_OF.items() if placement == FOLD])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_shared_gradient_adds_up_in_the_order_of_the_slots(rule: str, name: str, num_ranks: int):
@@ -170,7 +171,7 @@ def test_a_shared_gradient_adds_up_in_the_order_of_the_slots(rule: str, name: st
     layout, schedule = case(name, num_ranks, 2 * num_ranks + 1, [1] * 2 * num_ranks)
     head = len(layout.units) - 1
     layout = replace(layout, shared=[[(head, "logits.W"), (0, "lookup")]])
-    plan = plan_of_flow(random_flow(layout, 5), layout) if rule == "flow" else block_plan_of(rule)
+    plan = priority_plan(random_flow(layout, 5), layout) if rule == "priorities" else block_plan_of(rule)
     program, *_ = build_programs(schedule, layout, plan)
     validate_program(program, [loss_gradient(layout)], layout, schedule[0])
     backward = [i for i in operators_of(program) if i.operator.part is not Part.F]

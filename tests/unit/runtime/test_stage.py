@@ -19,6 +19,7 @@ from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.stage import Stage, place_units
+from hf_helix.runtime.tiled_stage import tile_stage
 
 SIZES = [(placement, size) for placement in (FOLD, LINEAR) for size in (2, 3)]
 
@@ -151,7 +152,7 @@ def test_a_tied_weight_stays_on_one_rank_or_is_refused() -> None:
 
 def test_tiles_leave_the_ways_between_ranks() -> None:
     stage, _ = placed(1, 2, axis=Axis(SilentTransport(2, 0)))
-    tiled = stage.tiled(2)
+    tiled = tile_stage(stage, 2)
     assert tiled.ends == stage.ends
     assert list(tiled.units) == list(stage.units)
     assert tiled.layout.describe() == stage.layout.describe()

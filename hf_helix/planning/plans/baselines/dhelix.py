@@ -32,7 +32,7 @@ from operator import itemgetter
 from hf_helix.planning.cost import COMPUTE, STREAMS
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.plans.baselines.interleave import sequential
-from hf_helix.planning.plans.plan import BARRIER, Order, entries
+from hf_helix.planning.plans.block_plan import BARRIER, Order, entries
 from hf_helix.planning.profile import Profile
 
 SEGMENT = 3

@@ -6,7 +6,7 @@ Must hold: pure functions, the same on all ranks.
 
 `sequential` is Megatron-style: one strand at a time, in canonical order, with a barrier between. It overlaps one thing,
 as Megatron does: the weight gradient of a column-parallel linear runs beside the reduce-scatter that follows its I.
-On graphs whose collectives are cut into tiles it is the paper's intra-batch baseline (`hf_helix.operators.tiling`).
+On graphs whose collectives are cut into tiles it is the paper's intra-batch baseline (`intra_batch`).
 `round_robin` is the paper's Wavelet+: operators of the two strands in turn.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from itertools import chain, zip_longest
 
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.plans.plan import BARRIER, Order, entries
+from hf_helix.planning.plans.block_plan import BARRIER, Order, entries
 from hf_helix.planning.profile import Profile
 
 

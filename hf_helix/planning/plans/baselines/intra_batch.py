@@ -1,23 +1,95 @@
-"""Tiling: a collective and the linear beside it, cut into tiles along the sequence.
+"""The paper's intra-batch baseline (after MegaScale): one micro-batch at a time, collectives cut into tiles.
 
-In:   a forward graph and a number of tiles; or a profile of whole operators.
-Out:  the graph in which each all-gather in front of a linear, and each reduce-scatter behind one, is a row of tiles
-      between those of the linear, so that even a single strand computes while it communicates (the paper's
-      intra-batch baseline, after MegaScale); the profile of the tiled graphs.
-Must hold: values that other operators read keep their names, so the rest of the graph is as before; tiles of one linear
-declare their order, so its weight's gradient adds up in one order under every plan. Nothing here is measured: the
-times of tiles are parts of the whole's.
+In:   the graphs of the model's units, their profile, and a number of tiles.
+Out:  an `IntraBatchPlan`, and the graphs that it orders: each all-gather in front of a linear, and each reduce-scatter
+      behind one, is a row of tiles between those of the linear, so that even a single strand computes while it
+      communicates; and the profile of these graphs.
+Must hold: values that other operators read keep their names, so the rest of the graph is as before. The tiles of one
+linear add to its weight's gradient in one order. Nothing here is measured: the times of tiles are parts of the whole's.
+
+All that knows of tiles is here, in `hf_helix.operators.tiling` (what tiles do to tensors) and in
+`hf_helix.runtime.tiled_stage` (a stage that runs them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from hf_helix.planning.graph.backward import (
+    advance,
+    backward_graph,
+    backward_parts,
+    feeds,
+    place_recomputation,
+)
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.layout import Layout
+from hf_helix.planning.plans.block_plan import BlockPlan, OrderBlock, orders_from, orders_of
+from hf_helix.planning.plans.plan import graphs_digest
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
+
+
+@dataclass(frozen=True)
+class IntraBatchPlan(BlockPlan):
+    """A block plan of the graphs whose collectives are cut into tiles.
+
+    Attributes:
+        tiles: how many.
+    """
+
+    KEY: ClassVar[str] = "tiled_blocks"
+
+    tiles: int
+
+    @classmethod
+    def of_tiles(
+        cls,
+        rule: str,
+        order_block: OrderBlock,
+        profile: Profile,
+        *,
+        model: str,
+        mesh: Mapping[str, int],
+        tiles: int,
+    ) -> Self:
+        """The plan of a rule that orders one block at a time. Arguments as of `BlockPlan.of`.
+
+        Args:
+            profile: of the model's own graphs.
+            tiles: how many each collective is cut into.
+        """
+        orders = orders_of(order_block, tile_profile(profile, tiles))
+        return cls(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), orders, tiles)
+
+    def graphs_for(self, pairs: Mapping[str, GraphPair]) -> Mapping[str, GraphPair]:
+        """The graphs with their collectives cut into tiles."""
+        return tile_pairs(pairs, self.tiles)
+
+    def profile_for(self, profile: Profile) -> Profile:
+        """The times of the tiles, derived from those of the whole operators."""
+        return tile_profile(profile, self.tiles)
+
+    def data(self) -> Any:
+        """The number of tiles, and the entries of every block."""
+        return {"tiles": self.tiles, "blocks": super().data()}
+
+    @classmethod
+    def from_data(
+        cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
+    ) -> Self:
+        """The plan of what a file says of its tiles and blocks."""
+        tiles = data["tiles"]
+        if not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1:
+            raise ValueError(f"tiles must be a whole number of at least 1, got {tiles!r}")
+        orders = orders_from(data["blocks"], tile_pairs(pairs, tiles))
+        return cls(rule, model, dict(mesh), graphs, orders, tiles)
 
 
 @dataclass(frozen=True)
@@ -26,6 +98,11 @@ class Site:
 
     first: Operator
     second: Operator
+
+    @property
+    def operators(self) -> tuple[Operator, Operator]:
+        """Both, in forward order."""
+        return self.first, self.second
 
     @property
     def gathers(self) -> bool:
@@ -47,7 +124,8 @@ def tile_graph(graph: Graph, tiles: int) -> Graph:
     """The forward graph with every collective that a linear reads or writes alone cut into tiles.
 
     Args:
-        tiles: how many; with 1 the graph stays as it is.
+        graph: of whole operators.
+        tiles: how many; with 1, or where nothing can be cut, the graph stays as it is.
 
     Raises:
         ValueError: fewer than one tile.
@@ -58,21 +136,67 @@ def tile_graph(graph: Graph, tiles: int) -> Graph:
         return graph
     effort = _light(graph, tiles)
     replaced: dict[str, list[Operator]] = {}
+    cut = sites(graph)
+    if not cut:
+        return graph
     repeated = {value for op in graph.operators if op.again for value in op.writes}
-    for site in sites(graph):
+    for site in cut:
         pieces = _pieces(site, tiles, effort, again=site.first.reads[0] in repeated)
         replaced[site.first.name], replaced[site.second.name] = pieces
     operators = tuple(piece for op in graph.operators for piece in replaced.get(op.name, [op]))
     return replace(graph, operators=operators)
 
 
+def tile_pairs(pairs: Mapping[str, GraphPair], tiles: int) -> Mapping[str, GraphPair]:
+    """The graphs of all units with their collectives cut into tiles."""
+    return {name: tile_pair(pair, tiles) for name, pair in pairs.items()}
+
+
+def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
+    """The forward graph cut into tiles, and its backward: communication of tiles comes as early as it can, and the W's
+    of a row of tiles behind all of the row's I's that communication follows, so that they run beside it."""
+    forward = tile_graph(pair.forward, tiles)
+    if forward is pair.forward:
+        return pair
+    rows = [[f"{op.name}.{tile}" for tile in range(tiles)] for site in sites(pair.forward) for op in site.operators]
+    # Backward takes a row from its last tile to its first.
+    later = {name: tuple(row[tile + 1 :]) for row in rows for tile, name in enumerate(row)}
+    parts = backward_parts(forward)
+    chain = [op if op.split else replace(op, after=(*later.get(op.name, ()), *op.after)) for op in parts.chain]
+    weights = {
+        name: replace(weight, after=tuple(f"{tile}.W" for tile in later.get(weight.of, ())))
+        for name, weight in parts.weights.items()
+    }
+    early = {op.name for op in chain if op.kind.communicates and (op.name in later or op.again)}
+    operators = _place_weights(advance(chain, early), weights)
+    return GraphPair(forward, backward_graph(forward, place_recomputation(operators, parts.recomputation)))
+
+
+def _place_weights(operators: Sequence[Operator], weights: Mapping[str, Operator]) -> list[Operator]:
+    """As for whole operators, but the W's of a row stay together behind the communication of all of its tiles."""
+    found: list[Operator] = []
+    waiting: list[Operator] = []
+    for op, following in zip_longest(operators, operators[1:]):
+        found.append(op)
+        if op.name in weights:
+            waiting.append(weights[op.name])
+            if feeds(op, following):
+                continue
+        further = weights.get(following.name) if following else None
+        if op.kind.communicates and further and any(weight.name in further.after for weight in waiting):
+            continue
+        found += waiting
+        waiting = []
+    return found
+
+
 def sites(graph: Graph) -> list[Site]:
-    """Where a graph can be tiled. A linear between a gather and a scatter goes with the gather."""
+    """Where a graph of whole operators can be tiled. A linear between a gather and a scatter goes with the gather."""
     readers: dict[str, list[Operator]] = {}
     for op in graph.operators:
         for value in op.reads:
             readers.setdefault(value, []).append(op)
-    taken = {name for op in graph.operators if op.after for name in (op.name, *op.after)}  # tiles already
+    taken: set[str] = set()
     found = []
     for gathers in (True, False):
         for first in graph.operators:
@@ -97,8 +221,7 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
     if tiles == 1:
         return profile
     old = profile.layout
-    graphs = {name: GraphPair.of(tile_graph(pair.forward, tiles)) for name, pair in old.graphs.items()}
-    layout = Layout(old.units, old.chunks, graphs, ranks=old.ranks)
+    layout = Layout(old.units, old.chunks, tile_pairs(old.graphs, tiles), ranks=old.ranks)
     sources = {name: _source(name, op, profile, tiles) for name, op in named_operators(layout)}
     times = {name: profile.times[source] / parts for name, (source, parts) in sources.items()}
     spread = {name: profile.spread.get(source, 0.0) for name, (source, _) in sources.items()}
@@ -150,7 +273,6 @@ def _tiles(op: Operator, values: Sequence[str]) -> list[Operator]:
             of="",
             reads=(value,),
             writes=tuple(f"{written}.{tile}" for written in op.writes),
-            after=names[:tile],
             effort=op.effort / len(values),
         )
         for tile, value in enumerate(values)

@@ -15,11 +15,12 @@ from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.pipeline.schedule_file import build_schedule
 from hf_helix.planning.plans import search
-from hf_helix.planning.plans.activation_memory import held, shares_of
-from hf_helix.planning.plans.baselines.intra_batch import tile_graph
+from hf_helix.planning.plans.activation_memory import activation_memory, shares_of
+from hf_helix.planning.plans.baselines.intra_batch import tile_pair
 from hf_helix.planning.plans.registry import RULES, make_plan
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
 from hf_helix.planning.profile_file import load_profile, save_profile
+from hf_helix.planning.program import build_programs, validate_program
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
 
@@ -68,7 +69,7 @@ def test_graphs_that_train_other_weights_are_told_apart() -> None:
 
 
 def test_tiles_of_a_frozen_linear_are_frozen() -> None:
-    tiled = derive_backward(tile_graph(trained(0), 2))
+    tiled = tile_pair(GraphPair.of(trained(0)), 2).backward
     assert not [op for op in tiled.operators if op.part is Part.W]
     assert {"mlp.up.0", "mlp.up.1", "mlp.down.0", "mlp.down.1"} <= {op.name for op in tiled.operators}
 
@@ -87,7 +88,7 @@ def test_profiles_keep_it(share: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_plans_without_weight_gradients(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen layers below trained ones, under names of their own."""
-    monkeypatch.setattr(search, "MOST_STEPS", 60)
+    monkeypatch.setattr(search, "MAX_STEPS", 60)
     frozen = replace(trained(0), name="layer.2")
     graphs = {**LLAMA, "layer.2": GraphPair.of(frozen)}
     layout = layout_of(graphs, 4)
@@ -95,7 +96,9 @@ def test_every_rule_plans_without_weight_gradients(rule: str, monkeypatch: pytes
     profile = rough_profile(replace(layout, units=units))
     assert not [op for (unit, _), op in named_operators(profile.layout) if unit == "layer.2" and op.part is Part.W]
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2})
-    assert plan.orders or plan.flow
+    layout = replace(profile.layout, graphs=plan.graphs_for(profile.layout.graphs))
+    (program,) = build_programs(build_schedule("w", 1, 3), layout, plan)
+    validate_program(program, [(len(units) - 1, "d.loss")])
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -105,6 +108,6 @@ def test_a_frozen_layer_gives_back_all_that_it_takes(frozen: tuple[str, ...], mo
     layout = layout_of(graphs, 3)
     program = window_instructions(build_schedule("w", 1, 2), layout)
     for again in (False, True):
-        found = held(program, layout, {"layer": shares_of(graphs["layer"])}, again)
-        assert (sum(found.takes) > 0) == (not again or mode != "none")
-        assert sum(found.takes) == pytest.approx(sum(found.gives))
+        found = activation_memory(program, layout, {"layer": shares_of(graphs["layer"])}, again)
+        assert (sum(found.alloc) > 0) == (not again or mode != "none")
+        assert sum(found.alloc) == pytest.approx(sum(found.free))

@@ -256,30 +256,8 @@ def test_what_repeats_lets_as_many_values_out_as_in():
 # Order without values
 
 
-def test_what_comes_after_forward_comes_before_backward():
-    """Parts of one linear: their weight gradients add up from the last to the first; the input gradients are free."""
-    parts = (linear("up.0", "x"), linear("up.1", "y", after=("up.0",)), linear("up.2", "z", after=("up.0", "up.1")))
-    backward = derive_backward(Graph("g", (*parts, compute("join", "up.0 up.1 up.2")), ("x", "y", "z"), ("join",)))
-    after = {op.name: set(op.after) for op in backward.operators if op.after}
-    assert after == {"up.0.W": {"up.1.W", "up.2.W"}, "up.1.W": {"up.2.W"}}
-
-
-def test_whole_backwards_keep_the_order_too():
-    parts = (compute("norm.0", "x"), compute("norm.1", "y", after=("norm.0",)))
-    backward = derive_backward(Graph("g", (*parts, compute("join", "norm.0 norm.1")), ("x", "y"), ("join",)))
-    assert {op.name: op.after for op in backward.operators} == {"join": (), "norm.1": (), "norm.0": ("norm.1",)}
-
-
 @pytest.mark.parametrize("name", ["late", "nobody"])
 def test_coming_after_what_is_not_there_yet_is_refused(name: str):
     operators = (compute("early", "x", after=(name,)), compute("late", "early"))
     with pytest.raises(ValueError, match=rf"operator 'early' reads \['{name}'\], not yet written"):
         Graph("g", operators, ("x",), ("late",))
-
-
-@pytest.mark.parametrize("first_is_split", [True, False])
-def test_a_split_and_a_whole_operator_cannot_be_put_in_order(first_is_split: bool):
-    first, second = compute("a", "x", split=first_is_split), compute("b", "y", split=not first_is_split, after=("a",))
-    graph = Graph("g", (first, second, compute("join", "a b")), ("x", "y"), ("join",))
-    with pytest.raises(ValueError, match=r"'b' is declared to come after 'a'.* declare both with split, or none"):
-        derive_backward(graph)

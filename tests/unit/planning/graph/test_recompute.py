@@ -13,8 +13,8 @@ from hf_helix.planning.graph.backward import derive_backward
 from hf_helix.planning.graph.operator import Graph, Kind, Part, digest
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import FULL, NONE, SELECTIVE, recomputed
-from hf_helix.planning.plans.baselines.intra_batch import tile_graph
-from hf_helix.planning.plans.list_scheduler import Flow, flow_order
+from hf_helix.planning.plans.baselines.intra_batch import tile_pair
+from hf_helix.planning.plans.list_scheduler import Priorities
 
 
 def names(graph: Graph) -> list[str]:
@@ -143,7 +143,7 @@ def test_a_ring_begins_where_its_keys_come_again() -> None:
 @pytest.mark.parametrize("mode", [SELECTIVE, FULL])
 def test_tiles_keep_no_more(mode: str) -> None:
     whole = recomputed(llama_layer(), mode)
-    tiled = derive_backward(tile_graph(whole, 2))
+    tiled = tile_pair(GraphPair.of(whole), 2).backward
     assert tiled.kept == derive_backward(whole).kept
     assert {"mlp.gather.cut.again", "mlp.gather.0.again", "mlp.gather.1.again"} <= set(names(tiled))
     assert tiled["mlp.down.1.W"].reads == ("d.mlp.down.1", "r.mlp.down.cut.1")
@@ -157,7 +157,7 @@ def test_flows_hold_two_layers_of_what_ran_again_at_most(mode: str, num_layers: 
     layout = by_hand.layout_of({**by_hand.LLAMA, "layer": layer}, num_layers)
     times = by_hand.efforts(layout)
     bias = {name: 1.0 for name in times if name[1].endswith(".W")}
-    (program,) = flow_order(by_hand.schedule_of(3), layout, Flow(times, bias))
+    (program,) = by_hand.list_scheduled(by_hand.schedule_of(3), layout, Priorities(times, bias))
     last = {(i.microbatch, key): place for place, i in enumerate(program) for key in (*i.reads, *i.writes)}
     alive: set[tuple[int, tuple[int, str]]] = set()
     most = 0
@@ -174,7 +174,9 @@ def test_flows_let_forward_go_on_as_far_as_without() -> None:
     for mode in RECOMPUTE:
         layer = GraphPair.of(recomputed(llama_layer(), mode))
         layout = by_hand.layout_of({**by_hand.LLAMA, "layer": layer}, 4)
-        (program,) = flow_order(by_hand.schedule_of(5), layout, Flow(by_hand.efforts(layout), {}, extra_layers=1))
+        (program,) = by_hand.list_scheduled(
+            by_hand.schedule_of(5), layout, Priorities(by_hand.efforts(layout), {}, extra_live_layers=1)
+        )
         assert 4 <= by_hand.most_layers_alive(program, layout) <= 5 + 1e-3
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from support import graphs as by_hand
 from support.graphs import (
     LLAMA,
+    ORDER_BLOCK,
     check_whole_and_in_order,
     collective,
     compute,
@@ -19,9 +19,9 @@ from support.graphs import (
     linear,
     llama_layer,
     llama_layer_on_one_rank,
+    operators_of,
     pair,
     profile_of,
-    random_bias,
     random_times,
     schedule_of,
 )
@@ -31,12 +31,9 @@ from hf_helix.planning.graph.operator import Graph, Kind, Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import Instruction, unit_instructions, window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.plans.baselines.intra_batch import sites, tile_graph, tile_profile
-from hf_helix.planning.plans.list_scheduler import Flow, flow_order
-from hf_helix.planning.plans.plan import all_blocks, validate_order
-from hf_helix.planning.plans.registry import BLOCK_RULES
+from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, sites, tile_graph, tile_pair, tile_profile
+from hf_helix.planning.plans.block_plan import all_blocks, validate_order
 from hf_helix.planning.profile import Pair, Profile, named_operators
-from hf_helix.planning.profile_file import load_profile, save_profile
 
 TILES = [2, 3, 4]
 
@@ -49,9 +46,8 @@ def part_of(graph: Graph, *prefixes: str) -> list[str]:
     return [name for name in names(graph) if name.startswith(prefixes)]
 
 
-def tiled(layout: Layout, tiles: int) -> Layout:
-    graphs = {name: GraphPair.of(tile_graph(pair.forward, tiles)) for name, pair in layout.graphs.items()}
-    return Layout(layout.units, layout.chunks, graphs)
+def tiled(layer: Graph, tiles: int) -> GraphPair:
+    return tile_pair(GraphPair.of(layer), tiles)
 
 
 # Graphs
@@ -79,7 +75,7 @@ def test_a_linear_and_its_scatter_become_tiles_in_turn() -> None:
 
 
 def test_the_backward_of_a_gather_scatters_each_tile_beside_the_next_input_gradient_and_the_weights() -> None:
-    backward = GraphPair.of(tile_graph(llama_layer(), 2)).backward
+    backward = tiled(llama_layer(), 2).backward
     assert part_of(backward, "attn.gather", "attn.qkv") == [
         "attn.qkv.join", "attn.qkv.1.I", "attn.gather.1", "attn.qkv.0.I", "attn.gather.0", "attn.qkv.1.W",
         "attn.qkv.0.W", "attn.gather.cut",
@@ -87,7 +83,7 @@ def test_the_backward_of_a_gather_scatters_each_tile_beside_the_next_input_gradi
 
 
 def test_the_backward_of_a_scatter_gathers_all_tiles_first() -> None:
-    backward = GraphPair.of(tile_graph(llama_layer(), 2)).backward
+    backward = tiled(llama_layer(), 2).backward
     assert part_of(backward, "mlp.down", "mlp.scatter") == [
         "mlp.scatter.join", "mlp.scatter.1", "mlp.scatter.0", "mlp.down.1.I", "mlp.down.1.W", "mlp.down.0.I",
         "mlp.down.0.W", "mlp.down.cut",
@@ -106,7 +102,7 @@ def test_efforts_of_the_tiles_sum_to_the_whole_and_copies_are_light(tiles: int) 
 
 @pytest.mark.parametrize("tiles", TILES)
 def test_weight_gradients_of_the_tiles_declare_one_order(tiles: int) -> None:
-    backward = GraphPair.of(tile_graph(llama_layer(), tiles)).backward
+    backward = tiled(llama_layer(), tiles).backward
     for tile in range(tiles):
         later = {f"mlp.up.{other}.W" for other in range(tile + 1, tiles)}
         assert set(backward[f"mlp.up.{tile}.W"].after) == later
@@ -121,8 +117,6 @@ def test_what_cannot_be_tiled_stays() -> None:
     head = tile_graph(LLAMA["head"].forward, 2)
     assert "loss.gather" in names(head)
     assert "gather.1" in names(head)
-    twice = tile_graph(tile_graph(llama_layer(), 2), 2)
-    assert twice == tile_graph(llama_layer(), 2)
 
 
 @pytest.mark.parametrize(
@@ -156,11 +150,14 @@ def test_no_tiles_are_refused() -> None:
 
 @given(graph=by_hand.graphs(), tiles=st.integers(2, 4))
 def test_any_graph_keeps_its_ends_and_has_a_backward(graph: Graph, tiles: int) -> None:
-    cut = tile_graph(graph, tiles)
+    pair = tiled(graph, tiles)
+    cut = pair.forward
+    assert cut == tile_graph(graph, tiles)
     assert (cut.inputs, cut.outputs) == (graph.inputs, graph.outputs)
     assert len(cut.operators) == len(graph.operators) + len(sites(graph)) * 2 * tiles
-    backward = GraphPair.of(cut).backward
-    validate_order([f"B.{name}" for name in names(backward)], None, backward)
+    validate_order([f"B.{name}" for name in names(pair.backward)], None, pair.backward)
+    whole = GraphPair.of(graph).backward
+    assert (pair.backward.inputs, pair.backward.outputs) == (whole.inputs, whole.outputs)
 
 
 # Orders
@@ -168,7 +165,7 @@ def test_any_graph_keeps_its_ends_and_has_a_backward(graph: Graph, tiles: int) -
 
 @pytest.mark.parametrize(
     ("rule", "tiles"),
-    [(rule, tiles) for rule in BLOCK_RULES for tiles in TILES if rule != "dhelix" or tiles == 2],  # it searches long
+    [(rule, tiles) for rule in ORDER_BLOCK for tiles in TILES if rule != "dhelix" or tiles == 2],  # it searches long
 )
 def test_every_rule_orders_tiled_blocks(rule: str, tiles: int) -> None:
     profile = tile_profile(profile_of(layout_of(LLAMA, 2)), tiles)
@@ -176,11 +173,11 @@ def test_every_rule_orders_tiled_blocks(rule: str, tiles: int) -> None:
     for block in all_blocks(graphs):
         forward = graphs[block.forward].forward if block.forward else None
         backward = graphs[block.backward].backward if block.backward else None
-        validate_order(BLOCK_RULES[rule](forward, backward, profile), forward, backward, block=block)
+        validate_order(ORDER_BLOCK[rule](forward, backward, profile), forward, backward, block=block)
 
 
 def test_an_order_that_adds_tiles_up_the_other_way_is_refused() -> None:
-    backward = GraphPair.of(tile_graph(llama_layer(), 2)).backward
+    backward = tiled(llama_layer(), 2).backward
     order = [f"B.{name}" for name in names(backward)]
     first, second = order.index("B.mlp.up.1.W"), order.index("B.mlp.up.0.W")
     order[first], order[second] = order[second], order[first]
@@ -189,25 +186,26 @@ def test_an_order_that_adds_tiles_up_the_other_way_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tiles", TILES)
-@given(seed=st.integers(0, 10**6))
-def test_flows_order_tiled_windows(tiles: int, seed: int) -> None:
-    layout = tiled(layout_of(LLAMA, 3), tiles)
-    program, made = flow_window(layout, seed)
+@pytest.mark.parametrize("rule", ["sequential", "round_robin"])
+def test_windows_of_tiles_are_whole_and_in_order(rule: str, tiles: int) -> None:
+    program, made = tiled_window(rule, tiles)
     check_whole_and_in_order(program, made)
 
 
-def test_flows_add_up_every_tile_of_a_microbatch_before_the_next() -> None:
-    layout = tiled(layout_of(LLAMA, 3), 2)
-    late = {("layer", "B.mlp.up.0.W"): 1.0}  # whatever else could run goes first
-    (program,) = flow_order(schedule_of(4), layout, Flow(random_times(layout, 1), late))
+@pytest.mark.parametrize("rule", ["sequential", "round_robin"])
+def test_every_tile_of_a_microbatch_adds_up_before_the_next(rule: str) -> None:
+    program, _ = tiled_window(rule, 2)
     for weight, adding in weight_gradients(program).items():
         assert adding == sorted(adding), weight
 
 
-def flow_window(layout: Layout, seed: int) -> tuple[list[Instruction], list[Instruction]]:
-    flow = Flow(random_times(layout, seed), random_bias(layout, seed + 1))
-    (program,) = flow_order(schedule_of(4), layout, flow)
-    return program, window_instructions(schedule_of(4), layout)
+def tiled_window(rule: str, tiles: int) -> tuple[list[Instruction], list[Instruction]]:
+    """A window of one rank under a plan of tiles, and the window before it was ordered."""
+    layout = layout_of(LLAMA, 3)
+    plan = IntraBatchPlan.of_tiles(rule, ORDER_BLOCK[rule], profile_of(layout), model="m", mesh={}, tiles=tiles)
+    layout = replace(layout, graphs=plan.graphs_for(layout.graphs))
+    (program,) = plan.programs(schedule_of(4), layout)
+    return operators_of(program), window_instructions(schedule_of(4), layout)
 
 
 def weight_gradients(program: list[Instruction]) -> dict[tuple[int, str], list[int]]:
@@ -244,7 +242,7 @@ def test_a_single_strand_is_faster_where_communication_is_about_half(
 ) -> None:
     whole = real_layer(transfer)
     before = layer_seconds(GraphPair.of(whole), forward)
-    after = layer_seconds(GraphPair.of(tile_graph(whole, tiles)), forward)
+    after = layer_seconds(tiled(whole, tiles), forward)
     assert after < 0.9 * before
 
 
@@ -267,7 +265,7 @@ def spans(layer: GraphPair, forward: bool) -> dict[str, tuple[float, float]]:
     ],
 )
 def test_tiles_run_beside_each_other(moving: str, computing: str, forward: bool) -> None:
-    found = spans(GraphPair.of(tile_graph(real_layer(transfer=5.0), 2)), forward)
+    found = spans(tiled(real_layer(transfer=5.0), 2), forward)
     assert max(found[moving][0], found[computing][0]) < min(found[moving][1], found[computing][1])
 
 
@@ -313,13 +311,6 @@ def test_a_tiled_profile_slows_tiles_down_as_the_whole() -> None:
             beside = ("layer", place)
             assert derived.slowdown(beside, tile) == pytest.approx(whole.slowdown(gather, other))
             assert derived.slowdown(tile, beside) == pytest.approx(whole.slowdown(other, gather))
-    assert tile_profile(derived, 2).times == derived.times
-
-
-def test_a_tiled_profile_survives_its_file(tmp_path: Path) -> None:
-    derived = tile_profile(layer_profile(), 2)
-    save_profile(derived, tmp_path / "profile.json")
-    assert load_profile(tmp_path / "profile.json").layout.graphs == derived.layout.graphs
 
 
 def test_a_graph_without_local_operators_has_copies_that_cost_part_of_its_lightest() -> None:

@@ -16,7 +16,7 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.planning.plans.baselines.dhelix import dhelix
 from hf_helix.planning.plans.baselines.interleave import sequential
-from hf_helix.planning.plans.plan import BARRIER, Order, all_blocks, entries, validate_order
+from hf_helix.planning.plans.block_plan import BARRIER, Order, all_blocks, entries, validate_order
 from hf_helix.planning.profile import Pair, Profile, named_operators, rough_profile
 
 L, X = Kind.LOCAL, Kind.CROSS

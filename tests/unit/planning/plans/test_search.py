@@ -12,15 +12,17 @@ from support.graphs import (
     LLAMA,
     SMALL,
     SMALL_LAYER,
+    UNTILED,
     collective,
     compute,
     layers,
     layers_only,
     layout_of,
     linear,
+    list_scheduled,
     pair,
     profile_of,
-    random_bias,
+    random_priority,
     random_times,
     schedule_of,
     segment,
@@ -32,18 +34,16 @@ from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.pipeline.schedule_file import Action, Slot
 from hf_helix.planning.plans import search as searching
-from hf_helix.planning.plans.list_scheduler import Flow, Window, flow_order
-from hf_helix.planning.plans.registry import RULES, TILED, make_plan
-from hf_helix.planning.plans.search import CLOSE, bound, greedy, longest_way, lower_bound, predict, search, shorten
+from hf_helix.planning.plans.list_scheduler import ListScheduler, Priorities
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.plans.search import CLOSE, bound, critical_path, greedy, lower_bound, predict, search, shorten
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.planning.program import build_programs
-
-UNTILED = [rule for rule in RULES if rule != TILED]
 
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "MOST_STEPS", 60)
+    monkeypatch.setattr(searching, "MAX_STEPS", 60)
 
 
 def llama_profile(num_layers: int, seed: int, interference: bool = False) -> Profile:
@@ -61,12 +61,12 @@ def test_greedy_waits_for_nothing_and_takes_weight_gradients_last():
     """By hand: both weight gradients wait for the last transfer; once it has arrived, norm goes before the second."""
     layout = layers_only(SMALL_LAYER, 1)
     profile = profile_of(layout)
-    flow = greedy(profile)
-    order = sorted(flow.bias, key=flow.bias.__getitem__)
+    found = greedy(profile)
+    order = sorted(found.priority, key=found.priority.__getitem__)
     weights = {("layer", "B.up.W"), ("layer", "B.down.W")}
     assert set(order[-2:]) == weights
-    assert max(flow.bias.values()) < 1e-3 * 2 * max(profile.times.values()) + 1e-12
-    (program,) = flow_order(schedule_of(1), layout, flow)
+    assert max(found.priority.values()) < 1e-3 * 2 * max(profile.times.values()) + 1e-12
+    (program,) = list_scheduled(schedule_of(1), layout, found)
     names = [made.operator.name for made in program][6:]
     assert names == ["add", "scatter", "down.I", "up.I", "gather", "down.W", "norm", "up.W"]
 
@@ -87,13 +87,13 @@ def test_greedy_is_between_the_bound_and_everything_in_a_row(
 
 @pytest.mark.parametrize("interference", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-@pytest.mark.parametrize("extra_layers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
-def test_hardly_ever_longer_than_greedy(few_steps: None, seed: int, interference: bool, extra_layers: int):
+@pytest.mark.parametrize("extra_live_layers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_hardly_ever_longer_than_greedy(few_steps: None, seed: int, interference: bool, extra_live_layers: int):
     """On the window it is judged by: at most three layers a chunk."""
     profile, schedule = llama_profile(5, seed, interference), schedule_of(4)
-    flow = search(profile, schedule, extra_layers)
-    assert flow.extra_layers == extra_layers
-    longest = CLOSE * predict(greedy(profile, extra_layers), profile, schedule).seconds
+    flow = search(profile, schedule, extra_live_layers)
+    assert flow.extra_live_layers == extra_live_layers
+    longest = CLOSE * predict(greedy(profile, extra_live_layers), profile, schedule).seconds
     assert predict(flow, profile, schedule).seconds <= longest
 
 
@@ -142,7 +142,7 @@ def test_communication_is_early_even_where_computation_takes_longest(monkeypatch
     limit = lower_bound(then, schedule)
     assert predict(greedy(slow), then, schedule).seconds > 1.08 * limit
     assert predict(search(slow, schedule), then, schedule).seconds < 1.05 * limit
-    monkeypatch.setattr(searching, "PACES", (1.0,))
+    monkeypatch.setattr(searching, "COMPUTE_TIME_FACTORS", (1.0,))
     assert predict(search(slow, schedule), then, schedule).seconds > 1.05 * limit
 
 
@@ -181,7 +181,7 @@ def test_a_search_that_has_reached_the_bound_stops():
 
 
 def test_progress_goes_from_none_to_nearly_all(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(searching, "MOST_STEPS", 120)
+    monkeypatch.setattr(searching, "MAX_STEPS", 120)
     told: list[float] = []
     search(llama_profile(2, 0), schedule_of(2), progress=told.append)
     assert told[0] == 0.0
@@ -232,7 +232,7 @@ def test_the_bound_by_hand():
     assert of({}) == 2 * (4 + 6)
     assert of({("layer", "B.gather"): 20.0}) == max(2 * (1 + 20), 2 * (5 + 20))
     assert of({("layer", "F.scatter"): 3.0, ("layer", "F.gather"): 20.0}) == 2 * (way + 3 + 20)
-    assert longest_way(layer.forward, {op.name: 1.0 for op in layer.forward.operators}) == 6
+    assert critical_path(layer.forward, {op.name: 1.0 for op in layer.forward.operators}) == 6
 
 
 @given(layers(), st.integers(1, 3), st.integers(1, 4), st.integers(0, 9999))
@@ -240,7 +240,7 @@ def test_no_valid_order_beats_the_bound(layer: GraphPair, num_layers: int, num_m
     """Any order that keeps the flow's rules but for urgency: values, strands and gradients."""
     layout = layout_of({**LLAMA, "layer": layer}, num_layers)
     times, draw = random_times(layout, seed), random.Random(seed)
-    window = Window(schedule_of(num_microbatches), layout, times, extra_layers=9)
+    window = ListScheduler(schedule_of(num_microbatches), layout, times, extra_live_layers=9)
     waiting = {place: set(needs) for place, needs in enumerate(window.needs)}
     order: list[int] = []
     while waiting:
@@ -257,7 +257,7 @@ def test_no_valid_order_beats_the_bound(layer: GraphPair, num_layers: int, num_m
 def test_no_flow_beats_the_bound(num_layers: int, num_microbatches: int, seed: int):
     profile = llama_profile(num_layers, seed)
     timeline = predict(
-        Flow(profile.times, random_bias(profile.layout, seed), 2), profile, schedule_of(num_microbatches)
+        Priorities(profile.times, random_priority(profile.layout, seed), 2), profile, schedule_of(num_microbatches)
     )
     assert timeline.seconds >= bound(timeline.work, profile.layout) - 1e-9
 

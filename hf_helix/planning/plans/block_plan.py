@@ -1,0 +1,225 @@
+"""Block plans: an order of operators for every pair of units that can meet.
+
+In:   a rule that orders one block (the forward graph of a unit beside the backward graph of another), and a profile.
+Out:  a `BlockPlan`: for every block a list of entries such as `F.attn.gather` and `B.mlp.down.W`.
+Must hold: an order holds every operator of its block once, each after what it reads. `validate_order` checks this and
+knows nothing of the rules that make orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_helix.planning.graph.operator import Graph, Operator
+from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair
+from hf_helix.planning.instructions import (
+    BARRIER_INSTRUCTION,
+    Instruction,
+    action_instructions,
+    blocks_of,
+    transfers_of,
+)
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
+from hf_helix.planning.plans.plan import Plan, check_known, graphs_digest
+from hf_helix.planning.profile import Profile
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
+
+BARRIER = "barrier"
+
+Order = tuple[str, ...]
+"""Entries of one block: the strand's letter, a dot, the operator's name; or `barrier`."""
+
+OrderBlock = Callable[[Graph | None, Graph | None, Profile], Order]
+"""Makes the order of a block from its forward and its backward graph (None: that strand is absent)."""
+
+
+@dataclass(frozen=True, order=True)
+class Block:
+    """Which units meet: the name of the forward graph and of the backward graph; None where a strand is absent."""
+
+    forward: str | None
+    backward: str | None
+
+    def __str__(self) -> str:
+        return " | ".join(
+            f"{letter}.{name}" for letter, name in (("F", self.forward), ("B", self.backward)) if name is not None
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Block:
+        """The block of its text form. Raises ValueError."""
+        parts = [part.strip().partition(".") for part in text.split("|")]
+        sides = {letter: name for letter, _, name in parts if name}
+        if len(sides) != len(parts) or not sides.keys() <= {"F", "B"}:
+            raise ValueError(f"not a block: {text!r}; one looks like 'F.layer | B.layer'")
+        return cls(sides.get("F"), sides.get("B"))
+
+    def graphs(self, pairs: Mapping[str, GraphPair]) -> tuple[Graph | None, Graph | None]:
+        """The forward graph and the backward graph of the units that meet."""
+        forward = pairs[self.forward].forward if self.forward else None
+        backward = pairs[self.backward].backward if self.backward else None
+        return forward, backward
+
+
+@dataclass(frozen=True)
+class BlockPlan(Plan):
+    """The order of every block that a schedule can ask for.
+
+    Attributes:
+        orders: of every block.
+    """
+
+    KEY: ClassVar[str] = "blocks"
+
+    orders: Mapping[Block, Order]
+
+    @classmethod
+    def of(cls, rule: str, order_block: OrderBlock, profile: Profile, *, model: str, mesh: Mapping[str, int]) -> Self:
+        """The plan of a rule that orders one block at a time.
+
+        Args:
+            rule: its name.
+            order_block: applied to every block that units of the profile can form; each order is checked.
+            profile: the graphs and the times of their operators.
+            model: the model's class, for plan files.
+            mesh: the sizes of the mesh, for plan files.
+        """
+        pairs = profile.layout.graphs
+        orders = orders_of(order_block, profile)
+        return cls(rule, model, dict(mesh), graphs_digest(pairs), orders)
+
+    def order(self, forward: str | None, backward: str | None) -> Order:
+        """The order of the block in which these two units meet."""
+        return self.orders[Block(forward, backward)]
+
+    def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
+        """Slot by slot, block by block. What a slot receives is awaited from `slots_ahead` slots before it on; what it
+        sends leaves at its end."""
+        return [self._program(slots, layout, slots_ahead) for slots in schedule]
+
+    def _program(self, slots: Sequence[Slot], layout: Layout, slots_ahead: int) -> list[Instruction]:
+        program: list[Instruction] = []
+        issued = 0
+        for number, slot in enumerate(slots):
+            for coming in slots[issued : number + 1 + slots_ahead]:
+                program += transfers_of(coming, layout, receives=True)
+            issued = number + 1 + slots_ahead
+            program += self._slot(slot, layout)
+            program += transfers_of(slot, layout, receives=False)
+        return program
+
+    def _slot(self, slot: Slot, layout: Layout) -> list[Instruction]:
+        program: list[Instruction] = []
+        for forward, backward in blocks_of(slot, layout):
+            made: dict[str, Instruction] = {}
+            for letter, place, action in (("F", forward, slot.forward), ("B", backward, slot.backward)):
+                for instruction in action_instructions(layout, place, action) if place and action else ():
+                    assert instruction.operator is not None
+                    made[f"{letter}.{instruction.operator.name}"] = instruction
+            unit = (forward or backward or (0, -1))[1]
+            made[BARRIER] = replace(BARRIER_INSTRUCTION, unit=unit)
+            names = (layout.units[place[1]] if place else None for place in (forward, backward))
+            # Where the schedule halves a backward, only one half is there.
+            program += [made[entry] for entry in self.order(*names) if entry in made]
+        return program
+
+    def data(self) -> Any:
+        """The entries of every block."""
+        return {str(block): list(order) for block, order in self.orders.items()}
+
+    @classmethod
+    def from_data(
+        cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
+    ) -> Self:
+        """The plan of what a file says of its blocks."""
+        return cls(rule, model, dict(mesh), graphs, orders_from(data, pairs))
+
+
+def orders_of(order_block: OrderBlock, profile: Profile) -> dict[Block, Order]:
+    """The order that a rule makes for every block of a profile's units, each one checked."""
+    pairs, orders = profile.layout.graphs, {}
+    for block in all_blocks(pairs):
+        forward, backward = block.graphs(pairs)
+        orders[block] = order_block(forward, backward, profile)
+        validate_order(orders[block], forward, backward, block=block)
+    return orders
+
+
+def orders_from(data: Any, pairs: Mapping[str, GraphPair]) -> dict[Block, Order]:
+    """The orders of a file, each one checked. Raises as `Plan.from_data`."""
+    orders = {Block.parse(name): tuple(order) for name, order in data.items()}
+    wanted = {str(block): block for block in all_blocks(pairs)}
+    check_known(map(str, orders), wanted, "block")
+    for name, block in wanted.items():
+        if block not in orders:
+            raise ValueError(f"block {name!r} is missing")
+        validate_order(orders[block], *block.graphs(pairs), block=block)
+    return orders
+
+
+def all_blocks(units: Iterable[str]) -> list[Block]:
+    """Every block that units of these names can form: each alone, and each forward beside each backward."""
+    names = [name for name in units if name not in (SEND, RECEIVE)]
+    alone = [Block(name, None) for name in names] + [Block(None, name) for name in names]
+    return alone + [Block(forward, backward) for forward in names for backward in names]
+
+
+def entries(forward: Graph | None, backward: Graph | None) -> dict[str, Operator]:
+    """Every operator of a block by its entry in a plan, each strand in canonical order."""
+    return {
+        f"{letter}.{operator.name}": operator
+        for letter, graph in (("F", forward), ("B", backward))
+        for operator in (graph.operators if graph else ())
+    }
+
+
+def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph | None, *, block: object = "") -> None:
+    """Check that `order` is a permutation of the block's operators in which each comes after what it reads.
+
+    Args:
+        order: the entries; barriers may stand anywhere.
+        forward: the graph of the forward strand; None where it is absent.
+        backward: the graph of the backward strand; None where it is absent.
+        block: the block's name, for the error.
+
+    Raises:
+        ValueError: with the whole order printed and an arrow at the first entry that is wrong.
+    """
+    order = list(order)
+    operators = entries(forward, backward)
+    written = {
+        (letter, v) for letter, graph in (("F", forward), ("B", backward)) if graph for v in graph.inputs + graph.kept
+    }
+    seen: set[str] = set()
+    for place, entry in enumerate(order):
+        if entry == BARRIER:
+            continue
+        problem = _problem(entry, operators, seen, written)
+        if problem:
+            lines = [f"{'-->' if i == place else '   '} {line}" for i, line in enumerate(order)]
+            raise ValueError(f"block {block}: {entry!r} {problem}:\n" + "\n".join(lines))
+        seen.add(entry)
+        written.update((entry[0], value) for value in operators[entry].writes)
+    left = [entry for entry in operators if entry not in seen]
+    if left:
+        raise ValueError(f"block {block}: the order lacks {', '.join(left)}:\n    " + "\n    ".join(order))
+
+
+def _problem(
+    entry: str, operators: Mapping[str, Operator], seen: set[str], written: set[tuple[str, str]]
+) -> str | None:
+    """What is wrong with an entry behind those that were seen; None if nothing is."""
+    if entry not in operators:
+        return "is not an operator of this block"
+    if entry in seen:
+        return "comes a second time"
+    missing = [value for value in operators[entry].depends_on if (entry[0], value) not in written]
+    if missing:
+        return f"comes before the operator that writes {', '.join(missing)}"
+    early = [name for name in operators[entry].after if f"{entry[0]}.{name}" not in seen]
+    return f"comes before {', '.join(early)}" if early else None

@@ -1,0 +1,97 @@
+"""Plan files.
+
+In:   the path of a file, or its text, and the model that it is to be used with.
+Out:  the plan.
+Must hold: a file that is damaged, of an unknown version or for something else is an error that says which, and how to
+get a new one. A plan that was written and read is the same plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
+from hf_helix.planning.plans.block_plan import BlockPlan
+from hf_helix.planning.plans.plan import FORMAT, Plan, graphs_digest
+from hf_helix.planning.plans.priority_plan import PriorityPlan
+
+OLD_FORMAT = "hf_helix.plan/2"
+KINDS: tuple[type[Plan], ...] = (BlockPlan, PriorityPlan, IntraBatchPlan)
+
+
+def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, mesh: Mapping[str, int]) -> Plan:
+    """Read a plan file and check that it is whole and made for this model and mesh.
+
+    Args:
+        path: the file.
+        pairs: the graphs of the model's units.
+        model: the model's class.
+        mesh: the sizes of the mesh, by the names of their options.
+
+    Raises:
+        ValueError: damaged, of another version, or for another model or mesh; says which and how to get a new one.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"plan={str(path)!r} is neither the name of a rule nor a readable file: {error}") from error
+    try:
+        return parse_plan(text, pairs, model=model, mesh=mesh)
+    except ValueError as error:
+        raise ValueError(
+            f"plan file {path} {error}\nMake a new one with `hf-helix plan` or `trainer.plan.save(path)`, or use one "
+            "of the rules by name, such as plan='auto'"
+        ) from error
+
+
+def parse_plan(text: str, pairs: Mapping[str, GraphPair], *, model: str, mesh: Mapping[str, int]) -> Plan:
+    """A plan from its text form. Arguments and errors as of `load_plan`."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is damaged: {error}") from error
+    version = data.get("format") if isinstance(data, dict) else None
+    if version not in (FORMAT, OLD_FORMAT):
+        raise ValueError(f"has format {version!r}, this version reads {FORMAT!r} and {OLD_FORMAT!r}")
+    graphs = graphs_digest(pairs)
+    try:
+        if version == OLD_FORMAT:
+            data = _translated(data)
+        for key, value in {"model": model, "mesh": dict(mesh), "graphs": graphs}.items():
+            if data.get(key) != value:
+                raise _OtherUse(f"is for {key} {data.get(key)!r}, this run has {value!r}")
+        kinds = [kind for kind in KINDS if kind.KEY in data]
+        if "rule" not in data or len(kinds) != 1:
+            raise ValueError(f"it needs `rule`, and one of {', '.join(f'`{kind.KEY}`' for kind in KINDS)}")
+        part = data[kinds[0].KEY]
+        return kinds[0].from_data(part, pairs, rule=str(data["rule"]), model=model, mesh=mesh, graphs=graphs)
+    except _OtherUse:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"is damaged: {what}") from error
+
+
+class _OtherUse(ValueError):
+    """A file is not damaged, but of no use here."""
+
+
+def _translated(data: dict[str, Any]) -> dict[str, Any]:
+    """What a file of the version before says, in the words of this one."""
+    if data.get("tiles", 1) != 1:
+        raise _OtherUse(f"is of format {OLD_FORMAT!r} and cut into tiles, which this version reads in {FORMAT!r} only")
+    if "flow" in data:
+        flow = data["flow"]
+        operators = {
+            unit: {
+                entry: {"priority_ms" if key == "bias_ms" else key: value for key, value in figures.items()}
+                for entry, figures in found.items()
+            }
+            for unit, found in flow["operators"].items()
+        }
+        data = {**data, PriorityPlan.KEY: {"extra_live_layers": flow["extra_layers"], "operators": operators}}
+    return data

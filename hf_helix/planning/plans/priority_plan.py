@@ -1,0 +1,96 @@
+"""Priority plans: a time and a priority for every operator, from which list scheduling orders whole windows.
+
+In:   priorities, or what a file says of them.
+Out:  a `PriorityPlan`.
+Must hold: the order of a window follows from the plan and the schedule alone, so it is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.plans.block_plan import entries
+from hf_helix.planning.plans.list_scheduler import ListScheduler, Priorities
+from hf_helix.planning.plans.plan import Plan, check_known
+from hf_helix.planning.text import round_ms
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
+
+
+@dataclass(frozen=True)
+class PriorityPlan(Plan):
+    """A plan that orders whole windows by list scheduling, see `ListScheduler`.
+
+    Attributes:
+        priorities: what the list scheduler needs besides the window itself.
+    """
+
+    KEY: ClassVar[str] = "priorities"
+
+    priorities: Priorities
+
+    def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
+        """The window as the list scheduler orders it. A receive is issued when, by the times of the plan, the other
+        rank has sent, so `slots_ahead` means nothing here."""
+        found = self.priorities
+        return ListScheduler(schedule, layout, found.times, found.extra_live_layers).programs(found.priority)
+
+    def data(self) -> Any:
+        """Milliseconds of every operator, and the layers that may be alive."""
+        operators: dict[str, dict[str, Any]] = {}
+        for (unit, entry), seconds in self.priorities.times.items():
+            priority = self.priorities.priority.get((unit, entry), 0.0)
+            figures = {"ms": round_ms(seconds, 9), "priority_ms": round_ms(priority, 9)}
+            operators.setdefault(unit, {})[entry] = figures
+        return {"extra_live_layers": self.priorities.extra_live_layers, "operators": operators}
+
+    @classmethod
+    def from_data(
+        cls, data: Any, pairs: Mapping[str, GraphPair], *, rule: str, model: str, mesh: Mapping[str, int], graphs: str
+    ) -> Self:
+        """The plan of what a file says of its operators."""
+        return cls(rule, model, dict(mesh), graphs, _priorities_from(data, pairs))
+
+
+def _priorities_from(data: Any, pairs: Mapping[str, GraphPair]) -> Priorities:
+    times, priority = {}, {}
+    check_known(data["operators"], pairs, "unit")
+    for unit, pair in pairs.items():
+        figures = data["operators"].get(unit, {})
+        known = entries(pair.forward, pair.backward)
+        _check_entries(unit, figures, known)
+        for entry in known:
+            times[unit, entry], priority[unit, entry] = _seconds(f"{unit} {entry}", figures[entry])
+    extra = data["extra_live_layers"]
+    if not isinstance(extra, int) or isinstance(extra, bool) or extra < 0:
+        raise ValueError(f"extra_live_layers must be a whole number of at least 0, got {extra!r}")
+    return Priorities(times, priority, extra)
+
+
+def _check_entries(unit: str, found: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise ValueError where a unit's operators are not those of its graphs."""
+    strange = sorted(found.keys() - known.keys())
+    missing = [entry for entry in known if entry not in found]
+    if strange:
+        raise ValueError(f"unit {unit!r} has no operator {strange[0]!r}")
+    if missing:
+        raise ValueError(f"unit {unit!r} lacks the operator {missing[0]!r}")
+
+
+def _seconds(name: str, figures: Mapping[str, Any]) -> tuple[float, float]:
+    """Time and priority of an operator."""
+    for key in ("ms", "priority_ms"):
+        if key not in figures:
+            raise ValueError(f"{name} lacks {key!r}")
+    seconds, priority = (float(figures[key]) / 1e3 for key in ("ms", "priority_ms"))
+    if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(priority)):
+        raise ValueError(f"impossible figures of {name}: {dict(figures)}")
+    return seconds, priority

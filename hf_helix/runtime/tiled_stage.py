@@ -1,0 +1,27 @@
+"""The stage that a plan runs on: the rank's own, or cut into tiles for the intra-batch baseline.
+
+In:   the stage of a rank, and a plan.
+Out:  a stage whose graphs are those that the plan orders.
+Must hold: the parameters are the same; so is everything between the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_helix.operators.tiling import tile_unit
+from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, tile_pairs
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.runtime.stage import Stage, shared_gradients
+
+
+def stage_for(plan: Plan, stage: Stage) -> Stage:
+    """The stage that a plan orders."""
+    return tile_stage(stage, plan.tiles) if isinstance(plan, IntraBatchPlan) else stage
+
+
+def tile_stage(stage: Stage, tiles: int) -> Stage:
+    """The stage with collectives and the linears beside them cut into tiles."""
+    model = {index: tile_unit(unit, tiles) for index, unit in stage.model.items()}
+    graphs = tile_pairs(stage.layout.graphs, tiles)
+    return replace(stage, model=model, layout=replace(stage.layout, graphs=graphs, shared=shared_gradients(model)))
