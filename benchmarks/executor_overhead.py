@@ -26,7 +26,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_helix.models.builder import Sharing
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
-from hf_helix.operators.base import Call, Tensors, Work, explicit_gradients
+from hf_helix.operators.base import (
+    Call,
+    Communication,
+    Method,
+    SplitComputation,
+    TensorOperator,
+    Tensors,
+    Work,
+    explicit_gradients,
+)
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Operator, Part
@@ -100,24 +109,31 @@ def parse_arguments() -> argparse.Namespace:
 # -- operators that do nothing -----------------------------------------------------------------------------------
 
 
-class Idle:
-    """Stands for any operator: returns as many tensors as are expected, and computes and moves nothing."""
+class Idle(SplitComputation):
+    """Stands for any computation: returns as many tensors as are expected, and computes nothing."""
+
+    trained = 1.0
 
     def __init__(self, num_inputs: int, num_outputs: int) -> None:
         self.outputs = (NOTHING,) * num_outputs
         self.gradients = (NOTHING,) * num_inputs
 
-    def forward(self, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         return self.outputs
 
-    def backward(self, call: Call, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         return self.gradients
 
-    def input_gradient(self, call: Call, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return self.gradients
+    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+        return ()
 
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
-        pass
+
+class IdleCommunication(Communication):
+    """Stands for any communication: returns as many tensors as are expected, and moves nothing."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        self.outputs = (NOTHING,) * num_outputs
+        self.gradients = (NOTHING,) * num_inputs
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
         return self.outputs if part is Part.F else self.gradients, _do_nothing
@@ -129,8 +145,9 @@ def _do_nothing() -> None:
 
 def make_idle(unit: Unit) -> Unit:
     """The unit with the same graphs, and operators that do nothing."""
-    operators: Mapping[str, Any] = {
-        op.name: Idle(len(op.reads), len(op.writes)) for op in unit.graphs.forward.operators
+    operators: dict[str, TensorOperator] = {
+        op.name: (IdleCommunication if op.kind.communicates else Idle)(len(op.reads), len(op.writes))
+        for op in unit.graphs.forward.operators
     }
     return dataclasses.replace(unit, operators=operators)
 
@@ -247,16 +264,20 @@ def record_calls(runner: Runner, window: list[MicroBatch]) -> list[tuple[Callabl
     return recorded
 
 
-class _Noting:
-    """An operator that tells of every call."""
+class _Noting(TensorOperator):
+    """A computation that tells of every call."""
 
-    def __init__(self, operator: Any, note: Callable[..., Any]) -> None:
+    def __init__(self, operator: TensorOperator, note: Callable[..., Any]) -> None:
         self._operator = operator
         self._note = note
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._operator, name)
-        return (lambda call, *inputs: self._note(found, call, inputs)) if callable(found) else found
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self._operator.parameters
+
+    def method_of(self, part: Part) -> Method:
+        method = self._operator.method_of(part)
+        return lambda call, *inputs: self._note(method, call, inputs)
 
 
 # -- measuring and printing --------------------------------------------------------------------------------------

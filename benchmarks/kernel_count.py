@@ -31,10 +31,11 @@ from hf_helix.models.builder import Sharing
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators import explicit
+from hf_helix.operators.base import Call, Communication, Method, TensorOperator, Tensors, Work
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.linears import accumulate
-from hf_helix.operators.linears import matmul_dtype as lowered
+from hf_helix.operators.linears import accumulate, matmul_dtype
 from hf_helix.operators.unit import Unit
+from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
@@ -194,13 +195,13 @@ def _replaced(module: Any, name: str, other: Any) -> Iterator[None]:
 @contextmanager
 def _weights_apart(kernels: Kernels) -> Iterator[None]:
     """Copies of weights count for the window, not for the micro-batch that comes first."""
-    copy = lowered._copy
+    copy = matmul_dtype._copy
 
     def counted(*given: Any) -> Tensor:
         with kernels.run(WINDOW if kernels.running else None):
             return copy(*given)
 
-    with _replaced(lowered, "_copy", counted):
+    with _replaced(matmul_dtype, "_copy", counted):
         yield
 
 
@@ -246,37 +247,55 @@ def _runner(
 def _watched(unit: Unit, kernels: Kernels) -> Unit:
     """The unit, whose operators say when they run; those of other units than the first layer switch counting off."""
     counts = unit.label == "layers.0"
-    operators: Any = {name: _Watched(op, name, kernels, counts) for name, op in unit.operators.items()}
+    operators: dict[str, TensorOperator] = {}
+    for name, operator in unit.operators.items():
+        counter = _Counter(name, kernels, counts)
+        if isinstance(operator, Communication):
+            operators[name] = _WatchedCommunication(operator, counter)
+        else:
+            operators[name] = _Watched(operator, counter)
     return replace(unit, operators=operators)
 
 
-class _Watched:
-    """An operator that counts for itself while it runs, and for the executor after it."""
+class _Counter:
+    """Counts for an operator while it runs, and for the executor after it."""
 
-    PARTS = {  # noqa: RUF012
-        "forward": "F.{}",
-        "backward": "B.{}",
-        "input_gradient": "B.{}.I",
-        "weight_gradient": "B.{}.W",
-        "again": "B.{}.R",
-    }
+    def __init__(self, name: str, kernels: Kernels, counts: bool) -> None:
+        self._name, self._kernels, self._counts = name, kernels, counts
 
-    def __init__(self, operator: Any, name: str, kernels: Kernels, counts: bool) -> None:
-        self._operator, self._name, self._kernels, self._counts = operator, name, kernels, counts
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._operator, name)
-        if name == "prepare":
-            return lambda call, part, *inputs: self._run(f"{part.name[0]}.{self._name}", found, call, part, *inputs)
-        if name in self.PARTS:
-            return lambda call, *inputs: self._run(self.PARTS[name].format(self._name), found, call, *inputs)
-        return found
-
-    def _run(self, label: str, function: Callable[..., Any], *given: Any) -> Any:
+    def run(self, part: Part, function: Callable[..., Any], *given: Any) -> Any:
+        label = f"F.{self._name}" if part is Part.F else f"B.{self._name}"
+        if part in (Part.I, Part.W, Part.R):
+            label += f".{part.value}"
         with self._kernels.run(label if self._counts else None):
             outputs = function(*given)
-        self._kernels.running = f"B.{SUMS}" if self._counts and label.startswith("B") else None
+        self._kernels.running = f"B.{SUMS}" if self._counts and part is not Part.F else None
         return outputs
+
+
+class _Watched(TensorOperator):
+    """A computation that counts."""
+
+    def __init__(self, operator: TensorOperator, counter: _Counter) -> None:
+        self._operator, self._counter = operator, counter
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self._operator.parameters
+
+    def method_of(self, part: Part) -> Method:
+        method = self._operator.method_of(part)
+        return lambda call, *inputs: self._counter.run(part, method, call, *inputs)
+
+
+class _WatchedCommunication(Communication):
+    """A communication that counts."""
+
+    def __init__(self, operator: Communication, counter: _Counter) -> None:
+        self._operator, self._counter = operator, counter
+
+    def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        return self._counter.run(part, self._operator.prepare, call, part, *inputs)
 
 
 def _is_free(function: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import device_seconds, release
 from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, FirstOf, Kernel, Seen
-from hf_helix.operators.attention.ring_attention import DOCUMENTS, Block, Join
+from hf_helix.operators.attention.ring_attention import DOCUMENTS, JoinBlocks, RingBlock
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 
@@ -79,7 +79,7 @@ def _layer(kernel: Kernel, sizes: Sizes, dtype: torch.dtype, is_packed: bool, de
     """As the second of two ranks has it, all of whose blocks see something."""
     n, heads, axis = sizes.layer_tokens, sizes.heads, Axis(SilentTransport(2, 1))
     first_of, scale = FirstOf(kernel), sizes.head_dim**-0.5
-    blocks, join = [Block(first_of, axis, distance, scale) for distance in range(2)], Join(dtype)
+    blocks, join = [RingBlock(first_of, axis, distance, scale) for distance in range(2)], JoinBlocks(dtype)
     q = torch.randn(1, heads, n, sizes.head_dim, device=device, dtype=dtype)
     kvs = [torch.randn(2, 1, sizes.kv_heads, n, sizes.head_dim, device=device, dtype=dtype) for _ in range(2)]
     documents = (torch.arange(2 * n, device=device) // (n // 3))[None] if is_packed else None

@@ -93,7 +93,7 @@ class _Place:
         placement = self.placement
         if source.converter is None:
             self.copy(reader.slice(source.names[0]), out)
-        elif source.is_stack and placement.dim == 0 and placement.blocks == 1:
+        elif source.is_stack and placement.dim == 0 and placement.num_fused == 1:
             ((first, last),) = self.bounds
             out.copy_(source.part(first, last).convert(model, reader.tensor)[name])
         else:

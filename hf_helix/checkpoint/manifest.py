@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hf_helix.checkpoint.optimizer_state import Held
-from hf_helix.runtime.distributed.groups import gather_objects
+from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.version import __version__
 
@@ -163,7 +163,7 @@ def describe_parameters(
     }
     if mesh.pipe.group is None:
         return mine
-    return {name: about for part in gather_objects(mine, mesh.pipe.ranks) for name, about in part.items()}
+    return {name: about for part in over_ranks(mine, mesh.pipe.ranks) for name, about in part.items()}
 
 
 def _differences(saved: Parameters, present: Parameters, keys: tuple[str, ...]) -> list[str]:

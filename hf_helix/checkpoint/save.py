@@ -32,8 +32,8 @@ from hf_helix.checkpoint.reader import INDEX_NAME, Source, match, persistent_ten
 from hf_helix.checkpoint.safetensors_file import FileLayout, write_slice
 from hf_helix.checkpoint.shard import join_slices
 from hf_helix.operators.unit import COPIED, Placement
-from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
-from hf_helix.runtime.distributed.groups import control_group, gather_objects, receive_on_host, send_on_host
+from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0, over_ranks
+from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.stage import Stage
 
@@ -124,7 +124,7 @@ def _outlines(model: Any, stage: Stage, mesh: Mesh) -> dict[str, Tensor]:
         if owners.get(tensor, stage.rank) == stage.rank
     }
     if mesh.pipe.group is not None:
-        shapes = {name: shape for part in gather_objects(shapes, mesh.pipe.ranks) for name, shape in part.items()}
+        shapes = {name: shape for part in over_ranks(shapes, mesh.pipe.ranks) for name, shape in part.items()}
     return {name: torch.empty(shapes[name], dtype=tensors[name].dtype, device="meta") for name in tensors}
 
 
@@ -253,7 +253,7 @@ class _Writer:
 
 def _is_cut_stack(source: Source, placement: Placement) -> bool:
     """Whether each rank can convert its own slice: experts that are stacked in the model and single on disk."""
-    return source.is_stack and placement.dim == 0 and placement.blocks == 1
+    return source.is_stack and placement.dim == 0 and placement.num_fused == 1
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

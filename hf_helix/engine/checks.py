@@ -189,7 +189,7 @@ def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
         for unit in stage.model.values()
         for op in unit.graphs.forward.operators
         if op.split and not op.trained
-        for parameter in getattr(unit.operators[op.of], "parameters", ())
+        for parameter in unit.operators[op.of].parameters
     }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter in frozen:

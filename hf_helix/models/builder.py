@@ -17,22 +17,21 @@ from torch import Tensor, nn
 from hf_helix.models.norms import is_fused
 from hf_helix.models.peft import Opened, opened
 from hf_helix.operators.attention.partial import Kernel
-from hf_helix.operators.attention.ring_attention import Block, Blocks, Join, Step
-from hf_helix.operators.base import SplitComputation, Tensors
-from hf_helix.operators.communication.collectives import Gather, GatherReplicated, Scatter
+from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
+from hf_helix.operators.base import SplitComputation, TensorOperator, Tensors
+from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.explicit import Explicit, RmsNorm
 from hf_helix.operators.linears.linear import Linear, Projection
 from hf_helix.operators.linears.low_rank import Adapters
 from hf_helix.operators.moe.dispatch import RouterMeter
-from hf_helix.operators.segment import Add, Dropout, Segment, SumOfGradients, compiled, lowered
+from hf_helix.operators.segment import Add, Dropout, Segment, SumOfGradients, cast_for_matmul, compiled
 from hf_helix.operators.unit import (
     COPIED,
     COPIED_ON_SHARDS,
     CUT_COLUMNS,
     CUT_ROWS,
     Placement,
-    TensorOperator,
     Unit,
     cut_bounds,
 )
@@ -171,7 +170,7 @@ class Builder:
         """
 
         def norm(value: Tensor) -> Tensor:
-            return lowered(module(value)) if lowers else module(value)
+            return cast_for_matmul(module(value)) if lowers else module(value)
 
         explicit = RmsNorm(module, is_fused, lowers)
         return self.local(name, norm, value, uses=(module,), on_shard=True, explicit=explicit)
@@ -199,9 +198,9 @@ class Builder:
             blocks: equal parts of the output features that are cut each by itself, see `Placement`.
         """
         found = [opened(linear, self.label) for linear in linears.values()]
-        rows = replace(CUT_ROWS, blocks=blocks)
+        rows = replace(CUT_ROWS, num_fused=blocks)
         for linear in found:
-            matrix = replace(CUT_COLUMNS, blocks=blocks) if linear.is_transposed else rows
+            matrix = replace(CUT_COLUMNS, num_fused=blocks) if linear.is_transposed else rows
             self._place_linear(linear, matrix, rows, down=COPIED_ON_SHARDS, up=rows)
         outputs = tuple(f"{name}.{key}" for key in linears)
         transposed = any(linear.is_transposed for linear in found)
@@ -219,11 +218,11 @@ class Builder:
 
     def gather(self, name: str, value: str) -> str:
         """This rank's part of the sequence to the whole sequence. Selective recompute keeps the part only."""
-        return self._collective(name, Gather(self.tp), value, cheap=True)
+        return self._collective(name, AllGather(self.tp), value, cheap=True)
 
     def scatter(self, name: str, value: str) -> str:
         """Partial sums over the whole sequence to this rank's part of their sum."""
-        return self._collective(name, Scatter(self.tp), value)
+        return self._collective(name, ReduceScatter(self.tp), value)
 
     def shared_attention(
         self,
@@ -253,26 +252,26 @@ class Builder:
             for distance in range(size):
                 here = kv
                 if distance + 1 < size:
-                    kv = self._repeated(f"{name}.ring{distance + 1}", Step(self.cp), kv, TRANSFER)
+                    kv = self._repeated(f"{name}.ring{distance + 1}", RingStep(self.cp), kv, TRANSFER)
                 so_far = self.declare(
                     f"{name}.block{distance}",
-                    Block(kernel, self.cp, distance, scale, window),
+                    RingBlock(kernel, self.cp, distance, scale, window),
                     (q, here, *so_far),
                     (f"{name}.part{distance}",),
                     keeps=(q, here, *kept),
                     effort=ATTENTION / size,
                 )
         else:
-            kv = self._repeated(f"{name}.gather", Gather(self.cp), kv, TRANSFER * (size - 1))
+            kv = self._repeated(f"{name}.gather", AllGather(self.cp), kv, TRANSFER * (size - 1))
             so_far = self.declare(
                 f"{name}.blocks",
-                Blocks(kernel, self.cp, scale, window),
+                GatheredBlocks(kernel, self.cp, scale, window),
                 (q, kv),
                 (f"{name}.whole",),
                 keeps=(q, kv, *kept),
                 effort=ATTENTION,
             )
-        return self.declare(f"{name}.join", Join(dtype), so_far, kept, effort=LIGHT)[0]
+        return self.declare(f"{name}.join", JoinBlocks(dtype), so_far, kept, effort=LIGHT)[0]
 
     def lookup(self, name: str, embedding: nn.Module) -> str:
         """Token embeddings, the table cut by rows; outputs are partial sums for `scatter`.
@@ -334,7 +333,7 @@ class Builder:
             return value
         return self.declare(
             name,
-            GatherReplicated(axis),
+            AllGatherReplicated(axis),
             (value,),
             (name,),
             kind=axis.kind,
@@ -356,12 +355,12 @@ class Builder:
             logits=self.logits,
         )
 
-    def _collective(self, name: str, operator: Gather | Scatter, value: str, cheap: bool = False) -> str:
+    def _collective(self, name: str, operator: AllGather | ReduceScatter, value: str, cheap: bool = False) -> str:
         if self.tp.size == 1:
             return value
         return self.declare(name, operator, (value,), (name,), kind=self.tp.kind, cheap=cheap, effort=TRANSFER)[0]
 
-    def _repeated(self, name: str, operator: Step | Gather, value: str, effort: float) -> str:
+    def _repeated(self, name: str, operator: RingStep | AllGather, value: str, effort: float) -> str:
         """Communication over the context-parallel ranks that backward runs again, to keep nothing."""
         return self.declare(name, operator, (value,), (f"{name}.kv",), kind=self.cp.kind, again=True, effort=effort)[0]
 

@@ -1,4 +1,9 @@
-"""The two kinds of operator, and what they are handed when they run.
+"""Tensor operators: the one base class of everything that a program runs, its three kinds, and what they are handed.
+
+    TensorOperator       `method_of(part)`: what runs on the compute stream for a part of the operator
+      Computation        forward, backward
+      SplitComputation   forward; backward as input gradient (I) and weight gradient (W), which run at different times
+      Communication      `prepare`: allocates on the compute stream, and returns the work for a communication stream
 
 In:   tensors of one micro-batch.
 Out:  tensors; parameter gradients are added to `parameter.grad`.
@@ -14,17 +19,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from hf_helix.operators.linears.matmul_dtype import LoweredWeights
+from hf_helix.operators.linears.matmul_dtype import CastWeights
 from hf_helix.planning.graph.operator import Part
 
 Tensors = tuple[Tensor, ...]
 Work = Callable[[], object]
 """Moves data into what was allocated before."""
+
+Method = Callable[..., Tensors]
+"""`method(call, *tensors)`: a part of an operator, for one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +47,13 @@ class Precision:
 
     device: str = "cpu"
     products: torch.dtype | None = None
-    weights: LoweredWeights = field(default_factory=LoweredWeights)
+    weights: CastWeights = field(default_factory=CastWeights)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """In which torch computes so by itself."""
         return nullcontext() if self.products is None else torch.autocast(self.device, self.products)
 
-    def lowered(self, value: Tensor) -> Tensor:
+    def cast_for_matmul(self, value: Tensor) -> Tensor:
         """A value as matrix products take it."""
         return value if self.products is None or value.dtype is self.products else value.to(self.products)
 
@@ -80,88 +88,110 @@ def explicit_gradients() -> Iterator[None]:
         yield
 
 
-class Computation(ABC):
-    """An operator on the compute stream. It is called within `explicit_gradients`.
+class TensorOperator(ABC):
+    """What an operator of a unit does to tensors. It runs within `explicit_gradients`, for many micro-batches at once.
 
     Attributes:
-        saves: whether forward leaves anything of weight for backward, which must run it again where it did not.
+        saves: whether forward leaves anything of weight for backward in `Call.saved`. What is recomputed must then run
+            forward again, also where all its outputs are kept.
     """
+
+    saves = False
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The parameters whose gradients backward adds to."""
+        return ()
+
+    def draws(self) -> bool:
+        """Returns whether forward draws random numbers at present; the mode of a module may decide."""
+        return False
+
+    @abstractmethod
+    def method_of(self, part: Part) -> Method:
+        """Returns the method that runs a part on the compute stream. It is the same in every window.
+
+        F and R (forward again, in backward) take the inputs and return the outputs. B and I take the gradients of the
+        outputs, behind them the values that the operator declares to keep, and return the gradients of the inputs. W
+        takes the gradients of the outputs, behind them all that forward read, and returns nothing.
+        """
+
+
+class Computation(TensorOperator):
+    """An operator on the compute stream."""
 
     saves = True
 
     @abstractmethod
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        """Values out, from values in."""
+        """Returns the outputs."""
 
     @abstractmethod
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        """Gradients of the inputs, from gradients of the outputs (and behind them the values that it declares to keep);
-        parameters' gradients on the way."""
+        """Returns the gradients of the inputs, and adds to those of parameters."""
 
-    def again(self, call: Call, *inputs: Tensor) -> Tensors:
-        """Forward once more, in backward: the same values, and what is left for backward."""
-        return self.forward(call, *inputs)
+    @final
+    def method_of(self, part: Part) -> Method:
+        return {Part.F: self.forward, Part.R: self.forward, Part.B: self.backward}[part]
 
 
-class SplitComputation(ABC):
-    """An operator whose input gradient (I) and weight gradient (W) run at different times. It is called within
-    `explicit_gradients`."""
-
-    saves = False
+class SplitComputation(TensorOperator):
+    """An operator on the compute stream whose input gradient (I) and weight gradient (W) run at different times."""
 
     @property
+    @abstractmethod
     def trained(self) -> float:
         """How much of W there is, see `hf_helix.planning.graph.operator.Operator`."""
-        return 1.0
 
     @abstractmethod
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        """Values out, from values in."""
+        """Returns the outputs."""
 
     @abstractmethod
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
-        """Gradients of the inputs, from gradients of the outputs (and behind them the values that it declares to
-        keep)."""
+        """Returns the gradients of the inputs."""
 
     @abstractmethod
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
-        """Add to the parameters' gradients, from gradients of the outputs and behind them all that forward read."""
+    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
+        """Adds to the gradients of parameters; returns nothing, as a tuple."""
 
-    def again(self, call: Call, *inputs: Tensor) -> Tensors:
-        """Forward once more, in backward: the same values."""
-        return self.forward(call, *inputs)
+    @final
+    def method_of(self, part: Part) -> Method:
+        # Where there is nothing to train, the whole backward (B) is the input gradient.
+        return {
+            Part.F: self.forward,
+            Part.R: self.forward,
+            Part.B: self.input_gradient,
+            Part.I: self.input_gradient,
+            Part.W: self.weight_gradient,
+        }[part]
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        """Where there is nothing to train, I is all of it."""
-        return self.input_gradient(call, *gradients)
 
-
-class Communication(ABC):
-    """An operator on a communication stream.
-
-    `prepare` runs when the operator is issued and allocates everything; the work it returns only moves data into
-    what was allocated, later and on another stream.
-    """
-
-    saves = False
+class Communication(TensorOperator):
+    """An operator on a communication stream."""
 
     @abstractmethod
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
-        """The outputs, not yet filled, and the work that fills them. `part` is F, B, or R for F once more."""
+        """Allocates on the compute stream. Runs when the operator is issued.
 
-    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
-        """The same on the compute stream, where a plan may not overlap it."""
-        return self._now(call, Part.F, *inputs)
+        Args:
+            part: F, B, or R for F once more.
+            inputs: values, or in B gradients.
 
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        """See `forward`."""
-        return self._now(call, Part.B, *gradients)
+        Returns:
+            The outputs, not yet filled, and the work that fills them, later and on another stream. The work allocates
+            nothing.
+        """
 
-    def again(self, call: Call, *inputs: Tensor) -> Tensors:
-        """See `forward`; run a second time in backward."""
-        return self._now(call, Part.R, *inputs)
+    def lane(self, part: Part) -> str:
+        """Returns the queue on its stream that a part goes to; lanes do not wait for each other."""
+        return ""
 
-    def _now(self, call: Call, part: Part, *inputs: Tensor) -> Tensors:
-        outputs, work = self.prepare(call, part, *inputs)
-        work()
-        return outputs
+    @final
+    def method_of(self, part: Part) -> Method:
+        def run(call: Call, *inputs: Tensor) -> Tensors:
+            outputs, work = self.prepare(call, part, *inputs)
+            work()
+            return outputs
+
+        return run

@@ -84,7 +84,7 @@ class RmsNorm(Explicit):
         (value,) = inputs
         given, weight = alike(value, self._module.weight)
         out, scale = fused_rms_norm(given, weight, self._module.variance_epsilon)
-        return precision.lowered(out) if self._lowers else out, (value, scale)
+        return precision.cast_for_matmul(out) if self._lowers else out, (value, scale)
 
     def backward(self, kept: Tensors, gradient: Tensor) -> Tensors:
         value, scale = kept

@@ -40,7 +40,7 @@ def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inp
     engine.run_backward(edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
-def lowered(value: Tensor) -> Tensor:
+def cast_for_matmul(value: Tensor) -> Tensor:
     """A value as matrix products take it under the autocast that is on, if there is any."""
     device = value.device.type
     return value.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else value
@@ -76,10 +76,17 @@ class Segment(Computation):
     ) -> None:
         self.num_plain = num_plain
         self.function = function
-        self.parameters = tuple(parameters)
         self.side = tuple(side)
-        self.draws = draws
         self.explicit = explicit
+        self._parameters = tuple(parameters)
+        self._draws = draws
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return self._parameters
+
+    def draws(self) -> bool:
+        return self._draws is not None and self._draws()
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         explicit = self.explicit
@@ -90,8 +97,7 @@ class Segment(Computation):
             return (output,)
         side = {name: call.side[name] for name in self.side} if self.side else {}
         if not call.training:
-            with torch.no_grad():
-                return self._run(call, inputs, side)
+            return self._run(call, inputs, side)
         leaves = tuple([value.detach().requires_grad_() for value in inputs])
         with torch.enable_grad():
             outputs = self._run(call, leaves, side)
@@ -114,16 +120,16 @@ class Segment(Computation):
         return tuple([_gradient_of(leaf) for leaf in leaves])
 
     def _trained(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.parameters if parameter.requires_grad]
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def _run(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Tensors:
         with call.precision.autocast():
             return _as_tuple(self._call_function(call, inputs, side))
 
     def _call_function(self, call: Call, inputs: Tensors, side: dict[str, Any]) -> Any:
-        if self.draws is None or not self.draws():
+        if self._draws is None or not self._draws():
             return self.function(*inputs, **side)
-        device = next(value.device for value in (*inputs, *self.parameters) if isinstance(value, Tensor))
+        device = next(value.device for value in (*inputs, *self._parameters) if isinstance(value, Tensor))
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
             torch.manual_seed(call.seed)
             return self.function(*inputs, **side)
@@ -158,7 +164,6 @@ class Dropout(Computation):
         self.module = module
 
     def draws(self) -> bool:
-        """Whether it does in the present mode of the module."""
         return self.module.training
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
@@ -180,9 +185,9 @@ class Dropout(Computation):
 
     def _mask(self, call: Call, value: Tensor) -> Tensor:
         """True for what stays. Depends on the shape alone, not on how a value lies in memory."""
-        dice = torch.Generator(value.device).manual_seed(call.seed)
+        generator = torch.Generator(value.device).manual_seed(call.seed)
         kept = torch.empty(value.shape, dtype=torch.bool, device=value.device)
-        return kept.bernoulli_(1 - self.module.p, generator=dice)
+        return kept.bernoulli_(1 - self.module.p, generator=generator)
 
     def _drop(self, value: Tensor, mask: Tensor) -> Tensor:
         return (value * mask).mul_(1 / (1 - self.module.p) if self.module.p < 1 else 0.0)

@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
-from hf_helix.operators.communication.collectives import Gather, Scatter
-from hf_helix.operators.unit import TensorOperator, Unit
+from hf_helix.operators.base import Call, Communication, Computation, TensorOperator, Tensors, Work
+from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
+from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.plans.baselines.intra_batch import Site, sites, tile_pair
 
@@ -29,7 +29,8 @@ def tile_unit(unit: Unit, tiles: int) -> Unit:
         tiles: how many; with 1, or where nothing communicates, the unit stays as it is.
 
     Raises:
-        ValueError: fewer than one tile, or a collective beside a linear that is neither a `Gather` nor a `Scatter`.
+        ValueError: fewer than one tile, or a collective beside a linear that is neither an `AllGather` nor a
+            `ReduceScatter`.
     """
     forward = unit.graphs.forward
     graphs = tile_pair(unit.graphs, tiles)
@@ -108,11 +109,11 @@ def join_rows(pieces: Sequence[Tensor], blocks: int) -> Tensor:
 def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
     """What the pieces of a site run."""
     first, second = unit.operators[site.first.name], unit.operators[site.second.name]
-    collective, wanted = (first, Gather) if site.gathers else (second, Scatter)
+    collective, wanted = (first, AllGather) if site.gathers else (second, ReduceScatter)
     if not isinstance(collective, wanted):
         name = (site.first if site.gathers else site.second).name
         raise ValueError(
-            f"{unit.label}: {name!r} is a {type(collective).__name__} where tiles need a {wanted.__name__}; "
+            f"{unit.label}: {name!r} is of class {type(collective).__name__} where tiles need {wanted.__name__}; "
             "use a plan without tiles, or teach hf_helix.operators.tiling how its rows lie"
         )
     size = collective.axis.size

@@ -14,14 +14,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_helix.operators.base import Communication, Computation, SplitComputation
+from hf_helix.operators.base import TensorOperator
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import NONE, recomputed
 
 TP, EXPERTS = "tp", "experts"
-
-TensorOperator = Computation | SplitComputation | Communication
 
 
 @dataclass(frozen=True)
@@ -33,21 +31,22 @@ class Placement:
         length: of that dimension in the whole parameter.
         sums_gradient: a copy whose gradient each rank sees only for its part of the sequence, of the heads or of the
             features, to be summed.
-        blocks: equal parts of that dimension that are cut each by itself, such as queries, keys and values in one.
+        num_fused: matrices that lie side by side along that dimension and are cut each by itself, such as queries, keys
+            and values in one.
         over: the axis: `tp`, or `experts`, where the ranks of a copy of the model together hold every expert once.
     """
 
     dim: int | None = None
     length: int = 0
     sums_gradient: bool = False
-    blocks: int = 1
+    num_fused: int = 1
     over: str = TP
 
     def bounds(self, size: int, rank: int) -> list[tuple[int, int]]:
         """Where in that dimension the slices lie that a rank holds, one for each block."""
-        length = self.length // self.blocks
+        length = self.length // self.num_fused
         first, last = cut_bounds(length, size, rank)
-        return [(block * length + first, block * length + last) for block in range(self.blocks)]
+        return [(block * length + first, block * length + last) for block in range(self.num_fused)]
 
     def shape(self, whole: Sequence[int], size: int, rank: int) -> tuple[int, ...]:
         """Of what a rank holds of a parameter of this shape."""
@@ -77,7 +76,7 @@ class Placement:
     def paste(self, whole: Tensor, part: Tensor, size: int, rank: int) -> None:
         """Put what a rank holds into its places in the whole."""
         assert self.dim is not None
-        for place, block in zip(self.slices(whole, size, rank), part.chunk(self.blocks, self.dim), strict=True):
+        for place, block in zip(self.slices(whole, size, rank), part.chunk(self.num_fused, self.dim), strict=True):
             place.copy_(block)
 
 

@@ -89,9 +89,8 @@ class TokenStatistics(Computation):
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (logits,) = inputs
         found = torch.empty((3, *logits.shape[:-1]), dtype=torch.float32, device=logits.device)
-        with torch.no_grad():
-            for rows, targets, out in self._chunks(logits, call.side["targets"], found):
-                out.copy_(self._statistics(rows, targets, self.smoothing, self.share))
+        for rows, targets, out in self._chunks(logits, call.side["targets"], found):
+            out.copy_(self._statistics(rows, targets, self.smoothing, self.share))
         if call.training:
             call.saved = logits, found[1]
         return (found.unsqueeze(0),)
@@ -103,10 +102,9 @@ class TokenStatistics(Computation):
         factors = torch.stack((of_total * totals, of_target))
         result = logits if self.overwrites else torch.empty_like(logits)
         written = result.view(-1, logits.shape[-1]).split(self._chunk_of(logits))
-        with torch.no_grad():
-            chunks = self._chunks(logits, call.side["targets"], factors)
-            for (rows, targets, factor), out in zip(chunks, written, strict=True):
-                out.copy_(self._gradient(rows, targets, factor, self.smoothing, self.share))
+        chunks = self._chunks(logits, call.side["targets"], factors)
+        for (rows, targets, factor), out in zip(chunks, written, strict=True):
+            out.copy_(self._gradient(rows, targets, factor, self.smoothing, self.share))
         return (result,)
 
     def _chunks(self, logits: Tensor, targets: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -29,18 +29,18 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.operators.segment import has_hooks
-from hf_helix.runtime.distributed.agreement import add_up
+from hf_helix.runtime.distributed.agreement import sum_over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh, rank
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 
-MOST = 8
+MAX_GRAPHS = 8
 """Graphs that are kept. Windows of further shapes run operator by operator."""
 
-WARM_UPS = 1
+NUM_WARMUPS = 1
 """Windows of a shape that run operator by operator first: they compile, choose kernels and make workspaces."""
 
-REMEMBERED = 4096
+MAX_REMEMBERED = 4096
 """Shapes that are remembered until they come a second time."""
 
 Recorded = tuple[Any, Any]
@@ -170,7 +170,7 @@ class WindowGraphs:
         # The rank is part of it, since a sum does not tell whose windows they are.
         about = (rank(), [_describe(leaf) for leaf in leaves], str(form))
         digest = hashlib.blake2b(repr(about).encode(), digest_size=6).digest()
-        number, num_moved, num_reasons = add_up([int.from_bytes(digest, "big"), moved, reason is not None])
+        number, num_moved, num_reasons = sum_over_ranks([int.from_bytes(digest, "big"), moved, reason is not None])
         if num_moved:
             self.release()
             self._seen.clear()
@@ -183,16 +183,16 @@ class WindowGraphs:
         """Whether a window that is not captured is to be."""
         if not number:
             return False
-        if len(self._captured) >= MOST:
+        if len(self._captured) >= MAX_GRAPHS:
             self._say(
-                f"windows of {MOST} different shapes are kept as CUDA graphs, and no more; others run operator by "
-                "operator. Pad batches to fewer lengths (pad_to_multiple_of of the data collator) to capture all"
+                f"windows of {MAX_GRAPHS} different shapes are kept as CUDA graphs, and no more; others run operator "
+                "by operator. Pad batches to fewer lengths (pad_to_multiple_of of the data collator) to capture all"
             )
             return False
-        if len(self._seen) >= REMEMBERED:
+        if len(self._seen) >= MAX_REMEMBERED:
             self._seen.clear()
         self._seen[number] += 1
-        return self._seen[number] > WARM_UPS
+        return self._seen[number] > NUM_WARMUPS
 
     def _capture(
         self, runner: Runner, window: Sequence[MicroBatch], leaves: Sequence[Any], form: TreeSpec
@@ -271,8 +271,7 @@ def why_not_now(runner: Runner, leaves: Iterable[Any]) -> str | None:
             return f"attention takes a {type(leaf).__name__} with every batch, which is no tensor"
     for unit in runner.stage.units.values():
         for name, operator in unit.operators.items():
-            draws = getattr(operator, "draws", None)
-            if draws is not None and draws():
+            if operator.draws():
                 return f"{unit.label}.{name} draws random numbers, which a graph would repeat; use dropout of 0"
         for module in unit.called:
             if any(map(has_hooks, module.modules())):

@@ -1,10 +1,12 @@
-"""The executor: runs a program.
+"""The executor: runs a program, one instruction after the other.
 
 In:   instructions, the units they name, and micro-batches.
 Out:  the values that the program keeps; gradients in `parameter.grad`.
-Must hold: one executor for every plan. It issues in the program's order, waits only where a value is read, frees a
-value after its last reader, and never synchronises with the device. It never waits for another rank to take what it
-sends; what is sent stays alive until it has gone.
+Must hold: one executor for every plan. It issues in the program's order, lets the compute stream wait only for the
+values that an operator reads, frees a value after its last reader, and never synchronises with the device. It never
+waits for another rank to receive what this one sends; a tensor that is sent stays alive until it has been received.
+
+Which operator runs on which stream is said in `hf_helix.runtime.streams`.
 """
 
 from __future__ import annotations
@@ -25,17 +27,18 @@ from hf_helix.runtime.streams import Event, Streams
 
 Kept = Mapping[int, Mapping[Key, Tensor]]
 
-MOST_PROGRAMS = 16
-"""Programs that stay bound to their operators; one for each number of micro-batches that windows have."""
+MAX_PROGRAMS = 16
+"""How many programs stay bound to their operators. There is one for each number of micro-batches in a window."""
 
 
 class Executor:
     """Runs programs on a rank's streams.
 
     Args:
-        units: what the rank holds, by index in the layout.
-        seed: of the run.
-        precision: of every forward pass.
+        units: the units that the rank holds, by index in the layout.
+        streams: the streams that instructions go to.
+        seed: the seed of the run on this rank; the randomness of every operator derives from it.
+        precision: the types that every forward pass computes in.
     """
 
     def __init__(self, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision) -> None:
@@ -55,23 +58,28 @@ class Executor:
         completed: Callable[[int], object] | None = None,
         at_barrier: Callable[[], object] | None = None,
     ) -> Kept:
-        """Issue every instruction; returns by micro-batch the values that were never freed.
+        """Issues every instruction of a program.
 
         Args:
-            program: not changed from its first run on.
+            program: the instructions; the list must not change from its first run on.
+            microbatches: the micro-batches that the instructions number.
             sources: values that every micro-batch starts with, such as the gradient of its loss.
-            completed: told the index of a unit once all its gradients have been issued.
-            at_barrier: called at every barrier, between what comes before and after it.
+            training: whether there will be a backward pass.
+            completed: called with the index of a unit once all its gradients have been issued.
+            at_barrier: called at every barrier, after all that was issued before it has been waited for.
+
+        Returns:
+            By micro-batch, the values that were never freed.
         """
         steps = self._bind(program)
         with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
             return self._run(steps, microbatches, sources, training, completed, at_barrier)
 
     def _bind(self, program: Sequence[Instruction]) -> list[Step]:
-        """The steps of a program, which stay the same from window to window."""
+        """Returns the steps of a program, which stay the same from window to window."""
         found = self._bound.get(id(program))
         if found is None:
-            if len(self._bound) == MOST_PROGRAMS:
+            if len(self._bound) == MAX_PROGRAMS:
                 del self._bound[next(iter(self._bound))]
             # The program is kept, so that no other one gets its id.
             found = self._bound[id(program)] = program, [Step(each, self.units) for each in program]
@@ -116,11 +124,11 @@ class Executor:
         return kept
 
     def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
-        """A micro-batch before its first operator."""
+        """Returns the strand of a micro-batch before its first operator."""
         return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, dict(sources))
 
     def label(self, microbatch: int, unit: int, op: Operator) -> str:
-        """What an operator is called in a trace, such as `B2.layers.3.mlp.down.W`."""
+        """Returns what an operator is called in a trace, such as `B2.layers.3.mlp.down.W`."""
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
     def _compute(self, step: Step, op: Operator, strand: Strand) -> None:
@@ -130,15 +138,15 @@ class Executor:
                 if key in events:
                     self._wait(events.pop(key))
         call = strand.calls.get(step.place) or strand.call(*step.place, step.unit)
-        # What backward runs again keeps nothing the first time.
+        # An operator that is recomputed in backward saves nothing in forward.
         call.training = strand.training and step.keeps
         if trace is None:
-            outputs = step.method(call, *map(values.__getitem__, step.reads))
+            outputs = step.run(call, *map(values.__getitem__, step.reads))
         else:
             label = self.label(strand.key[1], step.place[0], op)
             trace.note("run", label)
             inputs = [values[key] for key in step.reads]
-            outputs = self.streams.compute(lambda: step.method(call, *inputs), label)
+            outputs = self.streams.compute(lambda: step.run(call, *inputs), label)
         if step.adds:
             for key, partial, output in zip(step.writes, step.adds, outputs, strict=False):
                 values[key] = output if partial is None else values[partial] + output
@@ -150,17 +158,17 @@ class Executor:
         for key in step.sizes:
             if key in events:
                 self._wait(events.pop(key))
-        if self._sent and op.kind is Kind.PIPELINE:  # where a slot begins or ends
+        if self._sent and op.kind is Kind.PIPELINE:  # these stand where a slot begins or ends
             self._release()
         inputs = list(map(values.__getitem__, step.reads))
-        # What fills the input stays listed: a computation that reads it, too, waits for itself.
+        # The event is not popped: a later computation that reads the same value must wait for it as well.
         after = [events[key] for key in step.reads if key in events] if events else ()
         label = op.name
         if trace is not None:
             label = self.label(strand.key[1], step.place[0], op)
             trace.note("issue", label)
         call = strand.calls.get(step.place) or strand.call(*step.place, step.unit)
-        outputs, work = step.method(call, op.part, *inputs)
+        outputs, work = step.prepare(call, op.part, *inputs)
         event = self.streams.issue(op.kind, work, after, label, step.lane)
         for key, output in zip(step.writes, outputs, strict=True):
             values[key] = output
@@ -174,7 +182,8 @@ class Executor:
         self.streams.wait(event)
 
     def _release(self) -> None:
-        """Give up what has gone to another rank; one that is slow to take does not hold up what others have."""
+        """Frees the tensors that have been received by other ranks. A rank that receives late does not keep alive what
+        was sent to others."""
         for _ in range(len(self._sent)):
             event, value = self._sent.popleft()
             if self.streams.is_over(event):
@@ -183,7 +192,7 @@ class Executor:
                 self._sent.append((event, value))
 
     def _drain(self, strand: Strand) -> None:
-        """Let the compute stream wait for the collectives of a micro-batch, but not for another rank."""
+        """Lets the compute stream wait for the collectives of a micro-batch, but not for its sends and receives."""
         for key, event in list(strand.events.items()):
             if event.kind is not Kind.PIPELINE:
                 self._wait(event)

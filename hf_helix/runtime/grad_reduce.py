@@ -24,15 +24,20 @@ from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.streams import Event, Streams
 
 BUCKET_BYTES = 25 * 2**20
-MOST_COPIES = 2
-"""Buckets of half precision whose copies in a higher one may be alive on CUDA, before the next is made."""
+MAX_COPIES = 2
+"""How many buckets in half precision may have a copy in float32 alive on CUDA when the next copy is made."""
 
 Placements = Mapping[nn.Parameter, Placement]
 
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are summed in one piece, and how many of them are not complete yet."""
+    """Parameters whose gradients are summed in one piece.
+
+    Attributes:
+        placements: the parameters, with how they are cut.
+        waiting: how many of their gradients are not complete yet.
+    """
 
     placements: dict[nn.Parameter, Placement] = field(default_factory=dict)
     waiting: int = 0
@@ -72,7 +77,7 @@ class Reduction:
                 self._buckets[parameter] = bucket
 
     def complete(self, unit: int) -> None:
-        """The gradients of a unit are complete on this rank."""
+        """Notes that the gradients of a unit are complete on this rank, and sums the buckets that are."""
         for parameter in self._units[unit].placements:
             self._waiting[parameter] -= 1
             bucket = self._buckets.get(parameter)
@@ -82,7 +87,7 @@ class Reduction:
                     self._reduce(bucket.placements)
 
     def finish(self) -> None:
-        """Let the compute stream wait until every gradient is complete on every rank."""
+        """Lets the compute stream wait until every gradient is complete on every rank."""
         for event in self._events:
             self._streams.wait(event)
         self._events = []
@@ -119,7 +124,7 @@ class Reduction:
         found = _by_type(parameters)
         if self._mesh.device.type == "cuda" and any(_summed_in(dtype) is not dtype for dtype in found):
             # CUDA keeps the copies in a higher precision until their sums have been waited for.
-            while len(self._events) > MOST_COPIES:
+            while len(self._events) > MAX_COPIES:
                 self._streams.wait(self._events.pop(0))
         works = [_summing([p.grad for p in alike], group, divisor, self._mesh.link) for alike in found.values()]
         events = [self._streams.issue(kind, work, after, label) for work in works]
@@ -128,7 +133,7 @@ class Reduction:
 
 
 def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
-    """The same at once."""
+    """Reduces all gradients now, without overlap."""
     reduction = Reduction(units, mesh, streams)
     for unit in units:
         reduction.complete(unit)
@@ -137,7 +142,8 @@ def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) 
 
 @contextlib.contextmanager
 def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Around a window: gradients of an earlier one are complete, so they are added after its sums over the ranks."""
+    """Returns a context for a window that keeps the gradients of earlier windows apart: those are summed over the ranks
+    already, so they are added after the sums of this window."""
     held = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
     for parameter in held:
         parameter.grad = None
@@ -149,7 +155,7 @@ def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]:
-    """Those that have a gradient."""
+    """Returns the parameters that have a gradient, by its type."""
     found: dict[torch.dtype, list[Any]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -158,9 +164,9 @@ def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]
 
 
 def _put_in_one(parameters: Iterable[nn.Parameter]) -> None:
-    """Move gradients into one piece of memory that can be summed as it is; each parameter's own becomes its part.
+    """Moves gradients into one piece of memory that can be summed as it is; `parameter.grad` becomes a view of it.
 
-    Those in half precision stay, since they are summed in a higher one.
+    Gradients in half precision stay where they are, since they are summed in float32.
     """
     for dtype, alike in _by_type(parameters).items():
         gradients = [parameter.grad for parameter in alike]
@@ -175,7 +181,7 @@ def _put_in_one(parameters: Iterable[nn.Parameter]) -> None:
 def _summing(
     gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int, link: Link | None
 ) -> Callable[[], object]:
-    """The work that sums gradients over a group, in one piece, and divides them."""
+    """Returns the work that sums gradients over a group, in one piece, and divides them."""
     if group is None:  # experts that no other rank has a copy of
         return lambda: torch._foreach_div_(list(gradients), divisor)
     dtype, whole = _summed_in(gradients[0].dtype), in_one(gradients)
@@ -209,7 +215,7 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def _parts(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Room for gradients in one piece, part by part."""
+    """Allocates one piece of memory for gradients, and returns the part of each."""
     lengths = [gradient.numel() for gradient in gradients]
     flat = gradients[0].new_empty(sum(lengths), dtype=dtype)
     return [part.view(gradient.shape) for gradient, part in zip(gradients, flat.split(lengths), strict=True)]

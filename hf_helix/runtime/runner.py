@@ -22,7 +22,7 @@ from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.program import build_programs, validate_program
-from hf_helix.runtime.distributed.groups import share_object
+from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.grad_reduce import Reduction
@@ -152,7 +152,7 @@ class Runner:
         if pipe.group is None:
             return logits
         about: Any = None if logits is None else (tuple(logits.shape), logits.dtype)
-        shape, dtype = share_object(about, pipe.ranks[self._last], pipe.ranks)
+        shape, dtype = broadcast_object(about, pipe.ranks[self._last], pipe.ranks)
         found = torch.empty(shape, dtype=dtype, device=self.mesh.device) if logits is None else logits.contiguous()
         dist.broadcast(found, pipe.ranks[self._last], group=pipe.group)
         return found

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
-from hf_helix.operators.communication.pipeline_p2p import Empty, Transfer, transfer_unit
+from hf_helix.operators.communication.pipeline_p2p import MakeBuffers, Transfer, transfer_unit
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
@@ -77,7 +77,7 @@ class Stage:
 def place_units(
     units: Sequence[Unit],
     pipe: Pipe = SINGLE,
-    empty: Empty | None = None,
+    make_buffers: MakeBuffers | None = None,
     placement: str = FOLD,
     head_cost: float = 0.0,
     layers_per_stage: Sequence[int] | None = None,
@@ -87,7 +87,7 @@ def place_units(
     Args:
         units: of the whole model: the embedding, the layers, the head.
         pipe: the ranks of the pipeline; one if it is not given.
-        empty: makes room for what goes from rank to rank.
+        make_buffers: allocates what is received from other ranks.
         placement: `fold` or `linear`, see `hf_helix.planning.pipeline.placement`.
         head_cost, layers_per_stage: see `split_layers`.
 
@@ -118,8 +118,8 @@ def place_units(
             if isinstance(unit, Unit):
                 model[index] = unit
             elif ranks[stage] == pipe.rank:
-                assert empty is not None, "several ranks need room for what goes between them"
-                ends[index] = _end(unit, pipe, stage, ranks, empty, passing)
+                assert make_buffers is not None, "several ranks need room for what goes between them"
+                ends[index] = _end(unit, pipe, stage, ranks, make_buffers, passing)
     graphs = {unit.name: unit.graphs for unit in units}
     if pipe.size > 1:
         graphs |= transfer_graphs(passing)
@@ -128,11 +128,11 @@ def place_units(
     return stage_of_rank
 
 
-def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], empty: Empty, passing: int) -> Unit:
+def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], make_buffers: MakeBuffers, passing: int) -> Unit:
     """This rank's end of the way out of a stage, or into it."""
     outward = name == SEND
     boundary, peer = (stage, ranks[stage + 1]) if outward else (stage - 1, ranks[stage - 1])
-    return transfer_unit(name, pipe.passage(boundary, peer, outward), boundary, empty, passing)
+    return transfer_unit(name, pipe.passage(boundary, peer, outward), boundary, make_buffers, passing)
 
 
 def _check_single(stage: Stage) -> None:
@@ -147,11 +147,11 @@ def _check_single(stage: Stage) -> None:
 
 def shared_gradients(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
     """The backward operators that add to a gradient which several units share, see `Layout.shared`."""
-    users: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    users: dict[Tensor, list[tuple[int, str]]] = {}
     for index in sorted(units, reverse=True):
         backward = units[index].graphs.backward
         for op in backward.operators:
             if op.part not in (Part.I, Part.R) and not (op.split and op.trained == 0):
-                for parameter in getattr(units[index].operators[op.of], "parameters", ()):
+                for parameter in units[index].operators[op.of].parameters:
                     users.setdefault(parameter, []).append((index, op.name))
     return [found for found in users.values() if len({index for index, _ in found}) > 1]

@@ -1,39 +1,32 @@
-"""Steps: the instructions of a program, each with the operator that it runs.
+"""Steps: the instructions of a program, each bound to the operator that it runs.
 
 In:   an instruction, and the units that a rank holds.
 Out:  everything about the instruction that is the same in every window, looked up once.
-Must hold: nothing here belongs to a micro-batch of one window.
+Must hold: a step holds nothing of the micro-batches of one window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from hf_helix.operators.base import Communication, Method, Tensors, Work
 from hf_helix.operators.unit import Unit
-from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.instructions import Instruction
-
-_METHODS = {
-    Part.F: "forward",
-    Part.B: "backward",
-    Part.I: "input_gradient",
-    Part.W: "weight_gradient",
-    Part.R: "again",
-}
 
 
 class Step:
-    """An instruction bound to its operator; attributes that are not listed are as of `Instruction`.
+    """An instruction bound to its operator. Attributes that are not listed are those of `Instruction`.
 
     Attributes:
-        op: of the graph; None for a barrier.
-        unit: that the operator belongs to.
+        op: the operator of the graph; None for a barrier, which has no other attribute.
+        unit: the unit that the operator belongs to.
         place: index of the unit, and name of the declared operator.
-        method: of the operator: `prepare` of a communication, or the part of a computation.
+        communicates: whether the instruction goes to a communication stream.
+        run: the method that runs it on the compute stream; only of an instruction that does not communicate.
+        prepare, lane: what issues it, and the queue that it goes to; only of one that communicates.
         keeps: whether a forward may keep something for backward.
-        sizes: the keys that say how much there is to move.
-        lane: of pipeline communication.
+        sizes: the keys of the values that say how much there is to move; the host reads them.
     """
 
     __slots__ = (
@@ -44,12 +37,13 @@ class Step:
         "frees",
         "keeps",
         "lane",
-        "method",
         "microbatch",
         "needs",
         "op",
         "place",
+        "prepare",
         "reads",
+        "run",
         "sends",
         "sizes",
         "unit",
@@ -70,11 +64,14 @@ class Step:
         self.frees = instruction.frees
         self.ends = instruction.ends
         self.completes = instruction.completes
-        operator: Any = self.unit.operators[op.of]
+        operator = self.unit.operators[op.of]
         self.communicates = op.kind.communicates
-        name = "prepare" if self.communicates else _METHODS[op.part]
-        self.method: Callable[..., Any] = getattr(operator, name)
+        if not self.communicates:
+            self.run: Method = operator.method_of(op.part)
+        else:
+            assert isinstance(operator, Communication), f"{op.name} is issued, and computes"
+            self.prepare: Callable[..., tuple[Tensors, Work]] = operator.prepare
+            self.lane = operator.lane(op.part)
         self.keeps = not (op.again and op.part is Part.F)
         self.sends = op.sends
         self.sizes = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.sizes]
-        self.lane: str = operator.lane(op.part) if op.kind is Kind.PIPELINE else ""

@@ -1,15 +1,25 @@
 """Streams: ordered queues with events, on CUDA and on CPU alike.
 
+What runs on which stream:
+
+    stream                 what                                                          CUDA stream    CPU
+    compute                F, B, I, W, R of every operator; `prepare` of collectives     the current    the main thread
+    local                  collectives of an axis inside a host (tp, usually)            one, high      a worker thread
+    cross                  collectives of an axis between hosts (cp, ep)                 one, high      a worker thread
+    pipeline, by lane      sends and receives between virtual stages: a lane for each    one a lane,    a worker thread
+                           direction (F, B) over each boundary between two stages        high           a lane
+    gradients              sums of gradients over ranks with other tokens (dp, cp)       one, high      a worker thread
+
+Sums of gradients over tensor-parallel ranks run on the stream of that axis, in line with its other collectives. The
+stream of an operator is the `Kind` of the graph's operator, which an axis takes from the mesh (`Axis.kind`). "High"
+is the priority of the CUDA stream: what is communicated starts before the computation that is queued beside it.
+
 In:   communication work, handed over in the plan's order.
 Out:  events that later operators wait on.
 Must hold: work of one kind of communication, and of one lane of it, runs in the order of issue, after everything issued
 before it on the compute stream; the issuing thread never waits for it, unless a computation on a CPU needs its result.
 An event keeps what its work reads and writes alive until the compute stream has waited for it, so freed memory is never
 still in use.
-
-On CUDA the compute stream is the current one and every kind of communication has a CUDA stream of its own, pipeline
-communication one per lane. On CPU computation runs where it is called, and every such stream is a worker thread with a
-FIFO queue.
 """
 
 from __future__ import annotations
@@ -31,7 +41,12 @@ Work = Callable[[], object]
 
 
 class Event(ABC):
-    """The end of one piece of communication."""
+    """The end of one piece of communication.
+
+    Attributes:
+        label: what the communication is called in traces.
+        kind: which stream it is on.
+    """
 
     label: str
     kind: Kind
@@ -50,44 +65,51 @@ class Streams(ABC):
 
     @abstractmethod
     def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str, lane: str = "") -> Event:
-        """Queue communication behind everything computed so far and behind `after`.
+        """Queue communication behind everything computed so far and behind other communication.
 
         Args:
+            kind: which stream it goes to.
+            work: moves the data; it allocates nothing.
+            after: events of other streams that it waits for.
+            label: what it is called in traces.
             lane: work of one lane runs in order; lanes of one kind do not wait for each other.
+
+        Returns:
+            The event of its end, for `wait`.
         """
 
     def window(self) -> AbstractContextManager[Any]:
-        """Around a window, whose computations all go to the stream that is the compute stream as it begins."""
+        """Returns a context for a window: its computations all go to the stream that is current when it begins."""
         return nullcontext()
 
     @abstractmethod
     def is_over(self, event: Any) -> bool:
-        """Whether the work is done, without waiting; what it used may then be given up."""
+        """Returns whether the work is done, without waiting; the tensors that it used may then be freed."""
 
     @abstractmethod
     def wait(self, event: Any) -> None:
-        """Let the compute stream wait; raises what the work raised."""
+        """Lets the compute stream wait for an event; raises the error that the work raised, if it did."""
 
     @abstractmethod
     def compute(self, work: Callable[[], Any], label: str) -> Any:
-        """Run a computation and record it in the trace; without a trace, call it directly."""
+        """Runs a computation and records it in the trace; without a trace, calls it directly."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait on the host for everything computed, and complete the trace. Never called inside a step."""
+        """Waits on the host for everything computed, and completes the trace. Never called inside a step."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back threads."""
+        """Ends the worker threads."""
 
 
 def stream_name(kind: Kind, lane: str = "") -> str:
-    """What a stream is called in traces."""
+    """Returns what a stream is called in traces."""
     return f"{kind.value} {lane}" if lane else kind.value
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The streams of a device."""
+    """Returns the streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else CpuStreams()
 
 
@@ -200,10 +222,11 @@ class _CudaEvent(Event):
 
 
 class CudaStreams(Streams):
-    """CUDA streams and events. Collectives are called with `async_op=False`, so they run on the stream entered.
+    """CUDA streams and events. Collectives are called with `async_op=False`, so they run on the current stream.
 
     Args:
-        cuda: where streams and events come from; tests give stand-ins that see every order that is missing.
+        device: the GPU.
+        cuda: where streams and events come from; tests give stand-ins that report every missing order.
     """
 
     # A receive of NCCL that waits takes SMs from computation. And it keeps the device busy, so that the host hangs if
@@ -250,7 +273,8 @@ class CudaStreams(Streams):
         return _CudaEvent(label, kind, done, (work, after))
 
     def _wait_for_computed(self, stream: Any, computed: Any) -> None:
-        """Also makes it safe to write to memory that the compute stream had in use before."""
+        """Lets a stream wait for the compute stream. Afterwards it may also write to memory that the compute stream
+        used before."""
         stream.wait_event(computed)
 
     def is_over(self, event: Any) -> bool:

@@ -14,8 +14,8 @@ from support.models import arguments
 from torch import Tensor
 
 from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.operators.communication.group_transports import GlooTransport
 from hf_helix.operators.communication.pipeline_p2p import LanePassage
-from hf_helix.operators.communication.transport import GlooTransport
 from hf_helix.operators.unit import Placement
 from hf_helix.runtime import sharded_optimizer as sharding
 from hf_helix.runtime.distributed import groups, mesh
@@ -80,7 +80,7 @@ def kinds_of_mesh(sizes: dict[str, int]) -> dict[str, Any]:
 def whole_over_host(shape: tuple[int, ...], blocks: int) -> Any:
     """A parameter cut over two ranks and one of the other pipeline rank, whole again; what was sent, and how."""
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape).bfloat16()
-    placement = Placement(0, shape[0], blocks=blocks)
+    placement = Placement(0, shape[0], num_fused=blocks)
     with as_on_nccl() as noted:
         tp = mesh.build_mesh(2, "cpu")
         joined = whole_parameter(placement.cut(whole, 2, tp.tp.rank), placement, tp)

@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.collectives import (
-    Gather,
-    GatherReplicated,
-    Scatter,
+    AllGather,
+    AllGatherReplicated,
+    ReduceScatter,
     prepare_all_gather,
     prepare_reduce_scatter,
 )
-from hf_helix.operators.communication.transport import GlooTransport
+from hf_helix.operators.communication.group_transports import GlooTransport
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, Unit
 from hf_helix.planning.graph.operator import Graph, Part
 from hf_helix.planning.graph.pair import GraphPair
@@ -80,21 +80,22 @@ def move(shape: tuple[int, ...], dtype: str, seed: int) -> dict[str, Any]:
 
 
 def inner_products(operator: str, seed: int) -> tuple[float, float]:
-    """This rank's part of <G x, y> and of <x, G^T y> in float64; y of `GatherReplicated` is the same everywhere."""
+    """This rank's part of <G x, y> and of <x, G^T y> in float64; y of `AllGatherReplicated` is the same everywhere."""
     axis = mesh_of(world()).tp
     shard, whole = (3, 2, 5), (3 * axis.size, 2, 5)
-    made = {"Gather": Gather, "Scatter": Scatter, "GatherReplicated": GatherReplicated}[operator](axis)
-    sizes = (whole, shard) if operator == "Scatter" else (shard, whole)
+    made = {"AllGather": AllGather, "ReduceScatter": ReduceScatter, "AllGatherReplicated": AllGatherReplicated}[
+        operator
+    ](axis)
+    sizes = (whole, shard) if operator == "ReduceScatter" else (shard, whole)
     x = contribution(axis.rank, sizes[0], torch.float64, seed)
-    y = contribution(0 if operator == "GatherReplicated" else axis.rank, sizes[1], torch.float64, seed + 1)
+    y = contribution(0 if operator == "AllGatherReplicated" else axis.rank, sizes[1], torch.float64, seed + 1)
     call = Call({}, 0, True)
     (forward,), work = made.prepare(call, Part.F, x)
     work()
-    if isinstance(made, GatherReplicated):
-        (backward,) = made.backward(call, y)
-        return (forward * y).sum().item() / axis.size, (x * backward).sum().item()
     (backward,), work = made.prepare(call, Part.B, y)
     work()
+    if isinstance(made, AllGatherReplicated):
+        return (forward * y).sum().item() / axis.size, (x * backward).sum().item()
     return (forward * y).sum().item(), (x * backward).sum().item()
 
 

@@ -13,7 +13,7 @@ from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.engine.engine import Scale
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import Call, explicit_gradients
 
 
 class Accuracy:
@@ -123,7 +123,8 @@ def noise(folder: str, helix: dict[str, Any], alpha: float) -> dict[str, Any]:
         side = trainer.helix.microbatch(batch, Scale(torch.ones(())), (0, 0)).prepare()
         for mode in (True, False):
             made.train(mode)
-            (value,) = stage.model[0].operators["lookup"].forward(Call(side, 5, mode))
+            with explicit_gradients():
+                (value,) = stage.model[0].operators["lookup"].forward(Call(side, 5, mode))
             found.setdefault(mode, []).append(value.numpy().copy())
         found["length"], found["hidden"] = batch["input_ids"].shape[1], made.config.hidden_size
     return found

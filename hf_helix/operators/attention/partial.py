@@ -25,14 +25,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Seen:
-    """What may see what.
+    """Which keys each query attends to.
 
     Attributes:
-        causal: query i sees the keys up to i (as many queries as keys).
-        window: how many tokens a query looks back on, itself included; None for all.
-        apart: how many tokens query 0 stands behind key 0, where there is a window.
-        mask: [batch, queries, keys], True where a query sees a key; None for everything. With it goes no window.
-        blank: [batch, queries], True where a query takes the mean of all keys, whatever they are; with a mask.
+        causal: whether query i attends to the keys up to i only (there are as many queries as keys).
+        window: how many tokens a query attends to, itself and those before it; None for all.
+        apart: how many tokens query 0 stands behind key 0 in the sequence, where there is a window.
+        mask: [batch, queries, keys], True where a query attends to a key; None for full attention. Mutually exclusive
+            with `window`.
+        blank: [batch, queries], True where a query takes the mean of all values, as a padded query of `eager`
+            attention does; only beside a mask.
     """
 
     causal: bool = False
@@ -43,11 +45,11 @@ class Seen:
 
     @property
     def is_plain(self) -> bool:
-        """True for what every kernel can do: everything, or all up to a token."""
+        """Whether it is full or causal attention, which every kernel computes."""
         return self.mask is None and self.window is None
 
     def hides(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """True where a query does not see a key; None where all see all."""
+        """Returns True where a query does not attend to a key; None for full attention."""
         if self.mask is not None:
             return ~self.mask[:, None, None]
         if not self.causal and self.window is None:

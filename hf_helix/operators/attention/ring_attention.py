@@ -32,11 +32,11 @@ one document."""
 PADDING, ABSENT = -1, -2
 """A token that is padding, and one that was added to make the sequence divide."""
 
-Meeting = tuple[slice, slice, Seen]
+MaskTile = tuple[slice, slice, Seen]
 """Some of a rank's queries, some of another's keys, and what of these is hidden from those."""
 
 
-class Step(Communication):
+class RingStep(Communication):
     """Keys and values to the next rank of the ring, from the one before; gradients the other way."""
 
     def __init__(self, axis: Axis) -> None:
@@ -50,12 +50,12 @@ class Step(Communication):
         return (out,), lambda: move(out, value)
 
 
-class Block(Computation):
+class RingBlock(Computation):
     """Attention of this rank's queries to the keys of one rank, put together with that of the blocks before.
 
     Values: q [batch, heads, n, head_dim]; kv [2, batch, kv heads, n, head_dim]; the attention so far as [batch, heads,
     n, head_dim + 1] in fp32, its last column the log-sum-exp. Backward also reads q, kv, and output and lse of the
-    whole, see `Join`.
+    whole, see `JoinBlocks`.
 
     Args:
         distance: how many steps the keys have come.
@@ -80,7 +80,7 @@ class Block(Computation):
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         q, kv, *before = inputs
         so_far = before[0].clone() if before else None
-        for rows, columns, seen in self._visible(call, q):
+        for rows, columns, seen in self._tiles(call, q):
             k, v = kv[:, :, :, columns].unbind()
             o, lse = self.kernel.forward(q[:, :, rows], k, v, seen, self.scale)
             so_far = _with_keys(so_far, o, lse, rows, q.shape[2])
@@ -91,7 +91,7 @@ class Block(Computation):
         gradient, q, kv, out, lse = gradients
         out = out.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3)
         dq, dk, dv = _Sum(q), _Sum(kv[0]), _Sum(kv[1])
-        for rows, columns, seen in self._visible(call, q):
+        for rows, columns, seen in self._tiles(call, q):
             k, v = kv[:, :, :, columns].unbind()
             do, queries, o, stats = (value[:, :, rows] for value in (gradient, q, out, lse))
             parts = self.kernel.backward(do, queries, k, v, o, stats, seen, self.scale)
@@ -102,11 +102,11 @@ class Block(Computation):
         # The gradient of what was so far is that of the whole: the kernel has the statistics of the whole.
         return own if self.distance == 0 else (*own, gradient)
 
-    def _visible(self, call: Call, q: Tensor) -> list[Meeting]:
-        return visible(q.shape[2], self.axis, self.source, call.side, self.window, self.kernel.averages)
+    def _tiles(self, call: Call, q: Tensor) -> list[MaskTile]:
+        return mask_tiles(q.shape[2], self.axis, self.source, call.side, self.window, self.kernel.averages)
 
 
-class Join(Computation):
+class JoinBlocks(Computation):
     """The end of the blocks: output [n, batch, heads * head_dim] and its log-sum-exp [batch, heads, n].
 
     Args:
@@ -121,7 +121,7 @@ class Join(Computation):
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (so_far,) = inputs
         call.saved = so_far.shape[1]
-        out = call.precision.lowered(so_far[..., :-1].to(self.dtype))
+        out = call.precision.cast_for_matmul(so_far[..., :-1].to(self.dtype))
         return out.permute(2, 0, 1, 3).flatten(2), so_far[..., -1].contiguous()
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
@@ -129,17 +129,17 @@ class Join(Computation):
         return (gradients[0].unflatten(-1, (heads, -1)).permute(1, 2, 0, 3).contiguous(),)
 
 
-class Blocks(Computation):
-    """All blocks in one operator, over keys and values [c * 2, ...] that a `Gather` has brought.
+class GatheredBlocks(Computation):
+    """All blocks in one operator, over keys and values [c * 2, ...] that an `AllGather` has brought.
 
-    Values as of `Block`; backward also reads q, the gathered keys and values, output and lse.
+    Values as of `RingBlock`; backward also reads q, the gathered keys and values, output and lse.
     """
 
     saves = False
 
     def __init__(self, kernel: Kernel, axis: Axis, scale: float, window: int | None = None) -> None:
         self.axis = axis
-        self._blocks = [Block(kernel, axis, distance, scale, window) for distance in range(axis.size)]
+        self._blocks = [RingBlock(kernel, axis, distance, scale, window) for distance in range(axis.size)]
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         q, gathered = inputs
@@ -163,9 +163,9 @@ class Blocks(Computation):
         return total, whole
 
 
-def visible(
+def mask_tiles(
     n: int, axis: Axis, source: int, side: Mapping[str, Any], window: int | None = None, averages: bool = False
-) -> list[Meeting]:
+) -> list[MaskTile]:
     """Which of a rank's `n` queries see which of the `n` keys of another rank: every pair that does is in one meeting.
 
     Args:
@@ -188,7 +188,7 @@ def visible(
     ]
 
 
-def _before(n: int, axis: Axis, source: int) -> Meeting:
+def _before(n: int, axis: Axis, source: int) -> MaskTile:
     """Without a window a rank's queries meet the keys of another all at once."""
     everything = slice(0, n)
     if source == axis.rank:
@@ -198,7 +198,7 @@ def _before(n: int, axis: Axis, source: int) -> Meeting:
     return slice(n // 2, n), everything, EVERYTHING
 
 
-def _within(window: int, n: int, axis: Axis, source: int) -> list[Meeting]:
+def _within(window: int, n: int, axis: Axis, source: int) -> list[MaskTile]:
     """With a window, each part of the queries with each part of the keys that it reaches."""
     half = n // 2
     met = []

@@ -15,7 +15,7 @@ from hf_helix.operators.communication.transport import Axis
 from hf_helix.planning.graph.operator import Part
 
 
-class Gather(Communication):
+class AllGather(Communication):
     """Shards [n, ...] to the whole [size * n, ...]; backward is a reduce-scatter."""
 
     def __init__(self, axis: Axis) -> None:
@@ -26,7 +26,7 @@ class Gather(Communication):
         return (out,), work
 
 
-class Scatter(Communication):
+class ReduceScatter(Communication):
     """Partial sums [size * n, ...] to this rank's shard [n, ...] of their sum; backward is an all-gather."""
 
     def __init__(self, axis: Axis) -> None:
@@ -37,18 +37,18 @@ class Scatter(Communication):
         return (out,), work
 
 
-class GatherReplicated(Communication):
-    """Like `Gather`, for values that every rank then uses in the same way (the loss): backward takes its own slice."""
+class AllGatherReplicated(Communication):
+    """Like `AllGather`, for values that every rank then uses in the same way (the loss): backward takes the slice of
+    this rank, and communicates nothing."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
+        if part is Part.B:
+            return (inputs[0].chunk(self.axis.size)[self.axis.rank],), lambda: None
         out, work = prepare_all_gather(self.axis, *inputs)
         return (out,), work
-
-    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        return (gradients[0].chunk(self.axis.size)[self.axis.rank],)
 
 
 def prepare_all_gather(axis: Axis, value: Tensor) -> tuple[Tensor, Work]:

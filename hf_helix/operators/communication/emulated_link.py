@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import final
 
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.link_speed import LinkSpeed
 from hf_helix.operators.communication.pipeline_p2p import Passage
-from hf_helix.operators.communication.transport import Transport, bytes_moved
+from hf_helix.operators.communication.transport import Method, Transport, TransportWrapper, bytes_moved
 
 
 class Direction:
@@ -116,40 +117,18 @@ class Link:
             self._sleep(left)
 
 
-class LinkedTransport(Transport):
+@final
+class LinkedTransport(TransportWrapper):
     """A transport whose bytes go over an emulated link."""
 
     def __init__(self, inner: Transport, link: Link) -> None:
-        self.inner = inner
-        self.size = inner.size
-        self.rank = inner.rank
+        super().__init__(inner)
         self.group = inner.group
         self._link = link
 
-    def all_gather(self, out: Tensor, value: Tensor) -> None:
-        self._carry("all_gather", out, value)
-
-    def exchange(self, out: Tensor, value: Tensor) -> None:
-        self._carry("exchange", out, value)
-
-    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        self._carry("exchange_rows", out, value, arriving, sent)
-
-    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
-        self._carry("reduce_scatter", out, value)
-
-    def shift(self, out: Tensor, value: Tensor) -> None:
-        self._carry("shift", out, value)
-
-    def shift_back(self, out: Tensor, value: Tensor) -> None:
-        self._carry("shift_back", out, value)
-
-    def prefers_exchange(self, value: Tensor) -> bool:
-        return self.inner.prefers_exchange(value)
-
-    def _carry(self, name: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+    def move(self, name: str, run: Method, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
         sent, received = bytes_moved(name, out, value, self.size, self.rank, rows)
-        self._link.carry(sent, received, lambda: getattr(self.inner, name)(out, value, *rows))
+        self._link.carry(sent, received, lambda: run(out, value, *rows))
 
 
 class LinkedPassage(Passage):

@@ -21,7 +21,7 @@ from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 
-Empty = Callable[[Mapping[str, Any]], Tensors]
+MakeBuffers = Callable[[Mapping[str, Any]], Tensors]
 """From the side inputs of a micro-batch, room for what passes from stage to stage."""
 
 
@@ -82,16 +82,16 @@ class Transfer(Communication):
 
     Args:
         boundary: the number of the passage, that of the stage that it leads out of.
-        empty: makes room for what arrives.
+        make_buffers: allocates what is received.
     """
 
-    def __init__(self, passage: Passage, boundary: int, empty: Empty) -> None:
+    def __init__(self, passage: Passage, boundary: int, make_buffers: MakeBuffers) -> None:
         self.passage = passage
         self.boundary = boundary
-        self.empty = empty
+        self.make_buffers = make_buffers
 
     def lane(self, part: Part) -> str:
-        """The queue on the pipeline's stream: each direction of each passage has its own."""
+        # Each direction of each passage has its own.
         return f"{self.boundary}{part.value}"
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
@@ -99,7 +99,7 @@ class Transfer(Communication):
         if inputs:
             values = [value.contiguous() for value in inputs]
             return (), lambda: self.send(values, forward)
-        outputs = self.empty(call.side)
+        outputs = self.make_buffers(call.side)
         return outputs, lambda: self.receive(outputs, forward)
 
     def send(self, values: Sequence[Tensor], forward: bool) -> None:
@@ -113,13 +113,13 @@ class Transfer(Communication):
             self.passage.receive(out, forward)
 
 
-def transfer_unit(name: str, passage: Passage, boundary: int, empty: Empty, values: int = 1) -> Unit:
+def transfer_unit(name: str, passage: Passage, boundary: int, make_buffers: MakeBuffers, values: int = 1) -> Unit:
     """The unit at one end of a passage: `send` behind stage number `boundary`, or `receive` before the next.
 
     Args:
         values: how many pass.
     """
     assert name in (SEND, RECEIVE)
-    transfer = Transfer(passage, boundary, empty)
+    transfer = Transfer(passage, boundary, make_buffers)
     label = f"{name}.{boundary}"
     return Unit(label=label, graphs=transfer_graphs(values)[name], operators={"transfer": transfer}, placements={})

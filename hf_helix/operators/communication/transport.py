@@ -8,8 +8,9 @@ Must hold: rank order everywhere, so that every rank and every run gets the same
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,8 @@ from torch import Tensor
 
 from hf_helix.planning.graph.operator import Kind
 
-# Renamed in torch 2.13, where the old names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Method = Callable[..., None]
+"""A method of a transport: `method(out, value, *rows)`."""
 
 
 class Transport(ABC):
@@ -59,106 +59,6 @@ class Transport(ABC):
     def prefers_exchange(self, value: Tensor) -> bool:
         """Whether a reduce-scatter is better done as an exchange and a local sum."""
         return False
-
-
-class GroupTransport(Transport):
-    """The collectives of a torch.distributed process group."""
-
-    group: dist.ProcessGroup
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-
-    def all_gather(self, out: Tensor, value: Tensor) -> None:
-        _all_gather(out, value, group=self.group)
-
-    def exchange(self, out: Tensor, value: Tensor) -> None:
-        dist.all_to_all_single(out, value, group=self.group)
-
-    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        dist.all_to_all_single(out, value, list(arriving), list(sent), group=self.group)
-
-    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
-        _reduce_scatter(out, value, group=self.group)
-
-    def shift(self, out: Tensor, value: Tensor) -> None:
-        self._pass_on(out, value, 1)
-
-    def shift_back(self, out: Tensor, value: Tensor) -> None:
-        self._pass_on(out, value, -1)
-
-    def prefers_exchange(self, value: Tensor) -> bool:
-        # A group adds up from rank to rank in the type of the values; a local sum rounds once.
-        return value.element_size() < 4
-
-    def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
-        # An all-to-all with the neighbours alone, over the one communicator of the group and on the current stream;
-        # NCCL's isend and irecv would run on a stream of the group's own.
-        sent, arriving = [0] * self.size, [0] * self.size
-        sent[(self.rank + step) % self.size] = value.numel()
-        arriving[(self.rank - step) % self.size] = out.numel()
-        dist.all_to_all_single(out.view(-1), value.view(-1), arriving, sent, group=self.group)
-
-
-class GlooTransport(GroupTransport):
-    """gloo, over two groups so that both directions of a link are used at once.
-
-    A gloo connection carries one direction at a time; ranks of even number send over the first group, the others over
-    the second. Its reduce-scatter is an all-reduce with a copy at issue, twice the bytes of an exchange.
-
-    Args:
-        group: the group of the axis.
-        other: a second group over the same ranks.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
-        super().__init__(group)
-        self._lanes = (group, other)
-        self._ranks = dist.get_process_group_ranks(group)
-
-    def all_gather(self, out: Tensor, value: Tensor) -> None:
-        blocks = out.chunk(self.size)
-        pending = self._start([value] * self.size, blocks)
-        blocks[self.rank].copy_(value)
-        _finish(pending)
-
-    def exchange(self, out: Tensor, value: Tensor) -> None:
-        self._swap(value.chunk(self.size), out.chunk(self.size))
-
-    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        self._swap(value.split(list(sent)), out.split(list(arriving)))
-
-    def prefers_exchange(self, value: Tensor) -> bool:
-        return True
-
-    def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
-        to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-        arrives = dist.irecv(out, self._ranks[source], group=self._lanes[source % 2])
-        _finish([arrives, dist.isend(value, self._ranks[to], group=self._lanes[self.rank % 2])])
-
-    def _swap(self, sent: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
-        pending = self._start(sent, arrived)
-        arrived[self.rank].copy_(sent[self.rank])
-        _finish(pending)
-
-    def _start(self, sent: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[dist.Work | None]:
-        """Send block i to rank i and receive block i from it, for every other rank; empty ones stay where they are."""
-        pending = []
-        for step in range(1, self.size):
-            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            if arrived[source].numel():
-                pending.append(dist.irecv(arrived[source], self._ranks[source], group=self._lanes[source % 2]))
-            if sent[to].numel():
-                pending.append(dist.isend(sent[to], self._ranks[to], group=self._lanes[self.rank % 2]))
-        return pending
-
-
-def _finish(pending: Sequence[dist.Work | None]) -> None:
-    for work in pending:
-        if work is not None:
-            work.wait()
 
 
 class SilentTransport(Transport):
@@ -237,46 +137,71 @@ def bytes_moved(
     return value.nbytes, out.nbytes
 
 
-class Recorder(Transport):
-    """Keeps a list of what goes over another transport, and counts the bytes that this rank sends."""
+class TransportWrapper(Transport):
+    """A transport around another one, which really moves the data.
+
+    Args:
+        inner: the transport that moves the data.
+    """
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.size = inner.size
         self.rank = inner.rank
-        self.moved: list[Move] = []
-        self.bytes_sent = 0
 
+    @abstractmethod
+    def move(self, name: str, run: Method, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+        """Runs one use of the inner transport, with whatever the wrapper adds to it.
+
+        Args:
+            name: the method of the transport.
+            run: that method of the inner transport; takes the remaining arguments.
+            out, value: the tensors that it fills and that it reads.
+            rows: of `exchange_rows`, what arrives and what is sent.
+        """
+
+    @final
     def all_gather(self, out: Tensor, value: Tensor) -> None:
-        self._note("all_gather", out, value)
-        self.inner.all_gather(out, value)
+        self.move("all_gather", self.inner.all_gather, out, value)
 
+    @final
     def exchange(self, out: Tensor, value: Tensor) -> None:
-        self._note("exchange", out, value)
-        self.inner.exchange(out, value)
+        self.move("exchange", self.inner.exchange, out, value)
 
+    @final
     def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        self._note("exchange_rows", out, value, arriving, sent)
-        self.inner.exchange_rows(out, value, arriving, sent)
+        self.move("exchange_rows", self.inner.exchange_rows, out, value, arriving, sent)
 
+    @final
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
-        self._note("reduce_scatter", out, value)
-        self.inner.reduce_scatter(out, value)
+        self.move("reduce_scatter", self.inner.reduce_scatter, out, value)
 
+    @final
     def shift(self, out: Tensor, value: Tensor) -> None:
-        self._note("shift", out, value)
-        self.inner.shift(out, value)
+        self.move("shift", self.inner.shift, out, value)
 
+    @final
     def shift_back(self, out: Tensor, value: Tensor) -> None:
-        self._note("shift_back", out, value)
-        self.inner.shift_back(out, value)
+        self.move("shift_back", self.inner.shift_back, out, value)
 
+    @final
     def prefers_exchange(self, value: Tensor) -> bool:
         return self.inner.prefers_exchange(value)
 
-    def _note(self, name: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+
+@final
+class Recorder(TransportWrapper):
+    """Keeps a list of what goes over another transport, and counts the bytes that this rank sends."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.moved: list[Move] = []
+        self.bytes_sent = 0
+
+    def move(self, name: str, run: Method, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
         self.moved.append(Move(name, (out.shape, out.dtype), (value.shape, value.dtype), rows))
         self.bytes_sent += bytes_moved(name, out, value, self.size, self.rank, rows)[0]
+        run(out, value, *rows)
 
 
 class Axis:

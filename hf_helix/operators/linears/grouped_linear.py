@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hf_helix.operators.base import Call, SplitComputation, Tensors
 from hf_helix.operators.linears.accumulate import add_product
-from hf_helix.operators.moe.tally import Tally
+from hf_helix.operators.moe.row_counts import RowCounts
 
 Sizes = Tensor | list[int] | None
 """The rows of every expert: where they end, for the device; how many, for the host; None where all have as many."""
@@ -31,13 +31,12 @@ class GroupedLinear(SplitComputation):
         weight: [experts, features out, features in], of this rank's experts.
     """
 
-    def __init__(self, weight: nn.Parameter, tally: Tally | None = None) -> None:
+    def __init__(self, weight: nn.Parameter, row_counts: RowCounts | None = None) -> None:
         self.weight = weight
-        self.tally = tally or Tally()
+        self.row_counts = row_counts or RowCounts()
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """Whose gradients W adds to."""
         return (self.weight,)
 
     @property
@@ -46,32 +45,29 @@ class GroupedLinear(SplitComputation):
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         rows, *sizes = inputs
-        rows = call.precision.lowered(rows)
-        with torch.no_grad():
-            weight = call.precision.weights.of((self.weight,), rows.dtype)
-            return (_grouped(rows, weight.transpose(1, 2), self._sizes(call, rows, sizes)),)
+        rows = call.precision.cast_for_matmul(rows)
+        weight = call.precision.weights.of((self.weight,), rows.dtype)
+        return (_grouped(rows, weight.transpose(1, 2), self._sizes(call, rows, sizes)),)
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, *sizes = gradients
-        with torch.no_grad():
-            weight = call.precision.weights.of((self.weight,), gradient.dtype)
-            return (_grouped(gradient, weight, self._sizes(call, gradient, sizes)),)
+        weight = call.precision.weights.of((self.weight,), gradient.dtype)
+        return (_grouped(gradient, weight, self._sizes(call, gradient, sizes)),)
 
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
+    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, rows, *sizes = gradients
-        if not self.weight.requires_grad:
-            return
-        with torch.no_grad():
+        if self.weight.requires_grad:
             if self.weight.grad is None:
                 self.weight.grad = torch.zeros_like(self.weight)
-            rows = call.precision.lowered(rows)
+            rows = call.precision.cast_for_matmul(rows)
             _add_products(self.weight.grad, gradient, rows, self._sizes(call, rows, sizes))
+        return ()
 
     def _sizes(self, call: Call, rows: Tensor, sizes: Sequence[Tensor]) -> Sizes:
         """In the form that serves these rows."""
         if not sizes:
             return None
-        return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.tally.by_expert(call, sizes[0])
+        return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.row_counts.by_expert(call, sizes[0])
 
 
 def _grouped(rows: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from hf_helix.operators.base import Call, SplitComputation, Tensors
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients, add_to_gradients
-from hf_helix.operators.linears.low_rank import Adapters, LowRank, masks
+from hf_helix.operators.linears.low_rank import Adapters, LowRank, dropout_masks
 from hf_helix.operators.linears.side_by_side import columns_in_one, join_columns
 
 SMALL = 0.1  # the W of biases or low-rank adapters, by that of a weight: roughly, until it is measured
@@ -60,7 +60,6 @@ class Linear(SplitComputation):
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """Whose gradients W adds to."""
         own = [p for linear in self.linears for p in (linear.weight, linear.bias) if p is not None]
         return *own, *self._of_adapters()
 
@@ -72,7 +71,7 @@ class Linear(SplitComputation):
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         # Rows, since torch makes a product for every token of a micro-batch of one sequence that attention transposed.
-        shape, value = inputs[0].shape[:-1], _rows(call.precision.lowered(inputs[0]))
+        shape, value = inputs[0].shape[:-1], _rows(call.precision.cast_for_matmul(inputs[0]))
         outputs: list[Tensor] = []
         for gemm in self._gemms(call, value.dtype):
             bias = call.precision.weights.of(gemm.biases, value.dtype) if self.adds_bias and gemm.biases else None
@@ -98,9 +97,9 @@ class Linear(SplitComputation):
                 adapter.add_input_gradient(total, _rows(gradient), call, mask)
         return (total.view(*gradients[0].shape[:-1], total.shape[-1]),)
 
-    def weight_gradient(self, call: Call, *gradients: Tensor) -> None:
+    def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         *of_outputs, given = gradients
-        value = _rows(call.precision.lowered(given))
+        value = _rows(call.precision.cast_for_matmul(given))
         for gemm, parts in self._with_rows(call, of_outputs):
             together = len(parts) == 1
             for place, rows in enumerate(parts):
@@ -113,6 +112,7 @@ class Linear(SplitComputation):
         if self._adapters:
             for gradient, adapter, mask in self._each(call, of_outputs):
                 adapter.add_weight_gradients(value, _rows(gradient), call, mask)
+        return ()
 
     def _gemms(self, call: Call, dtype: torch.dtype) -> list[_Gemm]:
         """The products of a type that forward makes of its value, which stay the same in a window."""
@@ -150,7 +150,7 @@ class Linear(SplitComputation):
         """Every adapter with what belongs to its linear, and with what dropout multiplies its input with."""
         pairs = [(value, adapter) for value, found in zip(values, self._beside(), strict=True) for adapter in found]
         tokens = values[0].numel() // values[0].shape[-1]
-        drawn = masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
+        drawn = dropout_masks(call, [adapter for _, adapter in pairs], tokens, values[0].device)
         yield from ((value, adapter, mask) for (value, adapter), mask in zip(pairs, drawn, strict=True))
 
     def _matrix(self, call: Call, gemm: _Gemm, dtype: torch.dtype) -> Tensor:

@@ -89,7 +89,9 @@ Adapters = Callable[[], Sequence[LowRank]]
 """The adapters beside a linear that are switched on, whenever it is asked."""
 
 
-def masks(call: Call, adapters: Sequence[LowRank], tokens: int, device: torch.device) -> Iterator[Tensor | None]:
+def dropout_masks(
+    call: Call, adapters: Sequence[LowRank], tokens: int, device: torch.device
+) -> Iterator[Tensor | None]:
     """What dropout multiplies the rows of each adapter with; the same whenever a call asks."""
     generator: torch.Generator | None = None
     for adapter in adapters:

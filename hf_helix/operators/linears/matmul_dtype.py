@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class LoweredWeights:
+class CastWeights:
     """Copies of weights, each made at its first use in a window. Outside of windows every use makes its own."""
 
     def __init__(self) -> None:

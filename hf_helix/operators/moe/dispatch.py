@@ -30,7 +30,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
 from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.moe.tally import Tally
+from hf_helix.operators.moe.row_counts import RowCounts
 from hf_helix.planning.graph.operator import Part
 
 COUNTED = "counted"
@@ -93,14 +93,14 @@ class Announce(Communication):
     Value: [experts]. Output: [ranks, experts / ranks]. Nothing of it has a gradient. Both are copied to the host.
     """
 
-    def __init__(self, axis: Axis, tally: Tally | None = None) -> None:
+    def __init__(self, axis: Axis, row_counts: RowCounts | None = None) -> None:
         self.axis = axis
-        self.tally = tally or Tally()
+        self.row_counts = row_counts or RowCounts()
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
         (counts,) = inputs
         out = torch.empty_like(counts).view(self.axis.size, -1)
-        reading = self.tally.expect(call, out)
+        reading = self.row_counts.expect(call, out)
 
         def exchange_and_copy() -> None:
             self.axis.transport.exchange(out, counts.view_as(out))
@@ -117,10 +117,10 @@ class Exchange(Communication):
     experts of every rank [ranks, experts / ranks].
     """
 
-    def __init__(self, axis: Axis, back: bool = False, tally: Tally | None = None) -> None:
+    def __init__(self, axis: Axis, back: bool = False, row_counts: RowCounts | None = None) -> None:
         self.axis = axis
         self.back = back
-        self.tally = tally or Tally()
+        self.row_counts = row_counts or RowCounts()
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
         rows, *counts = inputs
@@ -129,7 +129,7 @@ class Exchange(Communication):
         if not counts:
             out = torch.empty_like(rows)
             return (out,), lambda: transport.exchange(out, rows)
-        given, gets = self.tally.by_rank(call, *(count.view(self.axis.size, -1) for count in counts))
+        given, gets = self.row_counts.by_rank(call, *(count.view(self.axis.size, -1) for count in counts))
         sent, arriving = (given, gets) if self.back is (part is Part.B) else (gets, given)
         out = rows.new_empty(sum(arriving), rows.shape[-1])
         return (out,), lambda: transport.exchange_rows(out, rows, arriving, sent)

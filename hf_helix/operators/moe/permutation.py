@@ -35,7 +35,7 @@ class Permute(Computation):
         counts = _is_of(chosen.flatten(), self.num_experts).sum(0)
         if call.training:
             call.saved = places, choices, tokens.shape, tokens.dtype
-        return call.precision.lowered(tokens).flatten(0, 1)[places // choices], places, counts
+        return call.precision.cast_for_matmul(tokens).flatten(0, 1)[places // choices], places, counts
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         (rows,) = gradients
@@ -101,7 +101,7 @@ class Fill(Computation):
         place = before.gather(1, expert.unsqueeze(1)).squeeze(1)
         taken = place < capacity
         row = torch.where(taken, expert * capacity + place, -1).view(choices, -1).t().contiguous()
-        flat = call.precision.lowered(tokens).flatten(0, 1)
+        flat = call.precision.cast_for_matmul(tokens).flatten(0, 1)
         # One row more, which everything dropped is written to.
         rows = flat.new_zeros(self.num_experts * capacity + 1, flat.shape[-1])
         for choice in row.unbind(1):

@@ -16,10 +16,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.planning.text import first_difference
-from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.distributed.groups import broadcast_object, control_group
 from hf_helix.runtime.failures.endings import describe, told_by
 
 T = TypeVar("T")
+
+
+def over_ranks(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
+    """Returns what each of several ranks brings, in their order. Collective over these ranks.
+
+    Args:
+        mine: what this rank brings; anything that can be pickled.
+        ranks: in the launcher's group; None for all of them.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    if ranks is not None:
+        return [broadcast_object(mine, source, ranks) for source in ranks]
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine, group=control_group())
+    return found
 
 
 def agree_on_text(text: str, what: str) -> None:
@@ -28,15 +44,11 @@ def agree_on_text(text: str, what: str) -> None:
     Raises:
         ValueError: on every rank, naming the ranks and the first line that differs.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest(), group=control_group())
+    digests = over_ranks(hashlib.sha256(text.encode()).hexdigest())
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is None:
         return
-    texts: list[str] = [""] * len(digests)
-    dist.all_gather_object(texts, text, group=control_group())
+    texts = over_ranks(text)
     raise ValueError(
         f"rank 0 and rank {odd} have different {what}: {first_difference(texts[0], texts[odd])}. "
         "Give every rank the same configuration, model and plan file"
@@ -50,15 +62,12 @@ def agree_on_success(error: Exception | None) -> None:
         Exception: this rank's own error.
         ValueError: that of another rank, which it names.
     """
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        errors: list[str] = [""] * dist.get_world_size()
-        mine = f"{type(error).__name__}: {error}" if error else ""
-        dist.all_gather_object(errors, mine, group=control_group())
-        failed = next((rank for rank, text in enumerate(errors) if text), None)
-        if failed is not None and error is None:
-            raise told_by(ValueError(f"on rank {failed}: {errors[failed]}"), f"rank {failed} failed: {errors[failed]}")
+    errors = over_ranks(f"{type(error).__name__}: {error}" if error else "")
     if error is not None:
         raise error
+    failed = next((rank for rank, text in enumerate(errors) if text), None)
+    if failed is not None:
+        raise told_by(ValueError(f"on rank {failed}: {errors[failed]}"), f"rank {failed} failed: {errors[failed]}")
 
 
 def decide_on_rank_0(decide: Callable[[], T]) -> T:
@@ -139,7 +148,7 @@ def agree_on_number(count: int, device: torch.device, states: Tensor | None = No
     return [row[1:] for row in rows]
 
 
-def add_up(numbers: Sequence[int]) -> list[int]:
+def sum_over_ranks(numbers: Sequence[int]) -> list[int]:
     """The sums of whole numbers over all ranks, over the host's memory. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(numbers)
@@ -156,12 +165,3 @@ def _fingerprint(inputs: Sequence[Tensor]) -> Tensor:
         weights = torch.arange(flat.numel(), device=flat.device) % 8191 + (1 + 13 * place + ids.shape[-1] % 8191)
         total = total + (flat * weights).sum()
     return total
-
-
-def over_ranks(mine: Any) -> list[Any]:
-    """What every rank brings, in rank order. Collective."""
-    if not dist.is_initialized():
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=control_group())
-    return found

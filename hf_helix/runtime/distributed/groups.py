@@ -92,7 +92,7 @@ def receive_on_host(out: torch.Tensor, source: int) -> None:
         dist.recv(out.view(-1).view(torch.uint8), source, group=control_group())
 
 
-def share_object(mine: T, source: int, ranks: Sequence[int]) -> T:
+def broadcast_object(mine: T, source: int, ranks: Sequence[int]) -> T:
     """What one of several ranks brings, on all of them, over the host's memory. Collective over these ranks.
 
     One by one, so that no group of gloo is needed for them: where `device_id` was given to `init_process_group`,
@@ -110,11 +110,6 @@ def share_object(mine: T, source: int, ranks: Sequence[int]) -> T:
         if other != source:
             dist.send_object_list([mine], other, group=control_group())
     return mine
-
-
-def gather_objects(mine: T, ranks: Sequence[int]) -> list[T]:
-    """What each of several ranks brings, on all of them, see `share_object`. Collective over these ranks."""
-    return [share_object(mine, source, ranks) for source in ranks]
 
 
 def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "") -> list[dist.ProcessGroup]:

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_helix.link_speed import parse_link
 from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
-from hf_helix.operators.communication.transport import Axis, GlooTransport, GroupTransport
+from hf_helix.operators.communication.group_transports import GlooTransport, GroupTransport
+from hf_helix.operators.communication.transport import Axis, Transport
 from hf_helix.operators.unit import EXPERTS, Placement
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
@@ -61,7 +62,7 @@ class Mesh:
     link: Link | None = None
 
     def over(self, link: Link) -> Mesh:
-        """The same ranks and groups, with all that operators and sums of gradients move going over one link."""
+        """Returns a mesh of the same ranks and groups, on which operators and sums of gradients go over a link."""
 
         def linked(axis: Axis) -> Axis:
             return axis if axis.size == 1 else Axis(LinkedTransport(axis.transport, link), axis.kind)
@@ -153,7 +154,8 @@ _meshes: dict[object, Mesh] = {}
 
 
 def forget_meshes() -> None:
-    """After a failure: what was under way on their groups would meet what comes next."""
+    """Drops the meshes after a failure: their process groups may still carry collectives of the failed step, which must
+    not meet those of the next one."""
     _meshes.clear()
 
 
@@ -248,7 +250,7 @@ def _axes_between_hosts(axes: Mapping[str, torch.Tensor]) -> set[str]:
     return found
 
 
-def _transport(group: dist.ProcessGroup, places: torch.Tensor, backend: str) -> GroupTransport:
+def _transport(group: dist.ProcessGroup, places: torch.Tensor, backend: str) -> Transport:
     if backend != groups.GLOO:
         return GroupTransport(group)
     return GlooTransport(group, groups.group_of(places, groups.GLOO))

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun names one for each rank and start
 _CLAIM = "hf_helix_failure"
 _NO_SCRIPTS = (_PACKAGE, sysconfig.get_path("stdlib"), "<frozen")

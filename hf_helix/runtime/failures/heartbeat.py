@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
@@ -33,6 +34,9 @@ DEAD_AFTER = 30.0
 GRACE = 5.0  # longer than `LONGEST`, so that whoever ends is heard before
 
 FAILED, LEFT, TOLD = "failed", b"left", b" told"
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RankFailure(RuntimeError):
@@ -254,6 +258,11 @@ def watched() -> Iterator[None]:
     except BaseException:
         forget_meshes()
         raise
+
+
+def collective(function: F) -> F:
+    """Decorates a function that every rank calls: it runs in `watched`."""
+    return watched()(function)
 
 
 def install_hook() -> None:

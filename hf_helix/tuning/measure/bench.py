@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,9 +72,9 @@ class Bench:
         first: dict[object, Name] = {}
         found = {}
         for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
-            operator: Any = self.runner.executor.units[timed.unit].operators[timed.op.of]
-            inputs = [self.values[source] for source in self._instruction(0, timed).reads]
-            outputs, _ = operator.prepare(self._call(timed), timed.op.part, *inputs)
+            step = self._step(self._instruction(0, timed))
+            inputs = [self.values[source] for source in step.reads]
+            outputs, _ = step.prepare(self._call(timed), timed.op.part, *inputs)
             moves = (timed.op.kind, *((tuple(value.shape), value.dtype) for value in (*outputs, *inputs)))
             other = first.setdefault(moves, timed.name)
             if other != timed.name:
@@ -155,16 +154,18 @@ class Bench:
         return rows[1:]
 
     def _work(self, timed: Timed) -> Callable[[], object]:
-        step = Step(self._instruction(0, timed), self.runner.executor.units)
+        step = self._step(self._instruction(0, timed))
         inputs = [self.values[key] for key in step.reads]
         call = self._call(timed)
         if step.communicates:
-            return step.method(call, timed.op.part, *inputs)[1]
-        operator: Any = step.unit.operators[timed.op.of]
-        for setup in self._before(0, timed):
-            operator.forward(call, *(self.values[key] for key in setup.reads))
+            return step.prepare(call, timed.op.part, *inputs)[1]
+        for setup in map(self._step, self._before(0, timed)):
+            setup.run(call, *(self.values[key] for key in setup.reads))
         call.training = step.keeps
-        return lambda: step.method(call, *inputs)
+        return lambda: step.run(call, *inputs)
+
+    def _step(self, instruction: Instruction) -> Step:
+        return Step(instruction, self.runner.executor.units)
 
     def _call(self, timed: Timed) -> Call:
         unit = self.runner.executor.units[timed.unit]

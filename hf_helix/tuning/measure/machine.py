@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.distributed.groups import backends, host_name
+from hf_helix.runtime.environment import CONNECTIONS
 from hf_helix.runtime.runner import Runner
 
 
@@ -42,7 +43,7 @@ def _gpu(device: torch.device) -> dict[str, str]:
         "cuda": str(torch.version.cuda or torch.version.hip),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "",
         "nccl_settings": " ".join(f"{name}={value}" for name, value in quiet.items()),
-        "max_connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+        "max_connections": os.environ.get(CONNECTIONS, ""),
     }
 
 

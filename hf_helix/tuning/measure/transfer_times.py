@@ -40,7 +40,7 @@ def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> tuple[dic
             continue
         index, operator = ends[boundary]
         outward = runner.layout.units[index] == SEND
-        values = [value.zero_() for value in operator.empty(side)]
+        values = [value.zero_() for value in operator.make_buffers(side)]
         for forward in (True, False):
             sends = outward is forward
             move = functools.partial(operator.send if sends else operator.receive, values, forward)

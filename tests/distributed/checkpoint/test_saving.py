@@ -145,7 +145,7 @@ def test_slices_make_the_file(dim: int | None, blocks: int, tmp_path: Path) -> N
             write_slice(file.fileno(), layout.starts[name], tensor.shape, tensor, Placement(), 1, 0)
         for rank in (2, 0, 1):
             for name, tensor in tensors.items():
-                placement = Placement(dim, tensor.shape[dim] if dim is not None else 0, blocks=blocks)
+                placement = Placement(dim, tensor.shape[dim] if dim is not None else 0, num_fused=blocks)
                 part = placement.cut(tensor, 3, rank)
                 write_slice(file.fileno(), layout.starts[name], tensor.shape, part, placement, 3, rank)
     save_file(tensors | alone, tmp_path / "theirs", metadata={"format": "pt"})

@@ -38,7 +38,7 @@ def test_collectives(ranks: int, dtype: str, seed: int, cluster_of: Any) -> None
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("operator", ["Gather", "Scatter", "GatherReplicated"])
+@pytest.mark.parametrize("operator", ["AllGather", "ReduceScatter", "AllGatherReplicated"])
 def test_backward_is_the_transpose(ranks: int, operator: str, cluster_of: Any) -> None:
     """<G x, y> == <x, G^T y>, with both sides summed over the ranks."""
     found = cluster_of(ranks).run(f"{JOB}inner_products", operator=operator, seed=5)

@@ -111,7 +111,7 @@ def test_gradients_of_earlier_windows_are_added_to() -> None:
 
 
 def test_each_shape_has_a_graph_up_to_a_number(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(graphs, "MOST", 2)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
     lengths = ((12, 8), (8, 12), (16, 16)) * 3
     with engine_with(None) as engine:
         wanted = trained(engine, lengths)
@@ -179,7 +179,7 @@ def test_no_rank_captures_alone(others: Any, said: str, monkeypatch: Any, capsys
         calls.append(1)
         return [here + there for here, there in zip(mine, others(len(calls)), strict=True)]
 
-    monkeypatch.setattr(graphs, "add_up", with_another)
+    monkeypatch.setattr(graphs, "sum_over_ranks", with_another)
     recorder = FakeRecorder()
     with engine_with(recorder) as engine:
         trained(engine)

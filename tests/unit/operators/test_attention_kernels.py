@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from hf_helix.operators.attention.kernels import Cudnn, Efficient, Flash, cuda_kernels
 from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Exact, FirstOf, Kernel, Seen, TorchCpu
-from hf_helix.operators.attention.ring_attention import DOCUMENTS, Block
+from hf_helix.operators.attention.ring_attention import DOCUMENTS, RingBlock
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 
@@ -222,7 +222,7 @@ def test_a_ring_over_the_kernels_of_a_gpu(packed: bool, window: int | None) -> N
             inputs = [value.to(dtype) for value in (q, torch.stack((k, v)))]
             mine, theirs = (
                 [
-                    *(block := Block(each, axis, distance, SCALE, window)).forward(call, *inputs, *before),
+                    *(block := RingBlock(each, axis, distance, SCALE, window)).forward(call, *inputs, *before),
                     *block.backward(call, do.to(dtype), *inputs, out, lse)[:2],
                 ]
                 for each in (kernel, Exact())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.moe.dispatch import COUNTED, SHARD_TOKENS, Exchange, Group, RouterMeter, capacity_of
@@ -69,15 +69,16 @@ def test_tokens_go_through_their_experts_and_back(kind: str, tokens: Tensor, wei
 
     calls = [a_call() for _ in range(3)]
     permute, linear, unpermute = Permute(EXPERTS), GroupedLinear(matrices), Unpermute()
-    rows, places, counts = permute.forward(calls[0], tokens, chosen)
-    assert counts.tolist() == [(chosen == expert).sum().item() for expert in range(EXPERTS)]
-    (made,) = linear.forward(calls[1], rows, counts)
-    (out,) = unpermute.forward(calls[2], made, weights, places)
-    torch.testing.assert_close(out, expected)
-    d_made, d_weights = unpermute.backward(calls[2], gradient)
-    (d_rows,) = linear.input_gradient(calls[1], d_made, counts)
-    linear.weight_gradient(calls[1], d_made, rows, counts)
-    (d_tokens,) = permute.backward(calls[0], d_rows)
+    with explicit_gradients():
+        rows, places, counts = permute.forward(calls[0], tokens, chosen)
+        assert counts.tolist() == [(chosen == expert).sum().item() for expert in range(EXPERTS)]
+        (made,) = linear.forward(calls[1], rows, counts)
+        (out,) = unpermute.forward(calls[2], made, weights, places)
+        torch.testing.assert_close(out, expected)
+        d_made, d_weights = unpermute.backward(calls[2], gradient)
+        (d_rows,) = linear.input_gradient(calls[1], d_made, counts)
+        linear.weight_gradient(calls[1], d_made, rows, counts)
+        (d_tokens,) = permute.backward(calls[0], d_rows)
     torch.testing.assert_close((d_tokens, d_weights, matrices.grad), (x.grad, w.grad, m.grad))
 
 
@@ -116,17 +117,18 @@ def test_with_a_capacity_the_rest_is_dropped(
     meter = RouterMeter(EXPERTS, Axis.single())
     fill, linear, collect = Fill(EXPERTS, factor, meter), GroupedLinear(matrices), Collect()
     calls = [a_call(counted) for _ in range(3)]
-    rows, places = fill.forward(calls[0], tokens, chosen)
-    assert rows.shape == (EXPERTS * capacity, HIDDEN)
-    assert torch.equal(places >= 0, kept)
-    assert meter.read(rows.device)[-1] == (~kept[counted.flatten() > 0]).sum()
-    (made,) = linear.forward(calls[1], rows)
-    (out,) = collect.forward(calls[2], made, weights, places)
-    torch.testing.assert_close(out, expected)
-    d_made, d_weights = collect.backward(calls[2], gradient)
-    (d_rows,) = linear.input_gradient(calls[1], d_made)
-    linear.weight_gradient(calls[1], d_made, rows)
-    (d_tokens,) = fill.backward(calls[0], d_rows)
+    with explicit_gradients():
+        rows, places = fill.forward(calls[0], tokens, chosen)
+        assert rows.shape == (EXPERTS * capacity, HIDDEN)
+        assert torch.equal(places >= 0, kept)
+        assert meter.read(rows.device)[-1] == (~kept[counted.flatten() > 0]).sum()
+        (made,) = linear.forward(calls[1], rows)
+        (out,) = collect.forward(calls[2], made, weights, places)
+        torch.testing.assert_close(out, expected)
+        d_made, d_weights = collect.backward(calls[2], gradient)
+        (d_rows,) = linear.input_gradient(calls[1], d_made)
+        linear.weight_gradient(calls[1], d_made, rows)
+        (d_tokens,) = fill.backward(calls[0], d_rows)
     expected_gradients = [torch.zeros_like(v) if v.grad is None else v.grad for v in (x, w, m)]
     torch.testing.assert_close([d_tokens, d_weights, matrices.grad], expected_gradients)
 

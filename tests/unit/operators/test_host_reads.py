@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.moe.dispatch import Announce, Exchange
-from hf_helix.operators.moe.tally import Tally
+from hf_helix.operators.moe.row_counts import RowCounts
 from hf_helix.planning.graph.operator import Part
 
 
@@ -34,19 +34,20 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def test_the_numbers_serve_both_ways_and_backward(read: list[tuple[int, ...]]) -> None:
     """What this rank gives and gets, by rank; recompute announces again and reads nothing."""
-    axis, tally = Axis(SilentTransport(2, 0)), Tally()
-    announce, there, back = Announce(axis, tally), Exchange(axis, tally=tally), Exchange(axis, back=True, tally=tally)
+    axis, row_counts = Axis(SilentTransport(2, 0)), RowCounts()
+    announce = Announce(axis, row_counts)
+    there, back = (Exchange(axis, back, row_counts) for back in (False, True))
     shared: dict[object, Any] = {}
     counts = torch.tensor([1, 0, 2, 3])
     rows = torch.randn(6, 4)
     call = Call({}, 0, True, shared=shared)
-    (arriving,) = announce.forward(call, counts)
-    (gone,) = there.forward(Call({}, 0, True, shared=shared), rows, counts, arriving)
+    (arriving,) = announce.method_of(Part.F)(call, counts)
+    (gone,) = there.method_of(Part.F)(Call({}, 0, True, shared=shared), rows, counts, arriving)
     assert len(gone) == 6
-    announce.again(call, counts)
+    announce.method_of(Part.R)(call, counts)
     for exchange in (there, back):
         (outputs, _) = exchange.prepare(Call({}, 0, True, shared=shared), Part.B, rows, counts, arriving)
         assert outputs[0].shape == (6, 4)
     assert read == [(2, 2, 2)]
-    assert tally.by_expert(call, torch.tensor([3, 3])) == [3, 3]
+    assert row_counts.by_expert(call, torch.tensor([3, 3])) == [3, 3]
     assert len(read) == 1

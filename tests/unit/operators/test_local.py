@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.segment import Add, Dropout, Segment
+from hf_helix.planning.graph.operator import Part
 
 Case = tuple[Callable[..., Any], list[nn.Parameter], tuple[Tensor, ...]]
 
@@ -118,7 +119,8 @@ def test_keeps_only_what_backward_needs(function: Callable[..., Tensor], keeps_o
 def test_evaluation_keeps_nothing() -> None:
     module, parameters, (x,) = norm()
     call = new_call(training=False)
-    (output,) = Segment(module, parameters).forward(call, x)
+    with explicit_gradients():
+        (output,) = Segment(module, parameters).forward(call, x)
     assert torch.equal(output, module(x).detach())
     assert call.saved is None
     assert not output.requires_grad
@@ -171,10 +173,11 @@ def test_run_again_a_segment_is_as_if_it_had_kept_everything() -> None:
     (expected,) = segment.forward(usual, x)
     (of_input,) = segment.backward(usual, gradient)
     of_weight, weight.grad = weight.grad, None
-    (first,) = segment.forward(call, x)
+    with explicit_gradients():
+        (first,) = segment.forward(call, x)
     assert call.saved is None
     call.training = True
-    (again,) = segment.again(call, x)
+    (again,) = segment.method_of(Part.R)(call, x)
     assert torch.equal(first, expected)
     assert torch.equal(again, expected)
     assert torch.equal(segment.backward(call, gradient)[0], of_input)

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_helix.models.peft import opened
 from hf_helix.operators.base import Call, Precision
 from hf_helix.operators.linears.linear import SMALL, Linear
+from hf_helix.planning.graph.operator import Part
 
 FEATURES = 7
 SHAPE = (5, 3, FEATURES)
@@ -140,7 +141,7 @@ def test_where_nothing_is_trained_the_backward_is_the_input_gradient() -> None:
     assert operator.trained == 0
     operator.forward(call, values()[0])
     _, of_input = by_autograd([made], values()[0], directions([made]))
-    assert_close(operator.backward(call, *directions([made])), (of_input,))
+    assert_close(operator.method_of(Part.B)(call, *directions([made])), (of_input,))
     assert take_gradients([made]) == {}
 
 

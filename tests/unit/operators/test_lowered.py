@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_helix.operators.base import Call, Precision
+from hf_helix.operators.base import Call, Precision, explicit_gradients
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.linears.linear import Linear
-from hf_helix.operators.linears.matmul_dtype import LoweredWeights
+from hf_helix.operators.linears.matmul_dtype import CastWeights
 
 
 class Casts(TorchDispatchMode):
@@ -39,10 +39,11 @@ def test_two_micro_batches_forward_and_backward_cast_a_weight_once(kind: str) ->
     value, gradient = torch.randn(10, 6), torch.randn(10, 4, dtype=torch.bfloat16)
 
     def run() -> None:
-        for _ in range(2):
-            call = Call({}, 0, True, precision)
-            operator.forward(call, value, *sizes)
-            operator.input_gradient(call, gradient, *sizes)
+        with explicit_gradients():
+            for _ in range(2):
+                call = Call({}, 0, True, precision)
+                operator.forward(call, value, *sizes)
+                operator.input_gradient(call, gradient, *sizes)
 
     sizes = [] if kind == "linear" else [torch.tensor([3, 7])]
     with Casts() as casts:
@@ -56,7 +57,7 @@ def test_two_micro_batches_forward_and_backward_cast_a_weight_once(kind: str) ->
 
 def test_a_new_window_sees_what_left_no_mark() -> None:
     """`.data` is written without a new version of the parameter, as by merged adapters."""
-    weights, weight = LoweredWeights(), nn.Parameter(torch.ones(3, 2))
+    weights, weight = CastWeights(), nn.Parameter(torch.ones(3, 2))
     with weights.kept():
         old = weights.of((weight,), torch.bfloat16)
         assert weights.of((weight,), torch.bfloat16) is old
@@ -68,7 +69,7 @@ def test_a_new_window_sees_what_left_no_mark() -> None:
 
 
 def test_the_optimizer_has_the_memory() -> None:
-    weights, weight = LoweredWeights(), nn.Parameter(torch.ones(3, 2))
+    weights, weight = CastWeights(), nn.Parameter(torch.ones(3, 2))
     with weights.kept():
         made: weakref.ref[Tensor] = weakref.ref(weights.of((weight,), torch.bfloat16))
         assert made() is not None
@@ -76,13 +77,13 @@ def test_the_optimizer_has_the_memory() -> None:
 
 
 def test_weights_of_the_type_are_not_copied() -> None:
-    weights, weight = LoweredWeights(), nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    weights, weight = CastWeights(), nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
     with weights.kept():
         assert weights.of((weight,), torch.bfloat16) is weight
 
 
 def test_several_lie_in_one_piece() -> None:
-    weights, several = LoweredWeights(), [nn.Parameter(torch.randn(rows, 2)) for rows in (3, 1, 2)]
+    weights, several = CastWeights(), [nn.Parameter(torch.randn(rows, 2)) for rows in (3, 1, 2)]
     with weights.kept():
         whole = weights.of(several, torch.bfloat16)
         assert weights.of(several, torch.bfloat16) is whole

@@ -12,7 +12,14 @@ from torch import Tensor
 from hf_helix.models.sequence_sharding import SequenceCut, documents_of
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import Exact, FirstOf, Kernel, TorchCpu
-from hf_helix.operators.attention.ring_attention import DOCUMENTS, Block, Blocks, Join, positions_of, visible
+from hf_helix.operators.attention.ring_attention import (
+    DOCUMENTS,
+    GatheredBlocks,
+    JoinBlocks,
+    RingBlock,
+    mask_tiles,
+    positions_of,
+)
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 
@@ -60,13 +67,13 @@ def by_blocks(
     for rank, mine in enumerate(places):
         axis = Axis(SilentTransport(size, rank))
         side = {DOCUMENTS: documents}
-        join = Join()
+        join = JoinBlocks()
         call = Call(side, 0, True)
         if gathered:
-            blocks = Blocks(kernel, axis, SCALE, window)
+            blocks = GatheredBlocks(kernel, axis, SCALE, window)
             so_far = blocks.forward(call, q[:, :, mine], torch.cat(kv))
         else:
-            ring = [Block(kernel, axis, distance, SCALE, window) for distance in range(size)]
+            ring = [RingBlock(kernel, axis, distance, SCALE, window) for distance in range(size)]
             so_far = ()
             for block in ring:
                 so_far = block.forward(call, q[:, :, mine], kv[block.source], *so_far)
@@ -148,7 +155,7 @@ def test_meetings_are_the_pairs_that_see_each_other(n: int, size: int) -> None:
             back = queries[:, None] - keys
             expected = (back >= 0) if window is None else (back >= 0) & (back < window)
             found = torch.zeros(n, n, dtype=torch.int)
-            for rows, columns, seen in visible(n, Axis(SilentTransport(size, rank)), source, {}, window):
+            for rows, columns, seen in mask_tiles(n, Axis(SilentTransport(size, rank)), source, {}, window):
                 hidden = seen.hides(rows.stop - rows.start, columns.stop - columns.start, torch.device("cpu"))
                 part = torch.ones_like(found[rows, columns]) if hidden is None else (~hidden).int()
                 assert window is None or bool(part.any(0).all() and part.any(1).all())
@@ -166,7 +173,7 @@ def test_what_a_window_hides_is_not_computed() -> None:
 
     kernel = Counting()
     q, k, v, _ = make(2, 2, 8)
-    block = Block(kernel, Axis(SilentTransport(4, 3)), 3, SCALE, window=5)  # parts 3 and 4 of 8, with parts 0 and 7
+    block = RingBlock(kernel, Axis(SilentTransport(4, 3)), 3, SCALE, window=5)  # parts 3 and 4 of 8, with parts 0 and 7
     before = torch.randn(2, 2, 8, 9)
     (after,) = block.forward(Call({}, 0, True), q, torch.stack((k, v)), before)
     assert kernel.calls == 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_helix.models.builder import Builder, Sharing
 from hf_helix.models.families.llama import Llama
 from hf_helix.operators.base import Call
-from hf_helix.operators.communication.collectives import Gather, GatherReplicated, Scatter
+from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.tiling import Cut, Join, TileTransfer, cut_rows, join_rows, tile_unit
@@ -99,7 +99,7 @@ def test_weight_gradients_of_tiles_add_up(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("part", [Part.F, Part.B])
-@pytest.mark.parametrize("kind", [Gather, Scatter])
+@pytest.mark.parametrize("kind", [AllGather, ReduceScatter])
 def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
     transport = Recorder(SilentTransport(2, 0))
     transfer = TileTransfer(kind(Axis(transport)))
@@ -143,6 +143,8 @@ def test_a_collective_whose_rows_lie_otherwise_is_refused() -> None:
     builder = Builder("layer", "layers.0", Sharing(Axis(SilentTransport(2, 0))))
     gathered = builder.gather("gather", builder.input("x"))
     unit = builder.build(*builder.column_parallel("up", {"up": nn.Linear(3, 4)}, gathered))
-    unit.operators["gather"] = GatherReplicated(builder.tp)
-    with pytest.raises(ValueError, match=r"layers\.0: 'gather' is a GatherReplicated where tiles need a Gather"):
+    unit.operators["gather"] = AllGatherReplicated(builder.tp)
+    with pytest.raises(
+        ValueError, match=r"layers\.0: 'gather' is of class AllGatherReplicated where tiles need AllGather"
+    ):
         tile_unit(unit, 2)

@@ -67,7 +67,7 @@ def test_several_values_pass_in_order() -> None:
     outputs, work = several.prepare(call(), Part.F)
     work()
     assert all(map(torch.equal, outputs, values))
-    unit = transfer_unit(SEND, hole, 0, several.empty, values=2)
+    unit = transfer_unit(SEND, hole, 0, several.make_buffers, values=2)
     assert unit.graphs.forward.inputs == ("x0", "x1")
     assert unit.graphs.backward.outputs == ("d.x0", "d.x1")
 
@@ -81,10 +81,10 @@ def test_strided_values_are_sent_in_one_piece() -> None:
 def test_on_the_compute_stream_it_moves_at_once() -> None:
     hole, value = Pigeonhole(), torch.randn(4, 2, 3)
     sending, receiving = transfer(hole), transfer(hole)
-    assert sending.forward(call(), value) == ()
-    (there,) = receiving.forward(call())
-    assert receiving.backward(call(), 2 * there) == ()
-    (back,) = sending.backward(call())
+    assert sending.method_of(Part.F)(call(), value) == ()
+    (there,) = receiving.method_of(Part.F)(call())
+    assert receiving.method_of(Part.B)(call(), 2 * there) == ()
+    (back,) = sending.method_of(Part.B)(call())
     assert torch.equal(back, 2 * value)
 
 

@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_helix.operators import vocab_parallel as vocabulary
-from hf_helix.operators.base import Call
+from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.unit import cut_bounds
 from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy, lookup, noisy
 
@@ -58,14 +58,16 @@ def in_slices(
     slices = [logits.transpose(0, 1)[..., first:last].contiguous() for first, last in bounds]
     calls = [Call({"targets": targets}, 0, True) for _ in bounds]
     operators = [TokenStatistics(first, VOCABULARY, smoothing, overwrites) for first, _ in bounds]
-    pieces = [op.forward(call, piece)[0] for op, call, piece in zip(operators, calls, slices, strict=True)]
+    with explicit_gradients():
+        pieces = [op.forward(call, piece)[0] for op, call, piece in zip(operators, calls, slices, strict=True)]
     gathered = torch.cat(pieces).requires_grad_()
     loss = cross_entropy(gathered, targets, torch.tensor(1 / NUM_ITEMS))
     loss.backward()
-    found = [
-        op.backward(call, gradient)[0]
-        for op, call, gradient in zip(operators, calls, gathered.grad.split(1), strict=True)
-    ]
+    with explicit_gradients():
+        found = [
+            op.backward(call, gradient)[0]
+            for op, call, gradient in zip(operators, calls, gathered.grad.split(1), strict=True)
+        ]
     assert all(gradient.dtype == logits.dtype for gradient in found)
     assert all((gradient is piece) == overwrites for gradient, piece in zip(found, slices, strict=True))
     return loss.detach(), torch.cat(found, -1).transpose(0, 1)

@@ -111,7 +111,7 @@ def test_on_cuda_few_copies_of_half_precision_are_alive(summed: list[Tensor], mo
     monkeypatch.setattr(AtOnce, "wait", lambda *given: (order.append("wait"), wait(*given))[1])
     reduce(parameters_of(*[(4, 3)] * 5, dtype=torch.bfloat16), device="cuda")
     alive = [order[:place].count("copy") - order[:place].count("wait") for place in range(len(order) + 1)]
-    assert max(alive) == gradients.MOST_COPIES + 1
+    assert max(alive) == gradients.MAX_COPIES + 1
     assert alive[-1] == 0
 
 

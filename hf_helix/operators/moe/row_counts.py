@@ -47,7 +47,7 @@ class Reading:
         return self._numbers
 
 
-class Tally:
+class RowCounts:
     """The counts of a layer, by micro-batch: rows given to every rank and expert, and got [ranks, experts of each]."""
 
     def expect(self, call: Call, counts: Tensor, num_ways: int = 2) -> Reading | None:
