@@ -10,7 +10,7 @@ window is trained; nothing here knows which of the two calls it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.cuda_graphs import WindowGraphs, why_never
 from hf_helix.runtime.distributed.agreement import agree_on_text, agree_on_window
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.failures.heartbeat import collective, watched
 from hf_helix.runtime.grad_reduce import gradient_norm, set_aside
 from hf_helix.runtime.input_ranges import extents
 from hf_helix.runtime.microbatch import MicroBatch
@@ -147,7 +147,7 @@ class Engine(Diagnostics):
 
     # -- between steps -------------------------------------------------------------------------------------------
 
-    @watched()
+    @collective
     def tune(
         self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int, steps_left: int | None = None
     ) -> TuningResult | None:
@@ -163,35 +163,28 @@ class Engine(Diagnostics):
             What was measured, if that has just happened; otherwise None.
         """
         before = self.tuning
+        self.settle_link(batches, scale, step)  # before any time is taken
         with set_aside(self.runner.stage.placements):
-            make = functools.partial(self._checked_window, batches, scale, step)
-            self._settle_link(make)  # before any time is taken
-            self.runner = self.tuner.update(self.runner, make, len(batches), steps_left)
+            make_window = functools.partial(self._checked_window, batches, scale, step)
+            self.runner = self.tuner.update(self.runner, make_window, len(batches), steps_left)
         return self.tuning if self.tuning is not before else None
 
-    @watched()
     def settle_link(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> None:
-        """Finds out how fast an emulated link is to be, as `tune` does, without choosing a plan. Collective.
+        """Says once how fast an emulated link is; measures first where it is to be even. Collective.
+
+        `tune` does this, too. Call it before a window that no plan is chosen for.
 
         Args:
             batches: the batches of the next window, see `train_window`.
             scale: what its losses are multiplied with.
             step: the number of the next optimizer step.
         """
-        with set_aside(self.runner.stage.placements):
-            self._settle_link(functools.partial(self._checked_window, batches, scale, step))
-
-    def _settle_link(self, make_window: Callable[[], Sequence[MicroBatch]]) -> None:
-        """Say once how fast the emulated link is; measure first where it is to be even.
-
-        Args:
-            make_window: makes the window to measure with, where that is needed.
-        """
         link = self.mesh.link
         if link is None or self._has_said_link:
             return
         if link.rate is None:
-            even_out(self.runner, make_window()[:TUNED_MICROBATCHES])
+            with watched(), set_aside(self.runner.stage.placements):
+                even_out(self.runner, self._checked_window(batches, scale, step)[:TUNED_MICROBATCHES])
         say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._has_said_link = True
 
@@ -301,7 +294,7 @@ class Engine(Diagnostics):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    @watched()
+    @collective
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
         """Writes an ordinary Hugging Face checkpoint, each rank its part; of a PEFT model the adapters. Collective.
 
