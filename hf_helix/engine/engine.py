@@ -33,9 +33,9 @@ from hf_helix.engine.checks import (
     say_what_surprises,
 )
 from hf_helix.engine.diagnostics import Diagnostics
-from hf_helix.engine.evaluate import pieces_of, whole_logits
+from hf_helix.engine.evaluate import split_rows, whole_logits
 from hf_helix.engine.microbatches import Scale, WindowMaker, share_lengths
-from hf_helix.engine.parameter_counts import Sizes
+from hf_helix.engine.parameter_counts import ParameterCounts
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.direct_use import Instead, refuse_calls, refuse_parts
 from hf_helix.models.model_code import check_forwards
@@ -93,7 +93,7 @@ class Engine(Diagnostics):
         super().__init__(base, config, mesh)
         self.family = family_of(base)
         self.limits = limits_of(base)
-        self.sizes = Sizes(model)
+        self.sizes = ParameterCounts(model)
         self._maker = WindowMaker(base, mesh)
         self._trains = any(parameter.requires_grad for parameter in model.parameters())
         self._has_checked_again = False
@@ -282,7 +282,7 @@ class Engine(Diagnostics):
         self._check_forwards_again()
         self.check_extents(batch)
         self.model.eval()
-        pieces = pieces_of(batch, self.runner) if self.family.loss_adds_up(self.base) else [batch]
+        pieces = split_rows(batch, self.runner) if self.family.loss_adds_up(self.base) else [batch]
         with torch.no_grad():
             loss, logits = self.runner.evaluate(self._make_window(pieces, scale, step), keep_logits)
         if logits is None:
