@@ -1,9 +1,13 @@
-"""Every option, every check, and the places they are read from.
+"""Every option, with its checks.
 
-In:   keyword arguments, a mapping, a file, or the YAML given to `accelerate launch`.
+In:   keyword arguments, a mapping, or a file.
 Out:  a `HelixConfig`.
 Must hold: nothing is silently ignored: an unknown key, a wrong type or an option that is not built is an error that
-names the option and a value that works. Imports the standard library only (PyYAML and psutil where a file is read).
+names the option and a value that works. Imports the standard library only (PyYAML where a file is read).
+
+A refusal belongs here if the value of an option is wrong for every model and every run. `hf_helix.engine.checks` has
+those that need the model, `integrations/trainer/checks.py` and `integrations/accelerate/checks.py` those of other
+packages' options. Where options come from is in `integrations/accelerate/launcher.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""What cannot be run: models, declarations and batches, refused by name.
+"""Refuses models, declarations and batches that cannot be run, by name.
 
 In:   a model, the placements of a family's declaration, a batch.
 Out:  nothing, or an error that says what was given and what works.
 Must hold: nothing is changed before it is refused.
+
+A refusal belongs here if it is about the model, the weights or a batch, under the Trainer and in a loop alike. Other
+places: `hf_helix.config` for the value of an option, `integrations/trainer/checks.py` for arguments of a Trainer,
+`integrations/accelerate/checks.py` for an `Accelerator`, `models/model_code.py` for changed methods of a model, and a
+family's `check` for its sizes.
 """
 
 from __future__ import annotations

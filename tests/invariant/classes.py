@@ -35,6 +35,7 @@ class Case:
         lengths: of the sequences, in turn.
         schedules: of the pipeline, run one after the other.
         options: more of `HelixConfig`.
+        without: what named plans must not use, see `hf_helix.planning.graph.ablation`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Case:
     lengths: Sequence[int] = LENGTHS
     schedules: Sequence[str] = ("w",)
     options: Mapping[str, Any] = field(default_factory=dict)
+    without: Sequence[str] = ()
     slow: bool = False
 
     @property

@@ -10,8 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import llama
-from support.pipeline_jobs import Batch, batches_of, items_in, runner_of, whole_gradients, window_of
-from support.pipeline_more_jobs import Step, build, steps_of
+from support.pipeline_jobs import (
+    Batch,
+    Step,
+    batches_of,
+    items_in,
+    runner_of,
+    steps_of,
+    trainer_of,
+    whole_gradients,
+    window_of,
+)
 from support.schedules import every_size
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -108,7 +117,7 @@ def both(
     """
     model = {"num_hidden_layers": sum(counts), **model}
     helix = {"pp_size": size, "schedule": schedule, "layers_per_stage": list(counts)}
-    trainer = build(folder, helix, model)
+    trainer = trainer_of(folder, helix, model)
     found = []
     for count in window_sizes:
         theirs = through_torch(model, counts, schedule, batches_of(count))

@@ -21,7 +21,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
-from hf_helix.planning.profile_file import save_profile
+from hf_helix.planning.profile_file import profile_json, save_profile
 from hf_helix.tuning import autotune as tuning
 from hf_helix.tuning.measure import profiler
 from hf_helix.tuning.measure.profiler import measure_profile
@@ -77,7 +77,7 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
 def _plain(found: Profile) -> dict[str, Any]:
     kinds = {name: op.kind for name, op in named_operators(found.layout)}
     return {
-        "text": found.to_json(),
+        "text": profile_json(found),
         "about": dict(found.about),
         "times": dict(found.times),
         "pairs": {names: (pair.together, pair.first, pair.second) for names, pair in found.pairs.items()},

@@ -6,13 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.pipeline_more_jobs import Step
+from support.pipeline_jobs import Step, runner_of, steps_of, trainer_of, window_of
 from support.schedules import live_activations, start_times, text
 
 from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot
 from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.tuning.measure.overlap import trace_window
 
 LAYERS = 2  # of each virtual stage: with one, a slot's two actions would run in turn
+
+
+def traced(
+    folder: str, helix: dict[str, Any], model: dict[str, Any], cases: Sequence[tuple[str, str, int]]
+) -> list[list[Step]]:
+    """What this rank computes in a window of each (plan, schedule, number of micro-batches)."""
+    trainer = trainer_of(folder, helix, model)
+    found = []
+    for rule, schedule, count in cases:
+        runner = runner_of(trainer, rule, schedule)
+        trace = trace_window(runner, window_of(trainer, count, rows=1, lengths=(5,)))
+        found.append(steps_of(runner, trace.events))
+    trainer.helix.runner.executor.streams.close()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +39,7 @@ def ran(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         stages = size if schedule == "1f1b" else 2 * size
         helix = {"pp_size": size, "schedule": schedule, "layers_per_stage": [LAYERS] * stages}
         job = {"helix": helix, "model": {"num_hidden_layers": stages * LAYERS}, "cases": [(rule, schedule, count)]}
-        return [found[0] for found in cluster_of(size).run("support.pipeline_more_jobs:traced", folder=folder, **job)]
+        return [found[0] for found in cluster_of(size).run(traced, folder=folder, **job)]
 
     return of
 

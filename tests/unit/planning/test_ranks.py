@@ -145,7 +145,7 @@ def test_ranks_wait_for_each_other_by_hand():
 
 @pytest.mark.parametrize("name", PLACEMENT_OF)
 def test_the_search_is_hardly_ever_longer_than_greedy_on_several_ranks(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(search, "MOST_STEPS", 60)
+    monkeypatch.setattr(search, "MAX_STEPS", 60)
     layout, schedule = case(name, 2, 5, [2, 1, 2, 1])
     profile = profile_of(layout, random_times(layout, 3))
     found = search.search(profile, schedule)
@@ -157,7 +157,7 @@ def test_the_search_is_hardly_ever_longer_than_greedy_on_several_ranks(name: str
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", PLACEMENT_OF)
 def test_a_search_needs_no_schedule(name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(search, "MOST_STEPS", 20)
+    monkeypatch.setattr(search, "MAX_STEPS", 20)
     layout, schedule = case(name, num_ranks, 3, [1] * 4)
     profile = profile_of(layout, random_times(layout, 3))
     assert predict(search.search(profile), profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9

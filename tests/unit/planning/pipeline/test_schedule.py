@@ -214,3 +214,28 @@ def test_what_is_no_text_is_refused(tmp_path: Path):
         load_schedule(tmp_path / "schedule.txt", 2, 2)
     with pytest.raises(FileNotFoundError):
         load_schedule(tmp_path / "absent.txt", 2, 2)
+
+
+GOOD = format_schedule(build_schedule("w", 2, 3))
+WRONG: dict[str, tuple[str, str]] = {
+    "no action": (GOOD.replace("0F1", "0F?1", 1), "not an action"),
+    "communication": (GOOD.replace("0F1", "0SEND_F1", 1), "which the runner adds itself"),
+    "runs twice": (GOOD.replace("0F1", "0F0", 1), "runs twice"),
+    "a rank's line twice": (GOOD.replace("rank 1:", "rank 0:"), "here comes the line of rank 1"),
+    "an action of another rank": (GOOD.replace("rank 0: 0F0", "rank 0: 1F0"), "rank 1 holds stage 1"),
+    "waits for ever": ("rank 0: 3F0 0F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0", "rank 0 waits for 2F0 before 3F0"),
+    "nothing at the end": (GOOD.replace(" 0B2", ""), "it never runs 0B2"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_invalid_file_is_printed_whole(wrong: str, tmp_path: Path):
+    written, problem = WRONG[wrong]
+    (tmp_path / "actions.txt").write_text(written)
+    with pytest.raises(ValueError, match=f"^schedule file {tmp_path}/actions.txt: ") as error:
+        load_schedule(tmp_path / "actions.txt", 2, 3)
+    message = str(error.value)
+    assert problem in message
+    shown = message[message.index("rank 0:") :]
+    assert shown.count(">>>") == (2 if wrong == "waits for ever" else 1)
+    assert shown.replace(">>> ", "").replace(" >>>", "").split() == written.split()
