@@ -65,14 +65,15 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operators on a link, make the plans, time everything in turn."""
     import torch
 
+    from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
     from hf_helix.planning.profile_file import save_profile
-    from hf_helix.tuning.autotune import predict_window
+    from hf_helix.tuning.candidates import predict_window
     from hf_helix.tuning.compare import compare
     from hf_helix.tuning.measure.even_link import even_out
     from hf_helix.tuning.measure.profiler import measure_profile
 
-    made = Workload(shaped_link.llama(options), 2, torch.device("cpu"), link=link)
+    made = Workload(shaped_link.llama(options), HelixConfig(tp_size=2, link=link), torch.device("cpu"))
     window = made.window(options.microbatches, options.batch, options.sequence)
     assert made.mesh.link is not None
     if made.mesh.link.rate is None:

@@ -135,7 +135,8 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     from hf_helix.planning.pipeline.scheduler import candidates
     from hf_helix.planning.plans.registry import predict_plan
     from hf_helix.runtime.distributed.agreement import over_ranks
-    from hf_helix.tuning.autotune import planned, tune
+    from hf_helix.tuning.autotune import tune
+    from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.measure.memory import peak_bytes
 
     linear = workload(options, pp, "1f1b")
@@ -146,7 +147,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     profile = tuning.profile
     assert profile is not None
     runners = {"1f1b": linear.runner}  # under `sequential`: one strand
-    flow = planned(folded.runner, ["search"], profile, count)["search"]
+    flow = plan_runners(folded.runner, ["search"], profile, count)["search"]
     for scheduler in candidates("auto", profile)[:2]:
         runners[scheduler.name] = flow.with_plan(flow.plan, scheduler)
     runners["auto"] = chosen
@@ -177,10 +178,12 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
 def workload(options: argparse.Namespace, pp: int, schedule: str, mesh: Any = None) -> Any:
     import torch
 
+    from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
 
     config = shaped_link.llama(options, options.vocabulary, heads=8)
-    return Workload(config, options.tp, torch.device("cpu"), pp, schedule, mesh)
+    helix = HelixConfig(tp_size=options.tp, pp_size=pp, schedule=schedule)
+    return Workload(config, helix, torch.device("cpu"), mesh)
 
 
 def timed(runner: Any, window: Any) -> float:

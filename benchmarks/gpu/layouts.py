@@ -28,7 +28,8 @@ from torch import Tensor
 
 from benchmarks.gpu.models import Batch, batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on
-from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.engine import Engine
+from hf_helix.engine.microbatches import Scale
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.runtime.distributed.mesh import build_mesh

@@ -236,5 +236,5 @@ def train_and_measure(
     return found | {
         "again": sorted({".".join(label.split(".")[:2]) for label in again}),
         "memory": trainer.measure_memory(),
-        "about": dict(trainer.helix.tuner._about),
+        "about": dict(trainer.helix.tuner.fingerprint),
     }

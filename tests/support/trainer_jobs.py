@@ -12,7 +12,7 @@ from support.models import arguments, llama, sequences, tiny
 from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.engine.engine import Scale
+from hf_helix.engine.microbatches import Scale
 from hf_helix.operators.base import Call, explicit_gradients
 
 

@@ -25,9 +25,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.logging import get_logger
 
 from hf_helix.config import HelixConfig
+from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_batch
-from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
+from hf_helix.engine.microbatches import Scale
 from hf_helix.integrations.accelerate.checks import check_loader
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.optimizers import check_optimizer
@@ -38,7 +40,7 @@ from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
-from hf_helix.tuning.tuner import options_of
+from hf_helix.tuning.fingerprint import shared_options
 from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
@@ -120,7 +122,7 @@ def _cut(
         logger.warning(notice)
     steps, mixed = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
     about = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\nseed given: {seed}"
-    agree_on_text(f"{options_of(config)}\n{about}", "options")
+    agree_on_text(f"{shared_options(config)}\n{about}", "options")
     start_watch()
     chosen = [torch.initial_seed() if seed is None else seed]
     if dist.is_initialized():
@@ -129,11 +131,13 @@ def _cut(
         model,
         config,
         mesh,
-        seed=chosen[0],
-        microbatches=steps,
-        instead=USE_INSTEAD,
-        products=torch.bfloat16 if mixed == "bf16" else None,
-        weights=weights,
+        RunOptions(
+            seed=chosen[0],
+            num_microbatches=steps,
+            products=torch.bfloat16 if mixed == "bf16" else None,
+            weights=weights,
+        ),
+        USE_INSTEAD,
     )
     model.to(accelerator.device)
     model._is_accelerate_prepared = True  # nothing is left to wrap

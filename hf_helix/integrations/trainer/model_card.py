@@ -28,9 +28,9 @@ from huggingface_hub import RepoCard
 
 from hf_helix.config import HelixConfig
 from hf_helix.report.scorecard import format_scorecard
-from hf_helix.tuning.autotune import Tuning
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.measure.overlap import Overlap
+from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
 from hf_helix.version import __version__
 
@@ -66,7 +66,7 @@ class Run:
     sizes: Mapping[str, int]
     plan: str
     schedule: str
-    tuning: Tuning | None
+    tuning: TuningResult | None
     overlap: Overlap | None
     microbatches: tuple[int, int]
     mixed_precision: str

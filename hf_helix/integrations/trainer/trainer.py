@@ -23,6 +23,7 @@ from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint.random_weights import outline_of
 from hf_helix.config import HelixConfig
+from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_sizes
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.recompute import asked_by
@@ -43,11 +44,11 @@ from hf_helix.runtime.distributed.agreement import agree_on_text
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import start_watch
-from hf_helix.tuning.autotune import Tuning
 from hf_helix.tuning.compare import PAPER, Comparison
 from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.fingerprint import shared_options
 from hf_helix.tuning.measure.overlap import Overlap
-from hf_helix.tuning.tuner import options_of
+from hf_helix.tuning.result import TuningResult
 from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
@@ -136,7 +137,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Compares what the ranks ask for, builds the mesh, and watches the ranks from here on. Collective."""
         steps, mixed = _accumulation_steps(args), args.mixed_precision
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(args)}"
-        agree_on_text(f"{options_of(self.helix_config)}\n{shared}", "options")
+        agree_on_text(f"{shared_options(self.helix_config)}\n{shared}", "options")
         check_sizes(model, self.helix_config)
         self._plugin.build_mesh(args.device)
         self._health = Health(args.device)
@@ -166,13 +167,15 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             model,
             self.helix_config,
             self._plugin.build_mesh(args.device),
-            seed=args.seed,
-            microbatches=_accumulation_steps(args),
-            instead=USE_INSTEAD,
-            products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
-            additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
-            checkpointing=asked_by(args),
-            weights=self._weights,
+            RunOptions(
+                seed=args.seed,
+                num_microbatches=_accumulation_steps(args),
+                products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
+                additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
+                checkpointing=asked_by(args),
+                weights=self._weights,
+            ),
+            USE_INSTEAD,
         )
         if before is not None:
             before.close()
@@ -192,7 +195,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         return self.helix.plan
 
     @property
-    def tuning(self) -> Tuning | None:
+    def tuning(self) -> TuningResult | None:
         """The measurements of `plan="auto"`, or of an earlier run of the same case; None before. `print` them."""
         return self.helix.tuning
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import trainer as stock_trainer
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
+from hf_helix.engine.microbatches import Scale
 from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.overrides import check_overrides
 from hf_helix.runtime.distributed.agreement import agree_on_number
@@ -170,6 +171,8 @@ class WindowHooks:
         step = self.state.global_step
         if self._window is not None:
             self._tune(ready, scale, step)
+        else:
+            self.helix.settle_link(ready, scale, step)
         losses = torch.stack(self.helix.train_window(ready, scale, step))
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         has_labels = scale.tokens.isfinite()

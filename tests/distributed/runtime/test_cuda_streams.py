@@ -35,7 +35,7 @@ LAYOUTS: dict[str, Case] = {
     "zero": {"dp": 2, "tp_size": 2, "sharded": True},
     "ep": {"family": "mixtral", "dp": 2, "ep_size": 2},
     "ep tp": {"family": "mixtral", "dp": 2, "ep_size": 2, "tp_size": 2, "cross_node": ("ep",)},
-    "ep with a capacity": {"family": "mixtral", "dp": 2, "ep_size": 2, "capacity_factor": 1.25},
+    "ep with a capacity": {"family": "mixtral", "dp": 2, "ep_size": 2, "expert_capacity_factor": 1.25},
 }
 PIPELINES: dict[str, Case] = {
     f"{schedule} rank {rank}": {"pp_size": 2, "schedule": schedule, "rank": rank, "model": FOUR_LAYERS}

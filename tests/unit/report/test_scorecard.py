@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hf_helix.report.scorecard import format_scorecard
-from hf_helix.tuning.autotune import Tuning
 from hf_helix.tuning.measure.overlap import Overlap
+from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.verdict import format_tuning, format_verdict
 
 
@@ -20,8 +20,8 @@ def overlap(step: float = 8.0, **changes: Any) -> Overlap:
     return Overlap(**{"overlapped_fraction": 0.5, "tokens": 4000, "step": step / 1e3, **seconds, **rest})
 
 
-def tuning(kept: str, steps: dict[str, Overlap], **options: Any) -> Tuning:
-    return Tuning(kept, steps, **options)
+def tuning(kept: str, steps: dict[str, Overlap], **options: Any) -> TuningResult:
+    return TuningResult(kept, steps, **options)
 
 
 BOTH = {"sequential": overlap(10.0), "search": overlap(8.0)}
