@@ -1,9 +1,9 @@
-"""Attention as families share it: heads apart, the masks of Transformers, its attention interface.
+"""Attention as the families share it: heads, the masks of Transformers, its attention interface, shared sequences.
 
 In:   queries, keys and values [tokens, batch, heads * head_dim] of this rank's heads; masks and positions of a batch.
 Out:  the output of attention in the same layout.
-Must hold: what the attention module's own `forward` computes, for every attention implementation; a window reaches
-from a token over as many tokens up to itself, padding counted.
+Must hold: it computes what the attention module's own `forward` computes, for every attention implementation; a sliding
+window of n tokens reaches from a token over the n tokens up to and including it, padding counted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gp
 from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forward as gpt_neox_eager
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from hf_helix.models.builder import ATTENTION, Builder
+from hf_helix.models.builder import ATTENTION, LIGHT, RING, TRANSFER, Builder
 from hf_helix.operators.attention.kernels import kernel_for
+from hf_helix.operators.attention.partial import Kernel
+from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
+from hf_helix.operators.communication.collectives import AllGather
+from hf_helix.planning.graph.operator import Kind, Operator
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values [batch, heads, tokens, head_dim]."""
@@ -31,32 +35,32 @@ FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 PLAIN = (eager_attention_forward, gpt2_eager, gpt_neox_eager)
 """Eager attention that is softmax(q k * scaling + mask) v and nothing else."""
 
-Window = int | None
-"""How many tokens a layer looks back on, itself included; None for all."""
+SlidingWindow = int | None
+"""The number of tokens that a token attends to, itself included; None for all before it."""
 
 
 class Attention:
-    """What lies between the projections of an attention layer, as one function over this rank's heads.
+    """Attention between the projections of a layer, as one function over this rank's heads.
 
     Attention itself never sees the padding that makes the sequence divide: a row that may attend to nothing (padding
     on the left) averages over all keys in some implementations.
 
     Args:
         module: the attention module of Transformers.
-        heads: from what the projections give (queries, keys and values, or all in one) and, where there is a rope,
-            cosines and sines of the positions, to what meets in attention.
-        window: of the layer; side input `masks` has a mask for it.
-        eager: what the module falls back on.
-        dropout: of the module.
+        heads: turns what the projections give (queries, keys and values, or all in one) and, where there is a rope,
+            cosines and sines of the positions, into `Heads`.
+        sliding_window: the window of the layer; side input `masks` has a mask for it.
+        eager: the eager attention of the module's own file.
+        dropout: the module's dropout; None for its `attention_dropout`.
         is_plain: whether `eager` is softmax(q k * scaling + mask) v and nothing else, so that attention over a shared
-            sequence may take its place; None for whether it is one of those that are known to be.
+            sequence may take its place; None for whether it is in `PLAIN`.
     """
 
     def __init__(
         self,
         module: Any,
         heads: Callable[..., Heads],
-        window: Window = None,
+        sliding_window: SlidingWindow = None,
         eager: Callable[..., Any] = eager_attention_forward,
         dropout: float | None = None,
         is_plain: bool | None = None,
@@ -64,28 +68,48 @@ class Attention:
         self.is_plain = eager in PLAIN if is_plain is None else is_plain
         self.module = module
         self.heads = heads
-        self.window = window
+        self.sliding_window = sliding_window
         self.eager = eager
         self.dropout = module.attention_dropout if dropout is None else dropout
 
     def __call__(
-        self, *values: Tensor, masks: dict[Window, Any], positions: Tensor, ends: Mapping[str, Any], **rope: Tensor
+        self,
+        *values: Tensor,
+        masks: dict[SlidingWindow, Any],
+        positions: Tensor,
+        ends: Mapping[str, Any],
+        **rope: Tensor,
     ) -> Tensor:
         padded, length = values[0].shape[0], positions.shape[-1]
         heads = self.heads(*(value[:length] if padded > length else value for value in values), **rope)
         dropout = self.dropout if self.module.training else 0.0
-        of_batch = masks[self.window], positions, ends
-        out = attend(self.module, *heads, *of_batch, window=self.window, eager=self.eager, dropout=dropout)
+        out = attend(
+            self.module,
+            *heads,
+            masks[self.sliding_window],
+            positions,
+            ends,
+            sliding_window=self.sliding_window,
+            eager=self.eager,
+            dropout=dropout,
+        )
         return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
 
 
-def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, uses: Sequence[nn.Module] = ()) -> str:
-    """Declare attention of a layer, over a sequence that this rank has for itself or shares.
+def declare_attention(
+    b: Builder, attention: Attention, *values: str, rope: bool = True, uses: Sequence[nn.Module] = ()
+) -> str:
+    """Adds the attention of a layer, over a sequence that this rank has for itself or shares.
 
     Args:
-        values: what the projections give.
+        b: the builder of the layer.
+        attention: the function over this rank's heads.
+        values: the values that the projections give.
         rope: whether `attention.heads` takes side inputs `cos` and `sin`.
         uses: the submodules whose parameters `attention.heads` reads.
+
+    Returns:
+        The output of this rank's heads [tokens, batch, heads * head_dim].
     """
     module, side = attention.module, ("cos", "sin") if rope else ()
     if b.cp.size > 1 and module.config._attn_implementation == "eager" and not attention.is_plain:
@@ -98,7 +122,7 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
     if b.cp.size == 1:
         is_lowered = module.config._attn_implementation == "sdpa"  # by autocast, one kernel later
         attention.heads = b.compiled(_lowered(attention.heads) if is_lowered else attention.heads)
-        return b.local(
+        return b.segment(
             "attention",
             attention,
             *values,
@@ -115,15 +139,103 @@ def declare(b: Builder, attention: Attention, *values: str, rope: bool = True, u
         # A rope may leave a higher precision, which attention would take back.
         return q.to(v.dtype).contiguous(), torch.stack((k.to(v.dtype), v))
 
-    made = ("attention.q", "attention.kv")
-    q, kv = b.local_outputs("attention.rotate", rotate, made, *values, side=side, uses=uses, on_shard=True)
+    outputs = ("attention.q", "attention.kv")
+    q, kv = b.segment_outputs("attention.rotate", rotate, outputs, *values, side=side, uses=uses, on_shard=True)
     kernel = kernel_for(module.config._attn_implementation, b.sharing.device)
     dtype = next(module.parameters()).dtype
-    return b.shared_attention("attention", q, kv, kernel, module.scaling, attention.window, dtype)
+    return shared_attention(b, q, kv, kernel, module.scaling, attention.sliding_window, dtype)
+
+
+def shared_attention(
+    b: Builder,
+    q: str,
+    kv: str,
+    kernel: Kernel,
+    scale: float,
+    sliding_window: SlidingWindow = None,
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """Adds causal attention over a sequence that context-parallel ranks share.
+
+    See `hf_helix.operators.attention.ring_attention`.
+
+    Args:
+        b: the builder of the layer.
+        q: queries [batch, heads, tokens of this rank, head_dim].
+        kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim].
+        kernel: computes attention to some of the keys, and its log-sum-exp.
+        scale: the factor of queries times keys.
+        sliding_window: the window of the layer.
+        dtype: the type of the model.
+
+    Returns:
+        [tokens of this rank, batch, heads * head_dim].
+    """
+    outputs = ("attention.out", "attention.lse")
+    blocks = _ring_blocks if b.sharing.cp_method == RING else _gathered_blocks
+    value = blocks(b, q, kv, outputs, kernel, scale, sliding_window)
+    join = Operator(name="attention.join", kind=Kind.COMPUTE, reads=(value,), writes=outputs, effort=LIGHT)
+    return b.declare(join, JoinBlocks(dtype))[0]
+
+
+def _ring_blocks(
+    b: Builder,
+    q: str,
+    kv: str,
+    outputs: tuple[str, str],
+    kernel: Kernel,
+    scale: float,
+    sliding_window: SlidingWindow,
+) -> str:
+    """Adds attention to one rank's keys after the other, while the next ones travel round the ring."""
+    size = b.cp.size
+    so_far: tuple[str, ...] = ()
+    for distance in range(size):
+        here = kv
+        if distance + 1 < size:
+            kv = _move_keys(b, f"attention.ring{distance + 1}", RingStep(b.cp), kv, TRANSFER)
+        block = Operator(
+            name=f"attention.block{distance}",
+            kind=Kind.COMPUTE,
+            reads=(q, here, *so_far),
+            writes=(f"attention.part{distance}",),
+            keeps=(q, here, *outputs),
+            effort=ATTENTION / size,
+        )
+        so_far = b.declare(block, RingBlock(kernel, b.cp, distance, scale, sliding_window))
+    return so_far[0]
+
+
+def _gathered_blocks(
+    b: Builder,
+    q: str,
+    kv: str,
+    outputs: tuple[str, str],
+    kernel: Kernel,
+    scale: float,
+    sliding_window: SlidingWindow,
+) -> str:
+    """Adds the all-gather of the keys of all ranks, and attention to them."""
+    kv = _move_keys(b, "attention.gather", AllGather(b.cp), kv, TRANSFER * (b.cp.size - 1))
+    blocks = Operator(
+        name="attention.blocks",
+        kind=Kind.COMPUTE,
+        reads=(q, kv),
+        writes=("attention.whole",),
+        keeps=(q, kv, *outputs),
+        effort=ATTENTION,
+    )
+    return b.declare(blocks, GatheredBlocks(kernel, b.cp, scale, sliding_window))[0]
+
+
+def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, effort: float) -> str:
+    """Adds communication over the context-parallel ranks. Backward runs it again, so that its output is not kept."""
+    operator = Operator(name=name, kind=b.cp.kind, reads=(kv,), writes=(f"{name}.kv",), again=True, effort=effort)
+    return b.declare(operator, tensor_operator)[0]
 
 
 def _lowered(heads: Callable[..., Heads]) -> Callable[..., Heads]:
-    """Queries and keys in the type of the values: a rope may leave a higher precision, which attention takes back."""
+    """Returns `heads` with queries and keys in the type of the values: a rope may leave a higher precision."""
 
     def alike(*values: Tensor, **rope: Tensor) -> Heads:
         q, k, v = heads(*values, **rope)
@@ -133,10 +245,11 @@ def _lowered(heads: Callable[..., Heads]) -> Callable[..., Heads]:
 
 
 def check_shared(model: Any, option: str = "attention_dropout") -> None:
-    """Raise ValueError if attention cannot run over a sequence that ranks share.
+    """Raises ValueError if attention cannot run over a sequence that ranks share.
 
     Args:
-        option: the model's name for dropout of attention.
+        model: the Transformers model.
+        option: the model's name for the dropout of attention.
     """
     dropout = getattr(model.config, option)
     if dropout > 0:
@@ -155,21 +268,31 @@ def attend(
     positions: Tensor,
     ends: Mapping[str, Any],
     *,
-    window: Window = None,
+    sliding_window: SlidingWindow = None,
     eager: Callable[..., Any] = eager_attention_forward,
     dropout: float = 0.0,
 ) -> Tensor:
-    """The attention interface of Transformers: [batch, heads, tokens, head_dim] to [tokens, batch, heads * head_dim].
+    """Calls the attention interface of Transformers.
 
     Args:
         module: the attention module; its configuration names the implementation.
+        q: queries [batch, heads, tokens, head_dim].
+        k: keys [batch, key-value heads, tokens, head_dim].
+        v: values, as the keys.
+        mask: the mask in the form that the implementation takes.
+        positions: the positions of the tokens [batch or 1, tokens].
         ends: see `hf_helix.models.batch_form.document_ends`; empty where a row is one document.
-        eager: what that module falls back on.
+        sliding_window: the window of the layer.
+        eager: the eager attention of the module's own file.
+        dropout: the dropout of this call; 0 in evaluation.
+
+    Returns:
+        [tokens, batch, heads * head_dim].
     """
     implementation = module.config._attn_implementation
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     # Flash attention would look for documents in the positions, in every layer, and wait for the device.
-    about = ends if implementation in FLASH else {"position_ids": positions}
+    documents = ends if implementation in FLASH else {"position_ids": positions}
     out, _ = interface(
         module,
         q,
@@ -178,27 +301,33 @@ def attend(
         mask,
         dropout=dropout,
         scaling=module.scaling,
-        sliding_window=window,
-        **about,
+        sliding_window=sliding_window,
+        **documents,
     )
     return out.flatten(2).transpose(0, 1)
 
 
 def causal_masks(
-    model: Any, windows: Iterable[Window], ids: Tensor, mask: Tensor | None, documents: Tensor | None
-) -> dict[Window, Any]:
-    """For each window the mask that Transformers would make: a tensor, None, or what the implementation takes.
+    model: Any, sliding_windows: Iterable[SlidingWindow], ids: Tensor, mask: Tensor | None, documents: Tensor | None
+) -> dict[SlidingWindow, Any]:
+    """Returns for each window the mask that Transformers would make: a tensor, None, or what the implementation takes.
+
+    Transformers is given neither positions nor a mask that may hide nothing: it would look at their values, and wait
+    for the device.
 
     Args:
-        mask, documents: see `Family.attention_inputs`. Given positions, or a mask that may hide nothing, Transformers
-            would look at their values, and wait for the device.
+        model: the Transformers model.
+        sliding_windows: the windows of the layers.
+        ids: the tokens [batch, sequence].
+        mask: see `Family.attention_inputs`.
+        documents: see `Family.attention_inputs`.
     """
     embeddings = like_embeddings(model, ids)
     apart = None if documents is None else _within(documents.expand(len(ids), -1))
-    made = {}
-    for window in set(windows):
+    masks = {}
+    for window in set(sliding_windows):
         create = create_causal_mask if window is None else create_sliding_window_causal_mask
-        made[window] = create(
+        masks[window] = create(
             config=model.config,
             inputs_embeds=embeddings,
             attention_mask=mask,
@@ -206,19 +335,19 @@ def causal_masks(
             and_mask_function=apart,
             allow_is_causal_skip=mask is None,
         )
-    return made
+    return masks
 
 
 def _within(documents: Tensor) -> Callable[[Any, Any, Any, Any], Any]:
-    """The mask function of Transformers by which tokens see those of their own document."""
+    """Returns the mask function of Transformers by which tokens see those of their own document."""
     return lambda row, head, query, key: documents[row, query] == documents[row, key]
 
 
 def by_heads(value: Tensor, head_dim: int) -> Tensor:
-    """[tokens, batch, heads * head_dim] to [batch, heads, tokens, head_dim]."""
+    """Returns a value [tokens, batch, heads * head_dim] as [batch, heads, tokens, head_dim]."""
     return value.unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
 
 
 def like_embeddings(model: Any, ids: Tensor) -> Tensor:
-    """A tensor of which only shape, type and device are read."""
+    """Returns a tensor in the place of embeddings [batch, sequence, 1]: only its shape, type and device are read."""
     return model.get_input_embeddings().weight.new_empty(()).expand(*ids.shape, 1)

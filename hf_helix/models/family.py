@@ -51,7 +51,7 @@ class Family(ABC):
     def embedding(self, b: Builder, model: Any) -> Unit:
         """Declare the way from side inputs `ids`, and `places`, the positions of these tokens, to the first layer."""
         x = b.lookup("lookup", model.get_input_embeddings())
-        return b.build(b.scatter("scatter", x))
+        return b.build(b.reduce_scatter("scatter", x))
 
     def head(self, b: Builder, model: Any) -> Unit:
         """Declare the way from the last layer to the loss."""
@@ -60,7 +60,7 @@ class Family(ABC):
     def loss(self, b: Builder, model: Any, x: str) -> str:
         """Declare norm, head and loss of the tokens. Whatever a model does to its logits stands before `b.loss`."""
         h = b.norm("norm", self.final_norm(model), x)
-        h = b.gather("gather", h)
+        h = b.all_gather("gather", h)
         head = model.get_output_embeddings()
         (logits,) = b.column_parallel("head", {"logits": head}, h)
         return b.loss("loss", logits, head.weight.shape[0])
@@ -74,7 +74,7 @@ class Family(ABC):
         """Raise ValueError if the attention of the model cannot be cut over context-parallel ranks."""
         raise ValueError(
             f"cp_size above 1 is not built for {type(model).__name__}: its declaration has no attention over a shared "
-            "sequence (Builder.shared_attention); use cp_size=1 and tp_size or pp_size instead"
+            "sequence (models.attention.declare_attention); use cp_size=1 and tp_size or pp_size instead"
         )
 
     def check_experts(self, model: Any, sharing: Sharing) -> None:

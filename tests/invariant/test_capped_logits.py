@@ -11,8 +11,8 @@ from support.jobs import build
 from support.models import VOCABULARY, sequences
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_helix import register_layer
-from hf_helix.models.families.llama import Dense
+from hf_helix import register_model
+from hf_helix.models.families.dense import Dense
 
 CAP = 0.3  # behind the head, as in Gemma 2
 
@@ -45,15 +45,15 @@ class Capped(Dense):
     model_class = "CappedForCausalLM"
 
     def loss(self, b: Any, model: Any, x: str) -> str:
-        h = b.gather("gather", b.norm("norm", self.final_norm(model), x))
+        h = b.all_gather("gather", b.norm("norm", self.final_norm(model), x))
         (h,) = b.column_parallel("out", {"raw": model.lm_head}, h)
-        h = b.local("cap", lambda logits: CAP * torch.tanh(logits / CAP), h)
+        h = b.segment("cap", lambda logits: CAP * torch.tanh(logits / CAP), h)
         return b.loss("loss", h, model.lm_head.weight.shape[0])
 
 
 def predictions(folder: str, helix: dict[str, Any] | None) -> dict[str, Any]:
     """A step of training, then logits."""
-    register_layer(Capped())
+    register_model(Capped())
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = CappedForCausalLM(LlamaConfig(vocab_size=VOCABULARY, pad_token_id=0, **sizes))

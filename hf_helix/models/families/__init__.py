@@ -1,1 +1,1 @@
-"""Model families: one file each, which declares what a decoder layer of the family computes."""
+"""Model families, one file each; `dense` and `mixture` hold what several of them share."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward
 
-from hf_helix.models.attention import Attention, Heads, by_heads, causal_masks, check_shared, declare
+from hf_helix.models.attention import Attention, Heads, by_heads, causal_masks, check_shared, declare_attention
 from hf_helix.models.builder import Builder
 from hf_helix.models.family import Family, check_cuts
 from hf_helix.operators.unit import Unit
@@ -36,8 +36,8 @@ class GPT2(Family):
         def add_positions(x: Tensor, places: Tensor) -> Tensor:
             return x + body.wpe(places.chunk(tp.size)[tp.rank])
 
-        x = b.scatter("scatter", b.lookup("lookup", body.wte))
-        x = b.local("positions", add_positions, x, side=("places",), uses=(body.wpe,), on_shard=True)
+        x = b.reduce_scatter("scatter", b.lookup("lookup", body.wte))
+        x = b.segment("positions", add_positions, x, side=("places",), uses=(body.wpe,), on_shard=True)
         return b.build(b.dropout("dropout", body.drop, x))
 
     def layer(self, b: Builder, layer: Any) -> Unit:
@@ -45,20 +45,20 @@ class GPT2(Family):
         x = b.input("x")
 
         h = b.norm("attn.norm", layer.ln_1, x)
-        h = b.gather("attn.gather", h)
+        h = b.all_gather("attn.gather", h)
         (h,) = b.column_parallel("attn.qkv", {"fused": attn.c_attn}, h, blocks=3)
-        h = declare(b, _attention(attn), h, rope=False)
+        h = declare_attention(b, _attention(attn), h, rope=False)
         h = b.row_parallel("attn.out", attn.c_proj, h)
-        h = b.scatter("attn.scatter", h)
+        h = b.reduce_scatter("attn.scatter", h)
         h = b.dropout("attn.dropout", attn.resid_dropout, h)
         x = b.add("attn.add", x, h)
 
         h = b.norm("mlp.norm", layer.ln_2, x)
-        h = b.gather("mlp.gather", h)
+        h = b.all_gather("mlp.gather", h)
         (h,) = b.column_parallel("mlp.up", {"up": mlp.c_fc}, h)
-        h = b.local("mlp.act", mlp.act, h)
+        h = b.segment("mlp.act", mlp.act, h)
         h = b.row_parallel("mlp.down", mlp.c_proj, h)
-        h = b.scatter("mlp.scatter", h)
+        h = b.reduce_scatter("mlp.scatter", h)
         h = b.dropout("mlp.dropout", mlp.dropout, h)
         return b.build(b.add("mlp.add", x, h))
 

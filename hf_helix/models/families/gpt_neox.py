@@ -13,7 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb, eager_attention_forward
 
-from hf_helix.models.attention import Attention, Heads, by_heads, causal_masks, check_shared, declare, like_embeddings
+from hf_helix.models.attention import (
+    Attention,
+    Heads,
+    by_heads,
+    causal_masks,
+    check_shared,
+    declare_attention,
+    like_embeddings,
+)
 from hf_helix.models.builder import Builder
 from hf_helix.models.family import Family, check_cuts
 from hf_helix.models.sequence_sharding import SequenceCut
@@ -32,7 +40,7 @@ class GPTNeoX(Family):
         return model.gpt_neox.final_layer_norm
 
     def embedding(self, b: Builder, model: Any) -> Unit:
-        x = b.scatter("scatter", b.lookup("lookup", model.get_input_embeddings()))
+        x = b.reduce_scatter("scatter", b.lookup("lookup", model.get_input_embeddings()))
         return b.build(b.dropout("dropout", model.gpt_neox.emb_dropout, x))
 
     def layer(self, b: Builder, layer: Any) -> Unit:
@@ -68,28 +76,28 @@ class GPTNeoX(Family):
 def _in_turn(b: Builder, layer: Any, x: str) -> str:
     """Attention, residual, then MLP, residual."""
     h = b.norm("attn.norm", layer.input_layernorm, x)
-    h = _attention(b, layer.attention, b.gather("attn.gather", h))
-    h = b.dropout("attn.dropout", layer.post_attention_dropout, b.scatter("attn.scatter", h))
+    h = _attention(b, layer.attention, b.all_gather("attn.gather", h))
+    h = b.dropout("attn.dropout", layer.post_attention_dropout, b.reduce_scatter("attn.scatter", h))
     x = b.add("attn.add", x, h)
 
     h = b.norm("mlp.norm", layer.post_attention_layernorm, x)
-    h = _mlp(b, layer.mlp, b.gather("mlp.gather", h))
-    h = b.dropout("mlp.dropout", layer.post_mlp_dropout, b.scatter("mlp.scatter", h))
+    h = _mlp(b, layer.mlp, b.all_gather("mlp.gather", h))
+    h = b.dropout("mlp.dropout", layer.post_mlp_dropout, b.reduce_scatter("mlp.scatter", h))
     return b.add("mlp.add", x, h)
 
 
 def _side_by_side(b: Builder, layer: Any, x: str) -> str:
     """Attention and MLP of the same value: one gather serves both, and their sum is scattered."""
     attention, mlp = _branches(b, layer, x)
-    h = b.scatter("scatter", b.add("sum", attention, mlp))
+    h = b.reduce_scatter("scatter", b.add("sum", attention, mlp))
     return b.add("add", x, h)
 
 
 def _side_by_side_with_dropout(b: Builder, layer: Any, x: str) -> str:
     """The same, where each branch has dropout of its own, drawn once partial sums are added up."""
     attention, mlp = _branches(b, layer, x)
-    attention = b.dropout("attn.dropout", layer.post_attention_dropout, b.scatter("attn.scatter", attention))
-    mlp = b.dropout("mlp.dropout", layer.post_mlp_dropout, b.scatter("mlp.scatter", mlp))
+    attention = b.dropout("attn.dropout", layer.post_attention_dropout, b.reduce_scatter("attn.scatter", attention))
+    mlp = b.dropout("mlp.dropout", layer.post_mlp_dropout, b.reduce_scatter("mlp.scatter", mlp))
     return b.add("add", x, b.add("sum", attention, mlp))
 
 
@@ -97,7 +105,7 @@ def _branches(b: Builder, layer: Any, x: str) -> tuple[str, str]:
     """Partial sums of attention and MLP. Every rank norms the whole sequence, and sees a part of the norms' gradients:
     that which comes through its heads and columns.
     """
-    whole = b.gather("gather", x)
+    whole = b.all_gather("gather", x)
     attention = _attention(b, layer.attention, b.norm("attn.norm", layer.input_layernorm, whole))
     mlp = _mlp(b, layer.mlp, b.norm("mlp.norm", layer.post_attention_layernorm, whole))
     return attention, mlp
@@ -111,13 +119,13 @@ def _attention(b: Builder, attn: Any, h: str) -> str:
         return *apply_rotary_pos_emb(q, k, cos, sin), v
 
     (h,) = b.column_parallel("attn.qkv", {"fused": attn.query_key_value}, h)
-    h = declare(b, Attention(attn, heads, eager=eager_attention_forward), h)
+    h = declare_attention(b, Attention(attn, heads, eager=eager_attention_forward), h)
     return b.row_parallel("attn.out", attn.dense, h)
 
 
 def _mlp(b: Builder, mlp: Any, h: str) -> str:
     (h,) = b.column_parallel("mlp.up", {"up": mlp.dense_h_to_4h}, h)
-    return b.row_parallel("mlp.down", mlp.dense_4h_to_h, b.local("mlp.act", mlp.act, h))
+    return b.row_parallel("mlp.down", mlp.dense_4h_to_h, b.segment("mlp.act", mlp.act, h))
 
 
 def _rope(model: Any, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

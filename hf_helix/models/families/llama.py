@@ -1,123 +1,15 @@
-"""Llama and its relatives: norm, attention, residual; norm, gated MLP, residual.
+"""Llama: `Dense` as it is.
 
-In:   a decoder layer with the submodule names of Llama.
-Out:  14 forward operators with tensor parallelism, 10 without (list in paper section 4.2).
-Must hold: a relative says only what it does otherwise; layers of one model have equal graphs, whatever their windows.
+In:   `LlamaForCausalLM`.
+Out:  the operators of `Dense`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-from hf_helix.models.attention import (
-    Attention,
-    Heads,
-    Window,
-    by_heads,
-    causal_masks,
-    check_shared,
-    declare,
-    like_embeddings,
-)
-from hf_helix.models.builder import Builder
-from hf_helix.models.family import Family
-from hf_helix.models.sequence_sharding import SequenceCut
-from hf_helix.models.stock_modules import is_silu
-from hf_helix.operators.attention.rope import rotated
-from hf_helix.operators.explicit import GatedSilu
-from hf_helix.operators.unit import Unit
-
-
-class Dense(Family):
-    """Grouped-query attention with any rope, any window and any attention implementation of Transformers."""
-
-    def layer(self, b: Builder, layer: Any) -> Unit:
-        x = b.input("x")
-        x = self.attention(b, layer, x)
-        x = self.mlp(b, layer, x)
-        return b.build(x)
-
-    def attention(self, b: Builder, layer: Any, x: str) -> str:
-        """Declare the first half of a layer, residual included."""
-        h = b.norm("attn.norm", layer.input_layernorm, x)
-        h = b.gather("attn.gather", h)
-        h = self.self_attention(b, layer.self_attn, h)
-        h = b.scatter("attn.scatter", h)
-        return b.add("attn.add", x, h)
-
-    def self_attention(self, b: Builder, attn: Any, h: str) -> str:
-        """Declare what lies between the collectives: a whole sequence in, partial sums out."""
-
-        def heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-            # Attention keeps the values for backward; as a slice, they would keep queries and keys alive with them.
-            q, k, v = (by_heads(value, attn.head_dim) for value in (q, k, v.contiguous()))
-            return *self.rotate(attn, q, k, cos, sin), v
-
-        q, k, v = b.column_parallel("attn.qkv", {"q": attn.q_proj, "k": attn.k_proj, "v": attn.v_proj}, h)
-        h = declare(b, Attention(attn, heads, self.window(attn)), q, k, v, uses=self.rotated_by(attn))
-        return b.row_parallel("attn.out", attn.o_proj, h)
-
-    def mlp(self, b: Builder, layer: Any, x: str) -> str:
-        """Declare the second half of a layer, residual included."""
-        mlp = layer.mlp
-        h = b.norm("mlp.norm", layer.post_attention_layernorm, x)
-        h = b.gather("mlp.gather", h)
-        gate, up = b.column_parallel("mlp.up", {"gate": mlp.gate_proj, "up": mlp.up_proj}, h)
-        silu = GatedSilu(lambda: is_silu(mlp.act_fn))
-        h = b.local("mlp.act", lambda gate, up: mlp.act_fn(gate) * up, gate, up, uses=(mlp.act_fn,), explicit=silu)
-        h = b.row_parallel("mlp.down", mlp.down_proj, h)
-        h = b.scatter("mlp.scatter", h)
-        return b.add("mlp.add", x, h)
-
-    def rotate(self, attn: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """What befalls queries and keys [batch, heads, tokens, head_dim] before they meet."""
-        if torch.compiler.is_compiling():  # which fuses it
-            return apply_rotary_pos_emb(q, k, cos, sin)
-        return rotated(q, k, cos, sin)
-
-    def rotated_by(self, attn: Any) -> Sequence[nn.Module]:
-        """The submodules whose parameters `rotate` uses."""
-        return ()
-
-    def window(self, attn: Any) -> Window:
-        """How many tokens a layer looks back on, itself included; None for all."""
-        return getattr(attn, "sliding_window", None)
-
-    def side_modules(self, model: Any) -> Sequence[nn.Module]:
-        return (model.model.rotary_emb,)
-
-    def check_context(self, model: Any) -> None:
-        check_shared(model)
-
-    def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
-        # The rope of a long context depends on the largest position of the whole.
-        cos, sin = model.model.rotary_emb(like_embeddings(model, ids), position_ids=positions)
-        return {"cos": cut.take(cos, 1), "sin": cut.take(sin, 1)}
-
-    def attention_inputs(
-        self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
-    ) -> dict[str, Any]:
-        cos, sin = model.model.rotary_emb(like_embeddings(model, ids), position_ids=positions)
-        windows = [self.window(layer.self_attn) for layer in self.layers(model)]
-        masks = causal_masks(model, windows, ids, mask, documents)
-        return {"cos": cos, "sin": sin, "masks": masks, "positions": positions}
+from hf_helix.models.families.dense import Dense
 
 
 class Llama(Dense):
     """`LlamaForCausalLM`."""
 
     model_class = "LlamaForCausalLM"
-
-
-class Mistral(Dense):
-    """`MistralForCausalLM`: one window for all layers."""
-
-    model_class = "MistralForCausalLM"
-
-    def window(self, attn: Any) -> Window:
-        return attn.config.sliding_window

@@ -1,9 +1,14 @@
-"""Mixtral: experts in every layer."""
+"""Mixtral: experts in every layer, and one sliding window for all layers.
+
+In:   `MixtralForCausalLM`.
+Out:  the operators of `Mixture`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from hf_helix.models.attention import SlidingWindow
 from hf_helix.models.families.mixture import Mixture
 
 
@@ -15,5 +20,5 @@ class Mixtral(Mixture):
     def jitter(self, mlp: Any) -> float:
         return mlp.jitter_noise
 
-    def window(self, attn: Any) -> int | None:
+    def sliding_window(self, attn: Any) -> SlidingWindow:
         return attn.config.sliding_window

@@ -1,10 +1,10 @@
-"""Mixtures of experts: attention as in Llama, and instead of the MLP a router and experts.
+"""Decoders with a mixture of experts: attention as in Llama, and a router and experts instead of the MLP.
 
 In:   a decoder layer whose `mlp` has a router (`router` or `gate`) and `experts` with 3-D weights.
 Out:  operators of the router, of the way to the experts and back, and of the experts (paper, section 6.2.3).
-Must hold: a token's experts and weights are what the Transformers router says; what it draws depends on the run's seed
-and the token's place alone. The load-balancing loss is that of the whole micro-batch: its two sums over tokens and
-layers travel with the activations as the value `balance` [1, 2, experts], and meet at the head.
+Must hold: a token's experts and weights are those of the Transformers router; its random numbers depend on the run's
+seed and the token's place only. The load-balancing loss is that of the whole micro-batch: its two sums over tokens and
+layers travel with the activations as the value `balance` [1, 2, experts], and the head adds the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_helix.models.builder import Builder, Sharing
 from hf_helix.models.expert_layer import declare_experts
-from hf_helix.models.families.llama import Dense
+from hf_helix.models.families.dense import Dense
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED, SHARD_TOKENS, RouterMeter
@@ -27,26 +27,26 @@ ROWS, BALANCE_SCALE = "counted_rows", "balance_scale"
 
 
 class Mixture(Dense):
-    """What the families with experts have in common."""
+    """The base of the families with experts."""
 
     def router(self, mlp: Any) -> nn.Module:
-        """From tokens [tokens, hidden] to logits [tokens, experts], weights [tokens, k] and experts [tokens, k]."""
+        """Returns the router: tokens [tokens, hidden] to logits [tokens, experts], weights and experts [tokens, k]."""
         return mlp.gate
 
     def jitter(self, mlp: Any) -> float:
-        """Noise that the layer puts on its tokens in training, before the router may put some on them in place."""
+        """Returns the noise that the layer puts on its tokens in training, before the router adds any of its own."""
         return 0.0
 
     def draws(self, mlp: Any) -> bool:
-        """Whether routing in training draws random numbers."""
+        """Returns whether routing draws random numbers in training."""
         return self.jitter(mlp) > 0
 
     def num_experts(self, config: Any) -> int:
-        """Of every layer that has any."""
+        """Returns the number of experts of a layer that has any."""
         return config.num_local_experts
 
     def is_sparse(self, layer: Any) -> bool:
-        """Whether a layer has experts."""
+        """Returns whether a layer has experts."""
         return True
 
     # -- declarations --------------------------------------------------------------------------------------------
@@ -57,7 +57,9 @@ class Mixture(Dense):
         balance = b.input("balance") if balanced else None
         x = self.attention(b, layer, x)
         if not self.is_sparse(layer):
-            return b.build(self.mlp(b, layer, x), *([b.local("balance.pass", torch.clone, balance)] if balance else []))
+            return b.build(
+                self.mlp(b, layer, x), *([b.segment("balance.pass", torch.clone, balance)] if balance else [])
+            )
         h = b.norm("mlp.norm", layer.post_attention_layernorm, x, lowers=False)
         h, weights, chosen, part = self._route(b, layer, h, balanced)
         h = declare_experts(b, h, weights, chosen, layer.mlp.experts, b.meters[-1])
@@ -65,7 +67,18 @@ class Mixture(Dense):
         return b.build(x, b.add("balance.add", balance, part)) if balance and part else b.build(x)
 
     def _route(self, b: Builder, layer: Any, h: str, balanced: bool) -> tuple[str, str, str, str | None]:
-        """Tokens as the experts get them, weights, experts and, where asked for, the layer's part of the balance."""
+        """Declares the router.
+
+        Args:
+            b: the builder of the layer.
+            layer: the decoder layer.
+            h: the normed tokens of this rank [n, batch, hidden].
+            balanced: whether the load-balancing loss is computed.
+
+        Returns:
+            The tokens as experts get them, their weights, their experts and, where balanced, the layer's part of the
+            two sums.
+        """
         mlp, config = layer.mlp, layer.self_attn.config
         router, noise = self.router(mlp), self.jitter(mlp)
         meter = RouterMeter(self.num_experts(config), b.tp)
@@ -84,7 +97,7 @@ class Mixture(Dense):
             return (*jittered, weights, *part, chosen)
 
         names = ["mlp.jittered"] * (noise > 0) + ["mlp.weights"] + ["mlp.balance"] * balanced
-        found = b.local_outputs(
+        outputs = b.segment_outputs(
             "mlp.router",
             route,
             names,
@@ -95,11 +108,11 @@ class Mixture(Dense):
             draws=lambda: mlp.training and self.draws(mlp),
             plain=("mlp.chosen",),
         )
-        values = dict(zip((*names, "mlp.chosen"), found, strict=True))
+        values = dict(zip((*names, "mlp.chosen"), outputs, strict=True))
         return values.get("mlp.jittered", h), values["mlp.weights"], values["mlp.chosen"], values.get("mlp.balance")
 
     def embedding(self, b: Builder, model: Any) -> Unit:
-        x = b.scatter("scatter", b.lookup("lookup", model.get_input_embeddings()))
+        x = b.reduce_scatter("scatter", b.lookup("lookup", model.get_input_embeddings()))
         if not model.config.output_router_logits:
             return b.build(x)
         shape = (1, 2, self.num_experts(model.config))
@@ -107,7 +120,7 @@ class Mixture(Dense):
         def nothing(counted: Tensor) -> Tensor:
             return torch.zeros(shape, device=counted.device)
 
-        return b.build(x, b.local("balance", nothing, side=(COUNTED,)))
+        return b.build(x, b.segment("balance", nothing, side=(COUNTED,)))
 
     def head(self, b: Builder, model: Any) -> Unit:
         if not model.config.output_router_logits:
@@ -125,7 +138,7 @@ class Mixture(Dense):
             # Ranks that share a sequence each have all of it; their losses are added up, their gradients are not.
             return loss + extra - extra.detach() * (1 - 1 / cp_size)
 
-        return b.build(b.local("loss.balanced", add, loss, balance, side=(ROWS, BALANCE_SCALE)))
+        return b.build(b.segment("loss.balanced", add, loss, balance, side=(ROWS, BALANCE_SCALE)))
 
     # -- checks and side inputs ----------------------------------------------------------------------------------
 

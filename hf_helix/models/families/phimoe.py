@@ -1,4 +1,9 @@
-"""Phi-3.5-MoE: layer norms, and a router that picks its experts one after the other."""
+"""Phi-3.5-MoE: layer norms, and a router that picks one expert after the other.
+
+In:   `PhimoeForCausalLM`.
+Out:  the operators of `Mixture`.
+Must hold: the router (sparsemixer) draws its second experts in training, also without jitter.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,12 @@ from typing import Any
 
 from torch import nn
 
+from hf_helix.models.attention import SlidingWindow
 from hf_helix.models.families.mixture import Mixture
 
 
 class Phimoe(Mixture):
-    """`PhimoeForCausalLM`: sparsemixer routing, which draws its second experts in training."""
+    """`PhimoeForCausalLM`."""
 
     model_class = "PhimoeForCausalLM"
 
@@ -23,5 +29,5 @@ class Phimoe(Mixture):
     def draws(self, mlp: Any) -> bool:
         return True
 
-    def window(self, attn: Any) -> int | None:
+    def sliding_window(self, attn: Any) -> SlidingWindow:
         return attn.config.sliding_window

@@ -46,7 +46,7 @@ def test_fields_set_by_hand_are_seen_too(tmp_path: Path) -> None:
 
 def test_unsupported_model(tmp_path: Path) -> None:
     model = GPTJForCausalLM(GPTJConfig(n_layer=1, n_embd=8, n_head=2, rotary_dim=4, vocab_size=16))
-    with pytest.raises(ValueError, match=r"GPTJForCausalLM is not supported.*LlamaForCausalLM.*register_layer"):
+    with pytest.raises(ValueError, match=r"GPTJForCausalLM is not supported.*LlamaForCausalLM.*register_model"):
         HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
 
 

@@ -6,11 +6,9 @@ import copy
 import logging
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support.models import arguments, llama, tiny
 
 from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
@@ -73,14 +71,14 @@ def test_eager_attention_of_ones_own_over_shared_sequences() -> None:
     """Refused where it is declared; others have nothing special that a ring would leave out."""
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-    from hf_helix.models.attention import Attention, declare
+    from hf_helix.models.attention import Attention, declare_attention
+    from hf_helix.models.builder import Builder, Sharing
+    from hf_helix.operators.communication.transport import Axis, SilentTransport
 
     def declared(implementation: str, **options: Any) -> None:
         attn = llama(num_hidden_layers=1, attn_implementation=implementation).model.layers[0].self_attn
-        b: Any = SimpleNamespace(cp=SimpleNamespace(size=2), sharing=SimpleNamespace(device=torch.device("cpu")))
-        b.local_outputs = lambda *_, **__: ("q", "kv")
-        b.shared_attention = lambda *_, **__: "attention"
-        declare(b, Attention(attn, lambda *_: _, **options), "q", "k", "v")
+        b = Builder("layer", "layers.0", Sharing(cp=Axis(SilentTransport(2, 0))))
+        declare_attention(b, Attention(attn, lambda *_: _, **options), "q", "k", "v")
 
     with pytest.raises(ValueError, match=r"cp_size=2.*gemma2.*eager_attention_forward.*cp_size=1"):
         declared("eager", eager=eager_attention_forward)

@@ -141,7 +141,7 @@ def test_without_tiles_or_collectives_units_stay() -> None:
 
 def test_a_collective_whose_rows_lie_otherwise_is_refused() -> None:
     builder = Builder("layer", "layers.0", Sharing(Axis(SilentTransport(2, 0))))
-    gathered = builder.gather("gather", builder.input("x"))
+    gathered = builder.all_gather("gather", builder.input("x"))
     unit = builder.build(*builder.column_parallel("up", {"up": nn.Linear(3, 4)}, gathered))
     unit.operators["gather"] = AllGatherReplicated(builder.tp)
     with pytest.raises(

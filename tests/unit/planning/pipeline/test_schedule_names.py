@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hf_helix.planning.pipeline.select import auto
 
 from hf_helix.config import AUTO, SCHEDULE_ALIASES, SCHEDULES, HelixConfig
+from hf_helix.planning.pipeline import auto
 from hf_helix.planning.pipeline.auto import choose_schedule
 from hf_helix.planning.pipeline.clock import SlotClock
 from hf_helix.planning.pipeline.costs import Costs

@@ -1,4 +1,8 @@
-"""Qwen2 and Qwen3: Llama with biases, or with norms of queries and keys."""
+"""Qwen3: Llama with a norm on every head of queries and keys, and sliding windows layer by layer.
+
+In:   `Qwen3ForCausalLM`.
+Out:  the operators of `Dense`; the norms run in the operator of attention.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_helix.models.families.llama import Dense
+from hf_helix.models.families.dense import Dense
 from hf_helix.models.norms import normed
 
 
-class Qwen2(Dense):
-    """`Qwen2ForCausalLM`: biases on queries, keys and values; windows layer by layer."""
-
-    model_class = "Qwen2ForCausalLM"
-
-
 class Qwen3(Dense):
-    """`Qwen3ForCausalLM`: a norm on every head of the queries and keys; windows layer by layer."""
+    """`Qwen3ForCausalLM`."""
 
     model_class = "Qwen3ForCausalLM"
 

@@ -1,15 +1,19 @@
-"""Qwen3-MoE: layers with and without experts."""
+"""Qwen3-MoE: attention of Qwen3, layers with experts and layers without.
+
+In:   `Qwen3MoeForCausalLM`.
+Out:  the operators of `Mixture` for a layer with experts, those of `Dense` for one without.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hf_helix.models.families.mixture import Mixture
-from hf_helix.models.families.qwen import Qwen3
+from hf_helix.models.families.qwen3 import Qwen3
 
 
 class Qwen3Moe(Mixture, Qwen3):
-    """`Qwen3MoeForCausalLM`: norms on queries and keys, layers with and without experts."""
+    """`Qwen3MoeForCausalLM`."""
 
     model_class = "Qwen3MoeForCausalLM"
 
