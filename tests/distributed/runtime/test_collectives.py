@@ -87,7 +87,7 @@ def inner_products(operator: str, seed: int) -> tuple[float, float]:
     (forward,), work = made.prepare(call, Part.F, x)
     work()
     if isinstance(made, AllGatherReplicated):
-        (backward,) = made.backward(call, y)
+        (backward,), _ = made.prepare(call, Part.B, y)
         return (forward * y).sum().item() / axis.size, (x * backward).sum().item()
     (backward,), work = made.prepare(call, Part.B, y)
     work()
