@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.measure.overlap import forget_gradients
@@ -37,7 +37,7 @@ def build_models(model: PreTrainedModel, size: int, folder: Path) -> dict[str, n
     replica = DistributedDataParallel(copy.deepcopy(model))
     logging.disable_progress_bar()
     model.save_pretrained(folder)  # rank 0 writes
-    over_ranks(None)
+    all_gather_object(None)
     cut = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=size))
     return {NATIVE_TP: cut.train(), DDP: replica}
 
@@ -105,13 +105,13 @@ def try_windows(
 def _try_window(
     contender: Runner | Alternative, model: Any, window: Sequence[MicroBatch], device: str
 ) -> dict[str, float]:
-    over_ranks(None)  # nobody is still sending
+    all_gather_object(None)  # nobody is still sending
     before = _sent(device)
     loss = float(torch.stack(contender.train_window(window)).sum())
-    over_ranks(None)
+    all_gather_object(None)
     sent = (_sent(device) - before) / 2**20
     gradient = model.model.layers[0].input_layernorm.weight.grad  # no rank has only a part of it
-    losses, norms, mebibytes = zip(*over_ranks((loss, float(gradient.norm()), sent)), strict=True)
+    losses, norms, mebibytes = zip(*all_gather_object((loss, float(gradient.norm()), sent)), strict=True)
     return {"loss": statistics.fmean(losses), "gradient": statistics.fmean(norms), "sent": max(mebibytes)}
 
 

@@ -64,7 +64,7 @@ def work(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.runtime.distributed.agreement import all_gather_object
 
     torch.set_num_threads(1)
     found: dict[str, list[Any]] = {}
@@ -74,13 +74,13 @@ def work(options: argparse.Namespace) -> None:
             trainer, costs = make(f"{options.folder}/{name}", helix, steps, options)
             parameters = parameters or sum(p.numel() for p in trainer.model.parameters())
             trainer.train()
-            found.setdefault(f"save, {name}", []).append(over_ranks(costs["save"]))
+            found.setdefault(f"save, {name}", []).append(all_gather_object(costs["save"]))
             for source in {name, name if helix is None else SAVED_BY}:
                 trainer, costs = make(f"{options.folder}/{name}", helix, steps, options)
                 trainer.args.max_steps = 2
                 trainer.args.save_strategy = "no"
                 trainer.train(resume_from_checkpoint=f"{options.folder}/{source}/checkpoint-1")
-                found.setdefault(f"resume, {name}, saved by {source}", []).append(over_ranks(costs["resume"]))
+                found.setdefault(f"resume, {name}, saved by {source}", []).append(all_gather_object(costs["resume"]))
     if dist.get_rank() == 0:
         sizes = {name: size_of(Path(options.folder, name, "checkpoint-1")) for name in LAYOUTS}
         text = describe(found, sizes, parameters)

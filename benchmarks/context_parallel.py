@@ -30,9 +30,9 @@ import shaped_link
 CP = 2
 EVEN = "even"
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "nothing beside anything": ("sequential", ("local", "cross", "comm_beside_comm", "wgrad")),
+    "nothing beside anything": ("sequential", ("intra_node", "inter_node", "comm_beside_comm", "wgrad")),
     "one strand": ("sequential", ()),
-    "+ tp overlap": ("search", ("cross", "comm_beside_comm", "wgrad")),
+    "+ tp overlap": ("search", ("inter_node", "comm_beside_comm", "wgrad")),
     "+ cp overlap": ("search", ("comm_beside_comm", "wgrad")),
     "+ both at once": ("search", ("wgrad",)),
     "+ weight gradients": ("search", ()),
@@ -113,7 +113,7 @@ class Bench:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from hf_helix.checkpoint.shard import cut_parameters
-        from hf_helix.models.builder import Sharing
+        from hf_helix.models.builder import ParallelContext
         from hf_helix.models.registry import family_of
         from hf_helix.planning.graph.ablation import ablate
         from hf_helix.planning.pipeline.scheduler import Scheduler
@@ -137,9 +137,9 @@ class Bench:
                 max_position_embeddings=max(options.lengths),
             )
         ).train()
-        self.mesh = build_mesh(options.tp, "cpu", cp_size=CP, cross_node=["cp"])
+        self.mesh = build_mesh(options.tp, "cpu", cp_size=CP, inter_node_axes=["cp"])
         self.family = family_of(self.model)
-        units = self.family.units(self.model, Sharing(self.mesh.tp, self.mesh.cp))
+        units = self.family.units(self.model, ParallelContext(self.mesh.tp, self.mesh.cp))
         streams = make_streams(torch.device("cpu"))
         self.runners: dict[tuple[str, ...], Any] = {}
         for _, without in STEPS.values():

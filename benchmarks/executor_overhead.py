@@ -35,7 +35,7 @@ from one_process import environment
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_helix.models.builder import Sharing
+from hf_helix.models.builder import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.base import (
@@ -187,7 +187,7 @@ def make_window(options: argparse.Namespace, tp_size: int) -> tuple[list[Unit], 
     ids = torch.ones(1, SEQUENCE, dtype=torch.long)
     side = family.side_inputs(model, {"input_ids": ids, "labels": ids}, SequenceCut(tp_size), torch.tensor(1.0))
     window = [MicroBatch(lambda: side, (0, place)) for place in range(options.micro_batches)]
-    return family.units(model, Sharing(_axis(tp_size))), window
+    return family.units(model, ParallelContext(_axis(tp_size))), window
 
 
 def make_runner(units: list[Unit], tp_size: int, rule: str) -> Runner:

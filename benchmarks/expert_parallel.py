@@ -70,7 +70,7 @@ def work(options: argparse.Namespace) -> None:
     )
     device = torch.device("cpu")
     capacity = options.capacity
-    shared = Workload(config, HelixConfig(ep_size=2, expert_capacity_factor=capacity, cross_node=("ep",)), device)
+    shared = Workload(config, HelixConfig(ep_size=2, expert_capacity_factor=capacity, inter_node_axes=("ep",)), device)
     whole = Workload(config, HelixConfig(expert_capacity_factor=capacity), device)
     results = []
     for rate in options.rates:

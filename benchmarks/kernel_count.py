@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_helix.models import norms
-from hf_helix.models.builder import Sharing
+from hf_helix.models.builder import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators import explicit
@@ -205,7 +205,7 @@ def _weights_apart(kernels: Kernels) -> Iterator[None]:
         yield
 
 
-def count_layer(model: Any, tp_size: int = 2, products: torch.dtype | None = torch.bfloat16) -> Kernels:
+def count_layer(model: Any, tp_size: int = 2, autocast_dtype: torch.dtype | None = torch.bfloat16) -> Kernels:
     """The kernels of the first decoder layer of a model, in its second window.
 
     Args:
@@ -213,7 +213,7 @@ def count_layer(model: Any, tp_size: int = 2, products: torch.dtype | None = tor
         products: the type of matrix products, see `Precision`.
     """
     kernels = Kernels()
-    runner, window = _runner(model, tp_size, products, kernels)
+    runner, window = _runner(model, tp_size, autocast_dtype, kernels)
     runner.train_window(window)
     kernels.found.clear()
     with (
@@ -229,18 +229,18 @@ def count_layer(model: Any, tp_size: int = 2, products: torch.dtype | None = tor
 
 
 def _runner(
-    model: Any, tp_size: int, products: torch.dtype | None, kernels: Kernels
+    model: Any, tp_size: int, autocast_dtype: torch.dtype | None, kernels: Kernels
 ) -> tuple[Runner, list[MicroBatch]]:
     family, axis = family_of(model), Axis(SilentTransport(tp_size, 0))
     ids = torch.arange(16).view(1, -1)
     batch = {"input_ids": ids, "labels": ids}
     side = family.side_inputs(model.train(), batch, SequenceCut(tp_size), torch.tensor(1.0))
-    units = [_watched(unit, kernels) for unit in family.units(model, Sharing(axis))]
+    units = [_watched(unit, kernels) for unit in family.units(model, ParallelContext(axis))]
     stage = place_units(units)
     sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
     mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), None, None, None, None)
     plan = make_plan("sequential", rough_profile(stage.layout), model=family.model_class, mesh={"tp_size": tp_size})
-    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0, products)
+    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0, autocast_dtype)
     return runner, [MicroBatch(lambda: side, (0, 0))]
 
 

@@ -43,7 +43,7 @@ RULES = tuple(rule for rule in config.RULES if rule != "intra_batch")
 LAYERS = (8, 24)
 TINY = 1e-6
 BYTES = 2  # of a number
-KINDS = (Kind.COMPUTE, Kind.LOCAL, Kind.CROSS)
+KINDS = (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Row:
     @property
     def ring(self) -> Kind:
         """Where the ring of context parallelism runs: between nodes, unless TP and CP fit in one."""
-        return Kind.LOCAL if self.tp * self.cp <= 8 else Kind.CROSS
+        return Kind.INTRA_NODE if self.tp * self.cp <= 8 else Kind.INTER_NODE
 
 
 _8B, _25B, _39B = (4096, 14336, True), (8192, 28672, True), (16384, 53248, True)
@@ -124,22 +124,24 @@ def layer_graphs(row: Row) -> GraphPair:
 
 def _plain_layer() -> Graph:
     def op(name: str, reads: str, writes: str, kind: Kind = Kind.COMPUTE, split: bool = False) -> Operator:
-        return Operator(name=name, kind=kind, reads=tuple(reads.split()), writes=tuple(writes.split()), split=split)
+        return Operator(
+            name=name, kind=kind, reads=tuple(reads.split()), writes=tuple(writes.split()), splits_dgrad_wgrad=split
+        )
 
     operators = (
         op("attn.norm", "x", "a"),
-        op("attn.gather", "a", "a.all", Kind.LOCAL),
+        op("attn.gather", "a", "a.all", Kind.INTRA_NODE),
         op("attn.qkv", "a.all", "q kv", split=True),
         op("attn.core", "q kv", "context"),
         op("attn.out", "context", "b.partial", split=True),
-        op("attn.scatter", "b.partial", "b", Kind.LOCAL),
+        op("attn.scatter", "b.partial", "b", Kind.INTRA_NODE),
         op("attn.add", "b x", "y"),
         op("mlp.norm", "y", "c"),
-        op("mlp.gather", "c", "c.all", Kind.LOCAL),
+        op("mlp.gather", "c", "c.all", Kind.INTRA_NODE),
         op("mlp.first", "c.all", "d", split=True),
         op("mlp.act", "d", "e"),
         op("mlp.second", "e", "f.partial", split=True),
-        op("mlp.scatter", "f.partial", "f", Kind.LOCAL),
+        op("mlp.scatter", "f.partial", "f", Kind.INTRA_NODE),
         op("mlp.add", "f y", "z"),
     )
     return Graph("layer", operators, ("x",), ("z",), repeats=True)
@@ -177,7 +179,15 @@ def _ring_backward(cp: int, kind: Kind) -> Iterator[Operator]:
 
 
 def _backward(name: str, kind: Kind, reads: tuple[str, ...], writes: tuple[str, ...], of: str = "") -> Operator:
-    return Operator(name=name, kind=kind, reads=reads, writes=writes, part=Part.B, of=of, adds=(None,) * len(writes))
+    return Operator(
+        name=name,
+        kind=kind,
+        reads=reads,
+        writes=writes,
+        part=Part.B,
+        forward_name=of,
+        accumulates=(None,) * len(writes),
+    )
 
 
 # --- Profiles ---
@@ -198,9 +208,9 @@ def row_profile(row: Row, layers: int = 3, contention: float = 1.0, memory: bool
     small = _memory_seconds(row) if memory else {}
     times: dict[Name, float] = {}
     for (unit, entry), op in named_operators(layout):
-        if entry in small or op.of in forward:
+        if entry in small or op.forward_name in forward:
             twice = op.part is Part.B and op.kind is Kind.COMPUTE and not op.name.startswith("attn.sum")
-            times[unit, entry] = small.get(entry) or forward[op.of] * (1 + twice)
+            times[unit, entry] = small.get(entry) or forward[op.forward_name] * (1 + twice)
         else:
             times[unit, entry] = TINY
         if op.name.startswith("attn.send"):
@@ -233,7 +243,7 @@ def _forward_seconds(row: Row) -> dict[str, float]:
 
 
 def _hop_seconds(row: Row) -> float:
-    rate = row.machine.node if row.ring is Kind.LOCAL else row.machine.network
+    rate = row.machine.node if row.ring is Kind.INTRA_NODE else row.machine.network
     return 2 * row.tokens * row.hidden / row.tp * BYTES / rate
 
 

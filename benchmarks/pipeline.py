@@ -134,7 +134,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     """Every schedule on one layout, for windows of `count` micro-batches."""
     from hf_helix.planning.pipeline.scheduler import candidates
     from hf_helix.planning.plans.registry import predict_plan
-    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.autotune import tune
     from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.measure.memory import peak_bytes
@@ -156,7 +156,8 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
         for name, runner in runners.items():
             times[name].append(timed(runner, batches[id(runner.stage)]))
     steps = {
-        name: statistics.median(map(max, zip(*over_ranks(found[1:]), strict=True))) for name, found in times.items()
+        name: statistics.median(map(max, zip(*all_gather_object(found[1:]), strict=True)))
+        for name, found in times.items()
     }
     rows = {}
     for name, runner in runners.items():
@@ -165,7 +166,7 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
             "plan": f"{runner.plan.rule} on {runner.scheduler.name}",
             "step": steps[name],
             "bubble": bubble(runner, mine),
-            "peak": over_ranks(peak_bytes(runner, mine)),
+            "peak": all_gather_object(peak_bytes(runner, mine)),
         }
         if name != "1f1b":
             rows[name]["predicted"] = predict_plan(runner.plan, profile, runner.scheduler(count))[1].seconds
@@ -202,12 +203,12 @@ def timed(runner: Any, window: Any) -> float:
 
 def bubble(runner: Any, window: Any) -> float:
     """The part of a step in which a rank does not compute; mean over the ranks."""
-    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.measure.overlap import trace_window
 
     trace = trace_window(runner, window)
     spans = [(span.start, span.end) for span in trace.spans]
-    ranks = over_ranks((trace.busy(compute=True), min(spans)[0], max(end for _, end in spans)))
+    ranks = all_gather_object((trace.busy(compute=True), min(spans)[0], max(end for _, end in spans)))
     whole = max(end for _, _, end in ranks) - min(start for _, start, _ in ranks)  # one machine, one clock
     return 1 - statistics.fmean(busy for busy, _, _ in ranks) / whole
 

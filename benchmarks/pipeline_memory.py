@@ -137,7 +137,7 @@ def work(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace) -> list[Row]:
     """Every way of running; on every rank the same rows."""
     from hf_helix.planning.pipeline.scheduler import Scheduler, candidates
-    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.autotune import tune
     from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.effort import FULL
@@ -164,7 +164,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     for name, runner in runners.items():
         states = COPIES * sum(parameter.nbytes for parameter in runner.stage.placements)
         peak = peak_bytes(runner, windows[id(runner.stage)])
-        ranks = over_ranks((states, peak))
+        ranks = all_gather_object((states, peak))
         rows.append(Row(name, [states for states, _ in ranks], [peak for _, peak in ranks]))
     for made in (linear, folded):
         made.runner.executor.streams.close()

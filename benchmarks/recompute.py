@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
-    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.measure.memory import peak_bytes
     from hf_helix.tuning.measure.overlap import measure_overlap, time_steps
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         runner = recomputed(work.runner, mode)
         runners[mode] = plan_runners(runner, options.plans, measure_profile(runner, window), options.microbatches)
         overlaps[mode] = measure_overlap(runners[mode], window, max(1, options.repeats // 2))
-        peaks[mode] = {plan: max(over_ranks(peak_bytes(made, window))) for plan, made in runners[mode].items()}
+        peaks[mode] = {plan: max(all_gather_object(peak_bytes(made, window))) for plan, made in runners[mode].items()}
     every = {f"{mode} {plan}": runner for mode, found in runners.items() for plan, runner in found.items()}
     steps = time_steps(every, window, options.repeats)
     return {

@@ -88,7 +88,7 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
     import torch.distributed as dist
 
     from hf_helix.checkpoint.atomic import _to_disk
-    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.runtime.distributed.agreement import all_gather_object
 
     folder = Path(options.out, f"of-rank-{rank}" if where == "apart" else "model")
     folder.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
         if dist.is_initialized():
             dist.barrier()
         costs = time.perf_counter() - start, checkpoint.peak() - before, handed_over() - written
-        found.append(over_ranks(costs))
+        found.append(all_gather_object(costs))
     return found[1:]
 
 

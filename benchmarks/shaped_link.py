@@ -301,9 +301,9 @@ class Bench:
         """The same, as our runners take them."""
         import torch
 
-        from hf_helix.engine.microbatches import Scale
+        from hf_helix.engine.microbatches import LossScale
 
-        scale = Scale(torch.tensor(1.0 / (count * self.options.batch * (self.options.sequence - 1))))
+        scale = LossScale(torch.tensor(1.0 / (count * self.options.batch * (self.options.sequence - 1))))
         return [self.maker.microbatch(batch, scale, (0, place)) for place, batch in enumerate(self.batches(count))]
 
     def others(self, count: int) -> dict[str, Any]:

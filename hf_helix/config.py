@@ -86,8 +86,8 @@ class HelixConfig:
             None for `full` with `TrainingArguments(gradient_checkpointing=True)`, and else for `none`.
         cp_method: how keys and values reach the ranks that share a sequence: `ring`, step by step beside the attention
             to those that are there, or `all_gather`, all at once.
-        cross_node: the axes whose ranks are on different hosts (`tp`, `cp`, `ep`): their communication runs on a stream
-            beside that of the others. None to go by the hosts' names. Given in YAML as a list.
+        inter_node_axes: the axes whose ranks are on different hosts (`tp`, `cp`, `ep`): their communication runs on a
+            stream beside that of the others. None to go by the hosts' names. Given in YAML as a list.
         profile: path of a profile made with `hf-helix profile`, to plan with instead of measuring.
         compile: compile what lies between matrix products, attention and communication (norms, ropes, activations, the
             loss) with `torch.compile`: fewer kernels on a GPU, at the price of compiling at the start. Results
@@ -120,7 +120,7 @@ class HelixConfig:
     shard_optimizer: bool = False
     cp_method: str = "ring"
     expert_capacity_factor: float | None = None
-    cross_node: tuple[str, ...] | None = None
+    inter_node_axes: tuple[str, ...] | None = None
     recompute: str | None = None
     link: str | None = None
 
@@ -170,13 +170,15 @@ class HelixConfig:
                 f"cp_method={self.cp_method!r} is unknown; use one of {', '.join(CP_METHODS)}"
                 f"{_nearest(str(self.cp_method), CP_METHODS)}"
             )
-        if isinstance(self.cross_node, list):
-            object.__setattr__(self, "cross_node", tuple(self.cross_node))
-        if self.cross_node is not None and not isinstance(self.cross_node, tuple):
-            raise TypeError(f"cross_node must be a list, such as cross_node=['cp'], or None; got {self.cross_node!r}")
-        for name in self.cross_node or ():
+        if isinstance(self.inter_node_axes, list):
+            object.__setattr__(self, "inter_node_axes", tuple(self.inter_node_axes))
+        if self.inter_node_axes is not None and not isinstance(self.inter_node_axes, tuple):
+            raise TypeError(
+                f"inter_node_axes must be a list, such as inter_node_axes=['cp'], or None; got {self.inter_node_axes!r}"
+            )
+        for name in self.inter_node_axes or ():
             if name not in AXES:
-                raise ValueError(f"cross_node={name!r} is no axis; use some of {', '.join(AXES)}")
+                raise ValueError(f"inter_node_axes={name!r} is no axis; use some of {', '.join(AXES)}")
 
     def _check_layers(self) -> None:
         if isinstance(self.layers_per_stage, list):

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.gpu.attention_costs import DRY, Sizes, tell_costs
 from benchmarks.gpu.report import Options, Report
 from hf_helix.operators.attention.kernels import cuda_kernels
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Exact, Kernel, Seen, TorchCpu, merge
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, Exact, Kernel, TorchCpu, merge
 
 BARS = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """The error that a type may have, in parts of the norm."""
@@ -43,7 +43,7 @@ def check(report: Report, kernel: Kernel, dtype: torch.dtype, bar: float, device
     """All shapes that a kernel takes in a type."""
     worst, where, count = 0.0, "", 0
     for shape in SHAPES:
-        for own in (CAUSAL, Seen(causal=True, window=24)):
+        for own in (CAUSAL, AttentionMask(causal=True, window=24)):
             q = torch.randn(2, shape[1], shape[0], shape[3], device=device, dtype=dtype)
             if not (kernel.takes(q, q, own) and kernel.takes(q, q, EVERYTHING)):  # there are as many keys
                 continue
@@ -58,7 +58,7 @@ def check(report: Report, kernel: Kernel, dtype: torch.dtype, bar: float, device
         report.check(name, worst <= bar, f"{count} cases, at most {worst:.1e} off{where} (at most {bar:.0e})")
 
 
-def errors(kernel: Kernel, q: Tensor, shape: tuple[int, ...], own: Seen) -> Iterator[tuple[str, float]]:
+def errors(kernel: Kernel, q: Tensor, shape: tuple[int, ...], own: AttentionMask) -> Iterator[tuple[str, float]]:
     """How far each result is off, in parts of its norm."""
     length, _, groups, size = shape
     draws = torch.Generator(q.device).manual_seed(sum(shape))
@@ -75,7 +75,7 @@ def errors(kernel: Kernel, q: Tensor, shape: tuple[int, ...], own: Seen) -> Iter
     hidden = own.hides(length, length, q.device)
     assert hidden is not None
     mask = torch.cat([torch.ones_like(hidden), ~hidden], 1).expand(2, -1, -1)
-    whole, exact, values = Seen(mask=mask), Exact(), [value.float() for value in torch.cat([before, mine], 3)]
+    whole, exact, values = AttentionMask(mask=mask), Exact(), [value.float() for value in torch.cat([before, mine], 3)]
     wanted_o, wanted_lse = exact.forward(q.float(), *values, whole, scale)
     wanted = exact.backward(gradient.float(), q.float(), *values, wanted_o, wanted_lse, whole, scale)
     yield "o", _off(o, wanted_o)

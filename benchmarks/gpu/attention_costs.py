@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.timing import device_seconds, release
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, FirstOf, Kernel, Seen
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, FirstOf, Kernel
 from hf_helix.operators.attention.ring_attention import DOCUMENTS, JoinBlocks, RingBlock
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
@@ -57,7 +57,7 @@ def tell_costs(report: Report, kernel: Kernel, sizes: Sizes, device: torch.devic
             report.note(f"{name}: {sizes.heads} heads x {sizes.tokens} x {sizes.head_dim}, {what}", figure)
     del q, k, v, gradient
     layer = torch.empty(1, sizes.heads, sizes.layer_tokens, sizes.head_dim, device="meta", dtype=dtype)
-    packed = Seen(mask=torch.empty(0, device="meta"))
+    packed = AttentionMask(mask=torch.empty(0, device="meta"))
     for seen, what in ((CAUSAL, "one document"), (packed, "packed documents")):
         if kernel.takes(layer, layer, seen):
             release()
@@ -65,7 +65,7 @@ def tell_costs(report: Report, kernel: Kernel, sizes: Sizes, device: torch.devic
             report.note(f"{name}: a ring of 2 ranks, {2 * sizes.layer_tokens} tokens, {what}", figure)
 
 
-def _call(kernel: Kernel, values: tuple[Tensor, ...], seen: Seen, flops: float, repeats: int) -> str:
+def _call(kernel: Kernel, values: tuple[Tensor, ...], seen: AttentionMask, flops: float, repeats: int) -> str:
     q, k, v, gradient = values
     scale = q.shape[-1] ** -0.5
     o, lse = kernel.forward(q, k, v, seen, scale)

@@ -20,7 +20,7 @@ from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import release
 from benchmarks.gpu.windows import deterministic, engine_on, silent_mesh
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import Scale
+from hf_helix.engine.microbatches import LossScale
 
 STEPS = 4
 CASES: tuple[tuple[str, str, dict[str, int], dict[str, Any], bool], ...] = (
@@ -77,8 +77,8 @@ def train(
 ) -> tuple[int, list[float], list[float], dict[str, torch.Tensor]]:
     """Steps on windows of two shapes in turn, the last two of a step added up: graphs, losses, norms, weights."""
     made = functools.partial(tiny, family)
-    products = torch.bfloat16 if bf16 else None
-    with engine_on(made, silent_mesh(device, **sizes), 2, products, **changes) as engine:
+    autocast_dtype = torch.bfloat16 if bf16 else None
+    with engine_on(made, silent_mesh(device, **sizes), 2, autocast_dtype, **changes) as engine:
         optimizer = torch.optim.AdamW(engine.model.parameters(), lr=1e-3)
         losses, norms = [], []
         for step in range(STEPS):
@@ -96,7 +96,7 @@ def train(
 def window(engine: Engine, step: int, lengths: Sequence[int]) -> list[float]:
     """The losses of a window of its own tokens."""
     tokens = batches(2, lengths=lengths, seed=step + 1)
-    scale = Scale(torch.tensor(engine.mesh.dp_size / targets(tokens), device=engine.mesh.device), 1 / 2)
+    scale = LossScale(torch.tensor(engine.mesh.dp_size / targets(tokens), device=engine.mesh.device), 1 / 2)
     return [loss.item() for loss in engine.train_window(models.on(tokens, engine.mesh.device), scale, step)]
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.gpu.models import Batch, batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import Scale
+from hf_helix.engine.microbatches import LossScale
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.runtime.distributed.mesh import build_mesh
@@ -143,8 +143,10 @@ def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
     sizes = {name: case.options.get(name, 1) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     mesh = build_mesh(device=device, **sizes)
     count = MICROBATCHES // mesh.dp_size
-    products = torch.bfloat16 if case.bf16 else None
-    with engine_on(functools.partial(tiny, case.family, **case.model), mesh, count, products, **case.options) as engine:
+    autocast_dtype = torch.bfloat16 if case.bf16 else None
+    with engine_on(
+        functools.partial(tiny, case.family, **case.model), mesh, count, autocast_dtype, **case.options
+    ) as engine:
         before = memory_held(device)
         engine.save_pretrained(folder)
         memory, in_use = [before, memory_held(device)], memory_in_use(device)
@@ -169,7 +171,7 @@ def train_steps(engine: Engine, count: int) -> tuple[list[float], list[float]]:
     for step in range(STEPS):
         window = window_of(step)
         mine = on(window[place * count : (place + 1) * count], mesh.device)
-        scale = Scale(torch.tensor(mesh.dp_size / targets(window), device=mesh.device), 1 / count)
+        scale = LossScale(torch.tensor(mesh.dp_size / targets(window), device=mesh.device), 1 / count)
         engine.tune(mine, scale, step)
         loss = torch.stack(engine.train_window(mine, scale, step)).sum()
         losses.append(_mean_over(loss, mesh.dp_group, mesh.dp_size))

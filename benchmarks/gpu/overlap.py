@@ -261,7 +261,7 @@ class Case:
 def lone_workload(sizes: Sizes, device: torch.device) -> Workload:
     """A model with random weights as rank 0 of a tensor-parallel group holds it; products in bf16, weights in fp32."""
     mesh = lone_mesh(sizes.tp_size, device)
-    return Workload(_model(sizes), HelixConfig(tp_size=sizes.tp_size), device, mesh, products=torch.bfloat16)
+    return Workload(_model(sizes), HelixConfig(tp_size=sizes.tp_size), device, mesh, autocast_dtype=torch.bfloat16)
 
 
 def lone_mesh(tp_size: int, device: torch.device) -> Mesh:

@@ -105,10 +105,10 @@ def check_plans(
 ) -> None:
     """The same under every plan, in fp32 and in bf16."""
     window = batches(4, lengths=LENGTHS)
-    for products in (None, torch.bfloat16):
-        kind = "fp32" if products is None else "bf16"
+    for autocast_dtype in (None, torch.bfloat16):
+        kind = "fp32" if autocast_dtype is None else "bf16"
         mesh = silent_mesh(device, **sizes)
-        with engine_on(functools.partial(tiny, family), mesh, 4, products, **changes) as engine, deterministic():
+        with engine_on(functools.partial(tiny, family), mesh, 4, autocast_dtype, **changes) as engine, deterministic():
             first = train(engine, window)
             differing = {"sequential again": same_bits(train(engine, window), first)}
             for plan in PLANS:

@@ -62,15 +62,15 @@ def check_layout(
         rounds: windows under each plan.
         most: seconds that a transfer is delayed at most.
     """
-    made, products = functools.partial(tiny, family), torch.bfloat16 if bf16 else None
-    with engine_on(made, silent_mesh(device, **sizes), len(WINDOW), products, **changes) as engine:
+    made, autocast_dtype = functools.partial(tiny, family), torch.bfloat16 if bf16 else None
+    with engine_on(made, silent_mesh(device, **sizes), len(WINDOW), autocast_dtype, **changes) as engine:
         wanted = train(engine, WINDOW)
     if any(value != value for value in wanted.losses):
         report.check(name, False, f"the losses without delays are {wanted.losses}")
         return
     pace, differing, count = random_pace(7, most), "", 0
     mesh = silent_mesh(device, **sizes, made=functools.partial(Paced, pace=pace, device=device))
-    with engine_on(made, mesh, len(WINDOW), products, **changes) as engine:
+    with engine_on(made, mesh, len(WINDOW), autocast_dtype, **changes) as engine:
         let(engine, paced_streams(device, random_pace(8, most / 10)))
         for plan in PLANS:
             under_plan(engine, plan)

@@ -21,7 +21,7 @@ from benchmarks.gpu.models import Batch, Made, on, targets
 from hf_helix import HelixConfig
 from hf_helix.engine.build import RunOptions
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import Scale
+from hf_helix.engine.microbatches import LossScale
 from hf_helix.models.direct_use import Instead
 from hf_helix.operators.communication.transport import Axis, SilentTransport, Transport
 from hf_helix.planning.graph.operator import Kind
@@ -60,15 +60,15 @@ def silent_mesh(
     def axis(size: int, kind: Kind) -> Axis:
         return Axis.single() if size == 1 else Axis(made(size, 0), kind)
 
-    tensor, context = axis(tp, Kind.LOCAL), axis(cp, Kind.CROSS)
-    experts = tensor if ep == 1 else axis(ep * tp, Kind.CROSS)
+    tensor, context = axis(tp, Kind.INTRA_NODE), axis(cp, Kind.INTER_NODE)
+    experts = tensor if ep == 1 else axis(ep * tp, Kind.INTER_NODE)
     sizes = {"dp": ep, "pp": 1, "cp": cp, "tp": tp, "ep": ep}
     return Mesh(sizes, device, None, tensor, context, experts, Pipe([0], ()), None, None, None, None)
 
 
 @contextmanager
 def engine_on(
-    made: Made, mesh: Mesh, count: int, products: torch.dtype | None = None, **options: Any
+    made: Made, mesh: Mesh, count: int, autocast_dtype: torch.dtype | None = None, **options: Any
 ) -> Iterator[Engine]:
     """An engine of a fresh model on a mesh, closed in the end.
 
@@ -81,7 +81,7 @@ def engine_on(
     # The sizes of a mesh without other ranks are not those of the world, which the configuration is checked against.
     config = HelixConfig(**{"plan": "sequential", "cache": False, **options})
     model = made()
-    engine = Engine(model, config, mesh, RunOptions(num_microbatches=count, products=products), INSTEAD)
+    engine = Engine(model, config, mesh, RunOptions(num_microbatches=count, autocast_dtype=autocast_dtype), INSTEAD)
     model.to(mesh.device)
     model.train()
     try:
@@ -93,7 +93,7 @@ def engine_on(
 def train(engine: Engine, window: Sequence[Batch], step: int = 0) -> Window:
     """Run a window on an engine's plan; its gradients are taken away again. The loss is the mean over its tokens."""
     device = engine.mesh.device
-    scale = Scale(torch.tensor(engine.mesh.dp_size / targets(window), device=device), 1 / len(window))
+    scale = LossScale(torch.tensor(engine.mesh.dp_size / targets(window), device=device), 1 / len(window))
     losses = [loss.detach() for loss in engine.train_window(on(window, device), scale, step)]
     gradients = {
         name: parameter.grad.double().cpu()

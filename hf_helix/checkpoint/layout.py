@@ -23,7 +23,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from hf_helix.checkpoint.reader import persistent_tensors
 from hf_helix.checkpoint.safetensors_file import FileLayout
 from hf_helix.operators.unit import COPIED
-from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.stage import Stage
 
@@ -85,5 +85,5 @@ def _outlines(model: Any, stage: Stage, mesh: Mesh) -> dict[str, Tensor]:
         if owners.get(tensor, stage.rank) == stage.rank
     }
     if mesh.pipe.group is not None:
-        shapes = {name: shape for part in over_ranks(shapes, mesh.pipe.ranks) for name, shape in part.items()}
+        shapes = {name: shape for part in all_gather_object(shapes, mesh.pipe.ranks) for name, shape in part.items()}
     return {name: torch.empty(shapes[name], dtype=tensors[name].dtype, device="meta") for name in tensors}

@@ -21,7 +21,7 @@ from hf_helix.checkpoint.shard import materialize
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.planning.text import shorten_list
-from hf_helix.runtime.distributed.agreement import agree_on_success, agree_on_text
+from hf_helix.runtime.distributed.agreement import agree_on_success, check_same_on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.stage import Stage
 
@@ -52,7 +52,7 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
     assert checkpoint is not None
     assert sources is not None
     about = "\n".join(f"{key} {list(shape)} {dtype}" for key, (_, shape, dtype) in checkpoint.tensors.items())
-    agree_on_text(about, f"tensors in {folder}")
+    check_same_on_all_ranks(about, f"tensors in {folder}")
     materialize(model, stage, mesh)
     for name, source in sources.items():
         if tensors[name].is_local:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from hf_helix.checkpoint.optimizer_state import LocalParameter
 from hf_helix.planning.text import shorten_list
-from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.version import __version__
 
@@ -175,7 +175,7 @@ def describe_parameters(
     }
     if mesh.pipe.group is None:
         return mine
-    return {name: about for part in over_ranks(mine, mesh.pipe.ranks) for name, about in part.items()}
+    return {name: about for part in all_gather_object(mine, mesh.pipe.ranks) for name, about in part.items()}
 
 
 def _differences(saved: Parameters, present: Parameters, keys: tuple[str, ...]) -> list[str]:

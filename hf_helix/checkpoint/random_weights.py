@@ -24,12 +24,12 @@ from hf_helix.checkpoint.load import model_tensors
 from hf_helix.checkpoint.reader import Checkpoint
 from hf_helix.checkpoint.shard import materialize
 from hf_helix.planning.text import shorten_list
-from hf_helix.runtime.distributed.agreement import agree_on_text
+from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.stage import Stage
 
 
-def outline_of(folder: str | os.PathLike[str], dtype: Any = "auto", **options: Any) -> Any:
+def build_on_meta(folder: str | os.PathLike[str], dtype: Any = "auto", **options: Any) -> Any:
     """The causal language model of a checkpoint folder on the meta device, else as `from_pretrained` makes it.
 
     Args:
@@ -74,7 +74,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     Raises:
         ValueError: a module draws weights that another one holds.
     """
-    agree_on_text(f"seed={seed}", "seeds")
+    check_same_on_all_ranks(f"seed={seed}", "seeds")
     outline = copy.deepcopy(model)  # on the meta device, too: it takes no room
     pieces = _pieces_of(model, layers)
     _check_pieces(outline, pieces)

@@ -36,7 +36,7 @@ layout, the machine and the shapes that it was measured with. On several hosts, 
 """
 
 OF_CONFIG = (
-    *("tp_size", "pp_size", "cp_size", "ep_size", "expert_capacity_factor", "cross_node", "schedule", "recompute"),
+    *("tp_size", "pp_size", "cp_size", "ep_size", "expert_capacity_factor", "inter_node_axes", "schedule", "recompute"),
 )
 """The options that are those of `HelixConfig`."""
 
@@ -65,7 +65,7 @@ def add_command(commands: Commands) -> None:
     capacity = "the most tokens an expert takes, in parts of an even share, such as 1.25; left out, none is dropped"
     parser.add_argument("--expert_capacity_factor", type=float, help=capacity)
     hosts = "axes whose ranks are on different hosts; left out, the names of the hosts decide"
-    parser.add_argument("--cross_node", nargs="+", choices=AXES, help=hosts)
+    parser.add_argument("--inter_node_axes", nargs="+", choices=AXES, help=hosts)
     order = (
         "the order of micro-batches in a pipeline: auto, folded_1f1b, dualpipe_v, 1f1b, or the path of an action file"
     )
@@ -97,8 +97,8 @@ def _launch(options: argparse.Namespace) -> None:
     words = [f"--{name}={getattr(options, name)}" for name in HANDED_ON if getattr(options, name) is not None]
     if options.bf16:
         words.append("--bf16")
-    if options.cross_node:
-        words += ["--cross_node", *options.cross_node]
+    if options.inter_node_axes:
+        words += ["--inter_node_axes", *options.inter_node_axes]
     processes = options.tp_size * options.pp_size * options.cp_size * options.ep_size
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     code = subprocess.call(
@@ -130,7 +130,7 @@ def _measure(options: argparse.Namespace) -> None:
             print(notice, file=sys.stderr)
     dist.init_process_group("nccl" if cuda else "gloo")
     config = HelixConfig(**{name: getattr(options, name) for name in OF_CONFIG})
-    work = Workload(options.model, config, device, products=torch.bfloat16 if options.bf16 else None)
+    work = Workload(options.model, config, device, autocast_dtype=torch.bfloat16 if options.bf16 else None)
     window = work.window(options.microbatches, options.batch_size, options.sequence_length)
     about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
     with progress_bar(dist.get_rank() == 0) as progress:
@@ -147,14 +147,14 @@ def _measure(options: argparse.Namespace) -> None:
 
 def _write_trace(path: Path, work: Any, window: Any, profile: Profile) -> None:
     from hf_helix.report.perfetto import write_perfetto
-    from hf_helix.runtime.distributed.agreement import over_ranks
+    from hf_helix.runtime.distributed.agreement import all_gather_object
     from hf_helix.runtime.distributed.mesh import rank
     from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.measure.overlap import trace_window
 
     runner = plan_runners(work.runner, ["greedy"], profile, len(window))["greedy"]
     trace_window(runner, window)  # warms up
-    spans = over_ranks(trace_window(runner, window).spans)
+    spans = all_gather_object(trace_window(runner, window).spans)
     if rank() == 0:
         write_perfetto(path, spans)
         print(f"a trace for https://ui.perfetto.dev: {path}")

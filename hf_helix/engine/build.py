@@ -22,7 +22,7 @@ from hf_helix.checkpoint.shard import cut_parameters
 from hf_helix.config import HelixConfig
 from hf_helix.engine.checks import check_placements
 from hf_helix.engine.recompute import recompute_units
-from hf_helix.models.builder import Additions, Sharing
+from hf_helix.models.builder import LossTweaks, ParallelContext
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
@@ -57,8 +57,8 @@ class RunOptions:
 
     seed: int = 0
     num_microbatches: int = 1
-    products: torch.dtype | None = None
-    additions: Additions = field(default_factory=Additions)
+    autocast_dtype: torch.dtype | None = None
+    additions: LossTweaks = field(default_factory=LossTweaks)
     checkpointing: Mapping[str, Any] | None = None
     weights: str | Path | None = None
 
@@ -112,17 +112,17 @@ def build_runner(
         plan, scheduler = (choose_plan or _sequential(base, config, mesh))(stage.layout)
         _fill_parameters(model, stage, mesh, options)
     streams = make_streams(mesh.device)
-    return Built(Runner(stage, plan, mesh, streams, scheduler, options.seed, options.products), called)
+    return Built(Runner(stage, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype), called)
 
 
 def _declare_units(
-    model: Any, config: HelixConfig, mesh: Mesh, modes: Sequence[str], additions: Additions
+    model: Any, config: HelixConfig, mesh: Mesh, modes: Sequence[str], additions: LossTweaks
 ) -> tuple[list[Unit], list[nn.Module]]:
     """The units of the whole model, and the modules whose forwards they replace or call."""
     base = base_of(model)
     family = family_of(base)
     ways = config.cp_method, config.expert_capacity_factor
-    sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
+    sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
     units = recompute_units(family.units(base, sharing, additions), modes)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     check_forwards(model, base, family, called)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_helix.config import HelixConfig
-from hf_helix.models.builder import Additions
+from hf_helix.models.builder import LossTweaks
 from hf_helix.models.peft import adapter_weights, base_of, check_adapters
 from hf_helix.models.registry import family_of
 from hf_helix.operators.unit import Placement
@@ -31,7 +31,7 @@ from hf_helix.runtime.stage import Stage
 logger = logging.getLogger(__name__)
 
 
-def check_model(model: Any, additions: Additions, weights: str | Path | None = None) -> None:
+def check_model(model: Any, additions: LossTweaks, weights: str | Path | None = None) -> None:
     """Refuses models that are not whole, plain and in fp32 or bf16, or that additions and weights do not suit.
 
     Args:
@@ -204,8 +204,8 @@ def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
         parameter
         for unit in stage.model.values()
         for op in unit.graphs.forward.operators
-        if op.split and not op.trained
-        for parameter in unit.operators[op.of].parameters
+        if op.splits_dgrad_wgrad and not op.wgrad_fraction
+        for parameter in unit.operators[op.forward_name].parameters
     }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter in frozen:

@@ -21,7 +21,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.report.flops import peak_tflops, token_flops
 from hf_helix.report.live import LiveScore, short_entries
 from hf_helix.report.perfetto import write_perfetto
-from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.microbatch import MicroBatch
@@ -110,7 +110,7 @@ class Diagnostics:
         """
         window = self._window_to_repeat("measure_memory")
         with watched():
-            return over_ranks(peak_bytes(self.runner, window))
+            return all_gather_object(peak_bytes(self.runner, window))
 
     def trace(self, path: str | Path) -> None:
         """Writes a trace of the last window for https://ui.perfetto.dev, a track for each stream. Collective.
@@ -120,7 +120,7 @@ class Diagnostics:
         """
         window = self._window_to_repeat("trace")
         with watched():
-            spans = over_ranks(trace_window(self.runner, window, complete=self.mesh.dp_size > 1).spans)
+            spans = all_gather_object(trace_window(self.runner, window, complete=self.mesh.dp_size > 1).spans)
         if rank() == 0:
             write_perfetto(path, spans)
 

@@ -34,7 +34,7 @@ from hf_helix.engine.checks import (
 )
 from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import split_rows, whole_logits
-from hf_helix.engine.microbatches import Scale, WindowMaker, share_lengths
+from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.parameter_counts import ParameterCounts
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.direct_use import Instead, refuse_calls, refuse_parts
@@ -47,7 +47,7 @@ from hf_helix.planning.pipeline.actions import format_schedule
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.cuda_graphs import WindowGraphs, why_never
-from hf_helix.runtime.distributed.agreement import agree_on_text, agree_on_window
+from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import collective, watched
 from hf_helix.runtime.grad_reduce import gradient_norm, set_aside
@@ -98,7 +98,7 @@ class Engine(Diagnostics):
         self._has_checked_again = False
         self._has_said_link = False
         modes = modes_of(self.family.layers(base), options.checkpointing, config)
-        about = fingerprint(base, mesh, options.products, modes)
+        about = fingerprint(base, mesh, options.autocast_dtype, modes)
         self.tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
         say_what_surprises(model)
         say_random_start(model, options.weights, options.seed)
@@ -111,7 +111,7 @@ class Engine(Diagnostics):
         plan = self.tuner.first_plan(layout)
         scheduler = self.tuner.scheduler
         schedule = scheduler(1 if scheduler.name == AUTO else self.tuner.num_microbatches)
-        agree_on_text(f"{layout.describe()}\n{format_schedule(schedule)}\n{plan.to_json()}", "plans")
+        check_same_on_all_ranks(f"{layout.describe()}\n{format_schedule(schedule)}\n{plan.to_json()}", "plans")
         return plan, scheduler
 
     def _make_graphs(self) -> WindowGraphs | None:
@@ -148,7 +148,7 @@ class Engine(Diagnostics):
 
     @collective
     def tune(
-        self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int, steps_left: int | None = None
+        self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int, steps_left: int | None = None
     ) -> TuningResult | None:
         """Measures and chooses a plan, if the rest of the run is worth it. Collective, before `train_window`.
 
@@ -168,7 +168,7 @@ class Engine(Diagnostics):
             self.runner = self.tuner.update(self.runner, make_window, len(batches), steps_left)
         return self.tuning if self.tuning is not before else None
 
-    def settle_link(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> None:
+    def settle_link(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> None:
         """Says once how fast an emulated link is; measures first where it is to be even. Collective.
 
         `tune` does this, too. Call it before a window that no plan is chosen for.
@@ -197,7 +197,7 @@ class Engine(Diagnostics):
         """Refuses a batch that was not announced in a window, as `limits.judge`. Waits for the device."""
         self.limits.judge([self.extents([batch]).tolist()])
 
-    def train_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[Tensor]:
+    def train_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[Tensor]:
         """Runs forward and backward of a window; gradients are added to `parameter.grad`. Collective.
 
         Args:
@@ -217,7 +217,7 @@ class Engine(Diagnostics):
         with set_aside(self.runner.stage.placements):
             return self._count_traced(window, longest, functools.partial(self.runner.train_window, window))
 
-    def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
+    def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         """The micro-batches of a window that can be trained. Collective."""
         if not self.last_window:
             check_trained(self.model, self.runner.stage, self._trains)
@@ -227,12 +227,12 @@ class Engine(Diagnostics):
         self.model.train()
         return self._make_window(batches, scale, step)
 
-    def _make_window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
+    def _make_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         if self.config.expert_capacity_factor is not None:
             batches = share_lengths(batches, self.mesh)
         return self._maker.window(batches, scale, step)
 
-    def microbatch(self, batch: Mapping[str, Any], scale: Scale, key: tuple[int, int]) -> MicroBatch:
+    def microbatch(self, batch: Mapping[str, Any], scale: LossScale, key: tuple[int, int]) -> MicroBatch:
         """Returns a batch as the runner takes it, see `WindowMaker.microbatch`."""
         return self._maker.microbatch(batch, scale, key)
 
@@ -265,7 +265,7 @@ class Engine(Diagnostics):
     # -- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, batch: Mapping[str, Any], scale: Scale, step: int, keep_logits: bool = False
+        self, batch: Mapping[str, Any], scale: LossScale, step: int, keep_logits: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Runs forward only. Collective over the ranks that share the batch (with experts, over those that share them).
 
@@ -286,7 +286,7 @@ class Engine(Diagnostics):
             loss, logits = self.runner.evaluate(self._make_window(pieces, scale, step), keep_logits)
         if logits is None:
             return loss.detach(), None
-        if self.runner.precision.products is not None:
+        if self.runner.precision.autocast_dtype is not None:
             logits = logits.float()  # as Accelerate hands out what was computed under autocast
         head, cut = self.base.get_output_embeddings().weight, SequenceCut.of(self.mesh.tp, self.mesh.cp)
         return loss.detach(), whole_logits(logits, self.runner, head, cut)[:, : batch["input_ids"].shape[1]]

@@ -24,7 +24,7 @@ from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.microbatch import MicroBatch
 
 
-class Scale(NamedTuple):
+class LossScale(NamedTuple):
     """What losses are multiplied with, before gradients are averaged over the data-parallel ranks.
 
     Attributes:
@@ -49,7 +49,7 @@ class WindowMaker:
         self._family = family_of(base)
         self._cut = SequenceCut.of(mesh.tp, mesh.cp)
 
-    def microbatch(self, batch: Mapping[str, Any], scale: Scale, key: tuple[int, int]) -> MicroBatch:
+    def microbatch(self, batch: Mapping[str, Any], scale: LossScale, key: tuple[int, int]) -> MicroBatch:
         """Returns a batch as the runner takes it.
 
         Args:
@@ -61,7 +61,7 @@ class WindowMaker:
         ids = batch["input_ids"]
         return MicroBatch(prepare, key, num_tokens=ids.numel(), shape=" x ".join(map(str, ids.shape)))
 
-    def window(self, batches: Sequence[Mapping[str, Any]], scale: Scale, step: int) -> list[MicroBatch]:
+    def window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         """Returns the batches of a window as the runner takes them.
 
         Args:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import RunOptions, build_runner
-from hf_helix.engine.microbatches import Scale, WindowMaker
+from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.registry import family_of
 from hf_helix.runtime.distributed.mesh import Mesh, build_mesh
@@ -45,18 +45,20 @@ class Workload:
         config: HelixConfig,
         device: torch.device,
         mesh: Mesh | None = None,
-        products: torch.dtype | None = None,
+        autocast_dtype: torch.dtype | None = None,
     ) -> None:
         if isinstance(model_config, str):
             model_config = AutoConfig.from_pretrained(model_config)
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).train()
         sizes = config.pp_size, config.cp_size, config.ep_size
-        self.mesh = mesh or build_mesh(config.tp_size, device, *sizes, config.cross_node, config.link)
+        self.mesh = mesh or build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link)
         modes = modes_of(family_of(self.model).layers(self.model), None, config)
-        self.about = fingerprint(self.model, self.mesh, products, modes)
+        self.about = fingerprint(self.model, self.mesh, autocast_dtype, modes)
         self._maker = WindowMaker(self.model, self.mesh)
-        self.runner = build_runner(self.model, config, self.mesh, modes, RunOptions(products=products)).runner
+        self.runner = build_runner(
+            self.model, config, self.mesh, modes, RunOptions(autocast_dtype=autocast_dtype)
+        ).runner
 
     def window(self, count: int, batch: int, length: int) -> list[MicroBatch]:
         """Returns micro-batches of random tokens.
@@ -67,7 +69,7 @@ class Workload:
             length: tokens in a sequence.
         """
         generator = torch.Generator().manual_seed(1)
-        scale = Scale(torch.tensor(1.0 / (count * batch * max(1, length - 1)), device=self.mesh.device))
+        scale = LossScale(torch.tensor(1.0 / (count * batch * max(1, length - 1)), device=self.mesh.device))
         vocabulary, device = self.model.config.vocab_size, self.mesh.device
         window = []
         for place in range(count):

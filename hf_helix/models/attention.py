@@ -174,7 +174,7 @@ def shared_attention(
     outputs = ("attention.out", "attention.lse")
     blocks = _ring_blocks if b.sharing.cp_method == RING else _gathered_blocks
     value = blocks(b, q, kv, outputs, kernel, scale, sliding_window)
-    join = Operator(name="attention.join", kind=Kind.COMPUTE, reads=(value,), writes=outputs, effort=LIGHT)
+    join = Operator(name="attention.join", kind=Kind.COMPUTE, reads=(value,), writes=outputs, relative_cost=LIGHT)
     return b.declare(join, JoinBlocks(dtype))[0]
 
 
@@ -199,8 +199,8 @@ def _ring_blocks(
             kind=Kind.COMPUTE,
             reads=(q, here, *so_far),
             writes=(f"attention.part{distance}",),
-            keeps=(q, here, *outputs),
-            effort=ATTENTION / size,
+            saved_for_backward=(q, here, *outputs),
+            relative_cost=ATTENTION / size,
         )
         so_far = b.declare(block, RingBlock(kernel, b.cp, distance, scale, sliding_window))
     return so_far[0]
@@ -222,15 +222,17 @@ def _gathered_blocks(
         kind=Kind.COMPUTE,
         reads=(q, kv),
         writes=("attention.whole",),
-        keeps=(q, kv, *outputs),
-        effort=ATTENTION,
+        saved_for_backward=(q, kv, *outputs),
+        relative_cost=ATTENTION,
     )
     return b.declare(blocks, GatheredBlocks(kernel, b.cp, scale, sliding_window))[0]
 
 
 def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, effort: float) -> str:
     """Adds communication over the context-parallel ranks. Backward runs it again, so that its output is not kept."""
-    operator = Operator(name=name, kind=b.cp.kind, reads=(kv,), writes=(f"{name}.kv",), again=True, effort=effort)
+    operator = Operator(
+        name=name, kind=b.cp.kind, reads=(kv,), writes=(f"{name}.kv",), recomputed=True, relative_cost=effort
+    )
     return b.declare(operator, tensor_operator)[0]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_helix.models.embedding import lookup_segment
 from hf_helix.models.norms import is_fused
-from hf_helix.models.peft import Opened, opened
+from hf_helix.models.peft import Opened, unwrap_peft
 from hf_helix.operators.base import SplitComputation, TensorOperator, Tensors
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis
@@ -47,7 +47,7 @@ RING, ALL_GATHER = "ring", "all_gather"
 
 
 @dataclass(frozen=True)
-class Sharing:
+class ParallelContext:
     """The axes that a model is cut over, and how.
 
     Attributes:
@@ -74,7 +74,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Additions:
+class LossTweaks:
     """What training arguments add to the mathematics of every model. The stock Trainer adds it from outside.
 
     Attributes:
@@ -103,12 +103,18 @@ class Builder:
     """
 
     def __init__(
-        self, name: str, label: str, sharing: Sharing, *, repeats: bool = False, additions: Additions | None = None
+        self,
+        name: str,
+        label: str,
+        sharing: ParallelContext,
+        *,
+        repeats: bool = False,
+        additions: LossTweaks | None = None,
     ) -> None:
         self.name = name
         self.label = label
         self.sharing = sharing
-        self.additions = additions or Additions()
+        self.additions = additions or LossTweaks()
         self.tp = sharing.tp
         self.cp = sharing.cp
         self.repeats = repeats
@@ -184,9 +190,9 @@ class Builder:
                 kind=Kind.COMPUTE,
                 reads=inputs,
                 writes=(*outputs, *plain),
-                plain=tuple(plain),
-                cheap=True,
-                effort=LIGHT,
+                non_differentiable=tuple(plain),
+                recompute_when_selective=True,
+                relative_cost=LIGHT,
             ),
             segment,
         )
@@ -235,7 +241,7 @@ class Builder:
         Returns:
             One value for each linear [tokens, batch, output features of this rank].
         """
-        plain_linears = [opened(linear, self.label) for linear in linears.values()]
+        plain_linears = [unwrap_peft(linear, self.label) for linear in linears.values()]
         rows = replace(CUT_ROWS, num_fused=blocks)
         for linear in plain_linears:
             matrix = replace(CUT_COLUMNS, num_fused=blocks) if linear.is_transposed else rows
@@ -248,15 +254,15 @@ class Builder:
                 kind=Kind.COMPUTE,
                 reads=(value,),
                 writes=tuple(f"{name}.{key}" for key in linears),
-                split=True,
-                effort=GEMM * max(1, len(linears) / 2),
+                splits_dgrad_wgrad=True,
+                relative_cost=GEMM * max(1, len(linears) / 2),
             ),
             Linear(projections, transposed=transposed, adapters=_adapters(plain_linears)),
         )
 
     def row_parallel(self, name: str, linear: Projection, value: str) -> str:
         """Adds a linear that is cut by its input features; its outputs are partial sums for `reduce_scatter`."""
-        plain_linear = opened(linear, self.label)
+        plain_linear = unwrap_peft(linear, self.label)
         matrix = CUT_ROWS if plain_linear.is_transposed else CUT_COLUMNS
         self._place_linear(plain_linear, matrix, COPIED, down=CUT_COLUMNS, up=COPIED_ON_SHARDS)
         has_bias, adapters = self.tp.rank == 0, _adapters([plain_linear])
@@ -281,7 +287,7 @@ class Builder:
 
         Reads the side input `ids` and, where noise is added, `length`.
         """
-        table = opened(embedding, self.label)
+        table = unwrap_peft(embedding, self.label)
         self.place([copy.weight for copy in table.copies], CUT_ROWS)
         for adapter in table.all_adapters():
             self.place([adapter.down], CUT_COLUMNS)
@@ -328,7 +334,7 @@ class Builder:
             reads=(value,),
             writes=(name,),
             backward_kind=Kind.COMPUTE,
-            effort=LIGHT,
+            relative_cost=LIGHT,
         )
         return self.declare(operator, AllGatherReplicated(axis))[0]
 
@@ -343,7 +349,7 @@ class Builder:
             The names of the values that it writes.
         """
         trained = tensor_operator.trained if isinstance(tensor_operator, SplitComputation) else 1.0
-        self._declared.append(replace(operator, trained=trained, saves=tensor_operator.saves))
+        self._declared.append(replace(operator, wgrad_fraction=trained, has_saved_state=tensor_operator.saves))
         self._tensor_operators[operator.name] = tensor_operator
         return operator.writes
 
@@ -357,7 +363,11 @@ class Builder:
     def build(self, *outputs: str) -> Unit:
         """Returns the unit, once everything is declared; the outputs are the values that leave it."""
         graphs = GraphPair.of(Graph(self.name, tuple(self._declared), tuple(self._inputs), outputs, self.repeats))
-        sums = {op.of: SumOfGradients() for op in graphs.backward.operators if op.of not in self._tensor_operators}
+        sums = {
+            op.forward_name: SumOfGradients()
+            for op in graphs.backward.operators
+            if op.forward_name not in self._tensor_operators
+        }
         return Unit(
             label=self.label,
             graphs=graphs,
@@ -380,7 +390,13 @@ class Builder:
     ) -> str:
         """Adds a computation of one value, which has the name of the operator."""
         operator = Operator(
-            name=name, kind=Kind.COMPUTE, reads=reads, writes=(name,), split=split, cheap=cheap, effort=effort
+            name=name,
+            kind=Kind.COMPUTE,
+            reads=reads,
+            writes=(name,),
+            splits_dgrad_wgrad=split,
+            recompute_when_selective=cheap,
+            relative_cost=effort,
         )
         return self.declare(operator, tensor_operator)[0]
 
@@ -389,7 +405,14 @@ class Builder:
     ) -> str:
         if self.tp.size == 1:
             return value
-        operator = Operator(name=name, kind=self.tp.kind, reads=(value,), writes=(name,), cheap=cheap, effort=TRANSFER)
+        operator = Operator(
+            name=name,
+            kind=self.tp.kind,
+            reads=(value,),
+            writes=(name,),
+            recompute_when_selective=cheap,
+            relative_cost=TRANSFER,
+        )
         return self.declare(operator, tensor_operator)[0]
 
     def _place_linear(

@@ -13,8 +13,8 @@ from torch import nn
 
 from hf_helix.models.builder import GEMM, LIGHT, TRANSFER, Builder
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
-from hf_helix.operators.moe.dispatch import Announce, Exchange, Group, RouterMeter
-from hf_helix.operators.moe.permutation import Collect, Fill, Permute, Unpermute
+from hf_helix.operators.moe.dispatch import AllToAll, ExchangeCounts, RouterMeter, SortByExpert
+from hf_helix.operators.moe.permutation import Permute, PermuteToCapacity, Unpermute, UnpermuteFromCapacity
 from hf_helix.operators.moe.row_counts import RowCounts
 from hf_helix.operators.unit import CUT_EXPERTS
 from hf_helix.planning.graph.operator import Kind, Operator
@@ -43,7 +43,7 @@ def declare_experts(b: Builder, h: str, weights: str, chosen: str, module: Any, 
     rows = b.segment("experts.act", module._apply_gate, rows, uses=(module.act_fn,))
     rows = _grouped_linear(b, "experts.down", module.down_proj, rows, sizes, row_counts)
     rows = _combine(b, rows, counts, num_experts, row_counts)
-    collect = (Unpermute if b.sharing.capacity_factor is None else Collect)(module.down_proj.dtype)
+    collect = (Unpermute if b.sharing.capacity_factor is None else UnpermuteFromCapacity)(module.down_proj.dtype)
     unpermute = _light("experts.unpermute", (rows, weights, places), ("experts.out",))
     return b.declare(unpermute, collect)[0]
 
@@ -53,7 +53,7 @@ def _permute(b: Builder, h: str, chosen: str, num_experts: int, meter: RouterMet
     rows of each expert.
     """
     factor = b.sharing.capacity_factor
-    function = Permute(num_experts) if factor is None else Fill(num_experts, factor, meter)
+    function = Permute(num_experts) if factor is None else PermuteToCapacity(num_experts, factor, meter)
     plain = ("experts.places", "experts.counts")[: 2 if factor is None else 1]
     permute = _light("experts.permute", (h, chosen), ("experts.rows", *plain), plain=plain)
     rows, places, *counts = b.declare(permute, function)
@@ -72,13 +72,18 @@ def _dispatch(
     if counts:
         arriving = ("experts.arriving",)
         announce = Operator(
-            name="experts.announce", kind=axis.kind, reads=counts, writes=arriving, plain=arriving, effort=LIGHT
+            name="experts.announce",
+            kind=axis.kind,
+            reads=counts,
+            writes=arriving,
+            non_differentiable=arriving,
+            relative_cost=LIGHT,
         )
-        counts += b.declare(announce, Announce(axis, row_counts))
-    rows = _exchange(b, "experts.dispatch", rows, counts, "experts.there", Exchange(axis, row_counts=row_counts))
+        counts += b.declare(announce, ExchangeCounts(axis, row_counts))
+    rows = _exchange(b, "experts.dispatch", rows, counts, "experts.there", AllToAll(axis, row_counts=row_counts))
     plain = ("experts.sizes",) if counts else ()
     group = _light("experts.group", (rows, *counts[1:]), ("experts.sorted", *plain), plain=plain)
-    rows, *sizes = b.declare(group, Group(axis.size, num_experts // axis.size))
+    rows, *sizes = b.declare(group, SortByExpert(axis.size, num_experts // axis.size))
     return rows, tuple(sizes), counts
 
 
@@ -88,21 +93,21 @@ def _combine(b: Builder, rows: str, counts: Names, num_experts: int, row_counts:
     if axis.size == 1:
         return rows
     ungroup = _light("experts.ungroup", (rows, *counts[1:]), ("experts.parted",))
-    (rows,) = b.declare(ungroup, Group(axis.size, num_experts // axis.size, back=True))
-    exchange = Exchange(axis, back=True, row_counts=row_counts)
+    (rows,) = b.declare(ungroup, SortByExpert(axis.size, num_experts // axis.size, back=True))
+    exchange = AllToAll(axis, back=True, row_counts=row_counts)
     return _exchange(b, "experts.combine", rows, counts, "experts.back", exchange)
 
 
-def _exchange(b: Builder, name: str, rows: str, counts: Names, out: str, exchange: Exchange) -> str:
+def _exchange(b: Builder, name: str, rows: str, counts: Names, out: str, exchange: AllToAll) -> str:
     """Adds an all-to-all of rows."""
     operator = Operator(
         name=name,
         kind=exchange.axis.kind,
         reads=(rows, *counts),
         writes=(out,),
-        keeps=counts,
-        sizes=counts,
-        effort=TRANSFER,
+        saved_for_backward=counts,
+        host_read_sizes=counts,
+        relative_cost=TRANSFER,
     )
     return b.declare(operator, exchange)[0]
 
@@ -111,11 +116,19 @@ def _grouped_linear(b: Builder, name: str, weight: nn.Parameter, rows: str, size
     """Adds the linears of all experts of this rank."""
     b.place([weight], CUT_EXPERTS)
     operator = Operator(
-        name=name, kind=Kind.COMPUTE, reads=(rows, *sizes), writes=(name,), split=True, keeps=sizes, effort=GEMM
+        name=name,
+        kind=Kind.COMPUTE,
+        reads=(rows, *sizes),
+        writes=(name,),
+        splits_dgrad_wgrad=True,
+        saved_for_backward=sizes,
+        relative_cost=GEMM,
     )
     return b.declare(operator, GroupedLinear(weight, row_counts))[0]
 
 
 def _light(name: str, reads: Names, writes: Names, plain: Names = ()) -> Operator:
     """Returns a light computation."""
-    return Operator(name=name, kind=Kind.COMPUTE, reads=reads, writes=writes, plain=plain, effort=LIGHT)
+    return Operator(
+        name=name, kind=Kind.COMPUTE, reads=reads, writes=writes, non_differentiable=plain, relative_cost=LIGHT
+    )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.models.batch_form import document_ends, form_of, starts_of
-from hf_helix.models.builder import Additions, Builder, Sharing
+from hf_helix.models.builder import Builder, LossTweaks, ParallelContext
 from hf_helix.models.sequence_sharding import SequenceCut, documents_of
 from hf_helix.operators.attention.ring_attention import ABSENT, DOCUMENTS
 from hf_helix.operators.base import Tensors
@@ -77,7 +77,7 @@ class Family(ABC):
             "sequence (models.attention.declare_attention); use cp_size=1 and tp_size or pp_size instead"
         )
 
-    def check_experts(self, model: Any, sharing: Sharing) -> None:
+    def check_experts(self, model: Any, sharing: ParallelContext) -> None:
         """Raise ValueError if the model's experts cannot be shared so."""
         for name, given in (("ep_size", sharing.ep_size > 1), ("expert_capacity_factor", sharing.capacity_factor)):
             if given:
@@ -87,7 +87,7 @@ class Family(ABC):
                     "experts, such as PhimoeForCausalLM"
                 )
 
-    def units(self, model: Any, sharing: Sharing, additions: Additions | None = None) -> list[Unit]:
+    def units(self, model: Any, sharing: ParallelContext, additions: LossTweaks | None = None) -> list[Unit]:
         """Every unit of the model in forward order: the embedding, the layers, the head."""
         self.check(model.config, sharing.tp.size)
         self.check_experts(model, sharing)
@@ -98,7 +98,7 @@ class Family(ABC):
             b = Builder(self.kind_of(layer), f"layers.{index}", sharing, repeats=True)
             found.append(self.layer(b, layer))
         found.append(self.head(Builder("head", "head", sharing, additions=additions), model))
-        return told_apart(found)
+        return number_distinct_graphs(found)
 
     def kind_of(self, layer: Any) -> str:
         """The name of the units of such layers; layers of one name have equal graphs where they train the same."""
@@ -195,7 +195,7 @@ class Family(ABC):
         return {}
 
 
-def told_apart(units: Sequence[Unit]) -> list[Unit]:
+def number_distinct_graphs(units: Sequence[Unit]) -> list[Unit]:
     """Units of one name have equal graphs: those that train other weights than the first of a name get a number."""
     known: dict[str, list[Graph]] = {}
     found = []

@@ -105,7 +105,7 @@ class Opened:
         return LowRank(lora.lora_A[name].weight, up.weight, up.bias, scaling, share)
 
 
-def opened(module: Any, label: str) -> Opened:
+def unwrap_peft(module: Any, label: str) -> Opened:
     """What is inside a submodule that a declaration cuts.
 
     Raises:

@@ -46,16 +46,20 @@ class Precision:
     """
 
     device: str = "cpu"
-    products: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
     weights: CastWeights = field(default_factory=CastWeights)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context in which torch computes in these types by itself."""
-        return nullcontext() if self.products is None else torch.autocast(self.device, self.products)
+        return nullcontext() if self.autocast_dtype is None else torch.autocast(self.device, self.autocast_dtype)
 
     def cast_for_matmul(self, value: Tensor) -> Tensor:
         """Returns a value in the type of matrix products."""
-        return value if self.products is None or value.dtype is self.products else value.to(self.products)
+        return (
+            value
+            if self.autocast_dtype is None or value.dtype is self.autocast_dtype
+            else value.to(self.autocast_dtype)
+        )
 
 
 @dataclass(slots=True)

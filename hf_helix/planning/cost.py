@@ -26,7 +26,7 @@ Times = Mapping[tuple[str, str], float]
 Slowdown = Callable[[tuple[str, str], tuple[str, str]], float]
 """How many times longer the first operator takes while the second runs beside it; 1 where they do not interfere."""
 
-STREAMS = (Kind.COMPUTE, Kind.LOCAL, Kind.CROSS, Kind.PIPELINE)
+STREAMS = (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE, Kind.PIPELINE)
 COMPUTE = STREAMS.index(Kind.COMPUTE)
 _NONE = -1
 
@@ -141,7 +141,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
         name = entry_of(instruction, layout)
         microbatch = instruction.microbatch
         needs = [writers[microbatch, key] for key in instruction.needs if (microbatch, key) in writers]
-        place_of_call = (microbatch, instruction.unit, op.of)
+        place_of_call = (microbatch, instruction.unit, op.forward_name)
         if op.part is Part.F:
             forwards[place_of_call] = place
         elif place_of_call in forwards and op.kind is not Kind.PIPELINE:
@@ -156,7 +156,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
         work.lanes.append(_lane(instruction, op, layout))
         work.seconds.append(0.0 if op.receives else times[name])
         work.needs.append(list(dict.fromkeys(needs)))
-        keys = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.sizes]
+        keys = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.host_read_sizes]
         brought = [writers[microbatch, key] for key in keys if (microbatch, key) in writers]
         work.hosts.append(max((each for each in brought if work.streams[each] != COMPUTE), default=_NONE))
         work.entries.append(numbers.setdefault(name, len(numbers)))

@@ -32,17 +32,17 @@ class Instruction:
     unit: int
     operator: Operator | None
     reads: tuple[Key, ...] = ()
-    adds: tuple[Key | None, ...] = ()
+    accumulates: tuple[Key | None, ...] = ()
     writes: tuple[Key, ...] = ()
     frees: tuple[Key, ...] = ()
     ends: bool = False
     completes: tuple[int, ...] = ()
-    waits: tuple[Key, ...] = ()
+    control_deps: tuple[Key, ...] = ()
 
     @property
     def needs(self) -> tuple[Key, ...]:
         """Every value that must exist."""
-        return self.reads + tuple(key for key in self.adds if key is not None) + self.waits
+        return self.reads + tuple(key for key in self.accumulates if key is not None) + self.control_deps
 
 
 BARRIER_INSTRUCTION = Instruction(-1, -1, None)
@@ -87,8 +87,10 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
         def keys(names: Iterable[str]) -> tuple[Key, ...]:
             return tuple(layout.key(unit, name, forward) for name in names)
 
-        adds = tuple(None if name is None else layout.key(unit, name, forward) for name in op.adds)
-        return Instruction(microbatch, unit, op, keys(op.reads), adds, keys(op.writes), waits=keys(op.waits))
+        adds = tuple(None if name is None else layout.key(unit, name, forward) for name in op.accumulates)
+        return Instruction(
+            microbatch, unit, op, keys(op.reads), adds, keys(op.writes), control_deps=keys(op.control_deps)
+        )
 
     return [instruction(op) for op in (pair.forward if forward else pair.backward).operators]
 

@@ -68,7 +68,7 @@ class Layout:
     def key(self, unit: int, value: str, forward: bool) -> Key:
         """The key of a value: of the unit that writes it."""
         pair = self.graphs[self.units[unit]]
-        forward = forward or value in pair.backward.kept
+        forward = forward or value in pair.backward.saved_values
         if forward and value in pair.forward.inputs and unit > 0:
             before = self.graphs[self.units[unit - 1]].forward
             return unit - 1, before.outputs[pair.forward.inputs.index(value)]

@@ -110,7 +110,7 @@ class Profile:
 
 def rough_profile(layout: Layout) -> Profile:
     """Without a measurement: relative times by the declared effort of every operator, in milliseconds."""
-    return Profile({"measured": "no"}, layout, {name: op.effort * 1e-3 for name, op in named_operators(layout)})
+    return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in named_operators(layout)})
 
 
 def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:

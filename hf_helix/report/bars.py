@@ -35,7 +35,7 @@ class Bar:
     """One operator that runs.
 
     Attributes:
-        stream: "compute", "local" or "cross".
+        stream: "compute", "intra_node" or "inter_node".
         strand: "F" or "B".
         label: as in a trace, such as "B2.layers.3.mlp.down.W".
         start: seconds, as `end`.

@@ -142,9 +142,9 @@ def kind_of(op: Operator) -> str:
     """Which of `KINDS` an operator is."""
     if op.kind.communicates:
         return f"{op.kind.value} communication"
-    if op.split:
+    if op.splits_dgrad_wgrad:
         return "GEMM"
-    return "attention" if "attention" in op.of.split(".") else "other computation"
+    return "attention" if "attention" in op.forward_name.split(".") else "other computation"
 
 
 def breakdown(profile: Profile, num_layers: int | None = None) -> dict[str, tuple[float, float]]:
@@ -212,6 +212,6 @@ def _draw_share(axes: Axes, place: int, left: float, value: float, whole: float,
     patch = axes.barh(place, value * 1e3, 0.72, left * 1e3, label=kind if place == 0 else None, **style)
     patch[0].set_gid(f"{('forward', 'backward', 'both')[place]}:{kind}")
     if value > 0.045 * whole:
-        ink = INK if kind == f"{Kind.LOCAL.value} communication" else "white"
+        ink = INK if kind == f"{Kind.INTRA_NODE.value} communication" else "white"
         middle = (left + value / 2) * 1e3
         axes.text(middle, place, f"{value / whole:.0%}", ha="center", va="center", color=ink, fontsize=7)

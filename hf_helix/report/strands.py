@@ -33,8 +33,8 @@ HEADING = "Two decoder layers, without overlap and with"
 WIDTH, LEFT, RIGHT, HEAD, FOOT, TITLE, AXIS = 10.0, 1.28, 0.3, 0.5, 0.42, 0.36, 0.3  # inches
 NAMES = {
     Kind.COMPUTE.value: "computation",
-    Kind.LOCAL.value: "communication",
-    Kind.CROSS.value: "between hosts",
+    Kind.INTRA_NODE.value: "communication",
+    Kind.INTER_NODE.value: "between hosts",
 }
 
 
@@ -97,10 +97,10 @@ def gain_of(strip: Strip, first: Strip) -> str:
 def _streams(found: Sequence[Strip]) -> dict[str, str]:
     """Every stream that runs something, with what it is called."""
     streams = streams_of([bar for strip in found for bar in strip.bars])
-    both = {Kind.LOCAL.value, Kind.CROSS.value} <= set(streams)
-    names = {**NAMES, Kind.LOCAL.value: "inside a host" if both else NAMES[Kind.LOCAL.value]}
+    both = {Kind.INTRA_NODE.value, Kind.INTER_NODE.value} <= set(streams)
+    names = {**NAMES, Kind.INTRA_NODE.value: "inside a host" if both else NAMES[Kind.INTRA_NODE.value]}
     if not both:
-        names[Kind.CROSS.value] = NAMES[Kind.LOCAL.value]
+        names[Kind.INTER_NODE.value] = NAMES[Kind.INTRA_NODE.value]
     return {stream: names.get(stream, stream) for stream in streams}
 
 

@@ -54,7 +54,7 @@ class Runner:
         streams: Streams,
         scheduler: Scheduler,
         seed: int,
-        products: torch.dtype | None = None,
+        autocast_dtype: torch.dtype | None = None,
     ) -> None:
         self.stage = stage
         self.plan = plan
@@ -63,7 +63,7 @@ class Runner:
         issued = stage_for(plan, stage)
         self.layout = issued.layout
         self.seed = seed
-        self.precision = Precision(mesh.device.type, products)
+        self.precision = Precision(mesh.device.type, autocast_dtype)
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
         self.executor = Executor(issued.units, streams, seed * world_size() + rank(), self.precision)
         self._programs: dict[object, list[Instruction]] = {}
@@ -77,7 +77,7 @@ class Runner:
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
         """A runner of the same parameters, on the same streams, with another plan (and other schedules)."""
         scheduler, streams = scheduler or self.scheduler, self.executor.streams
-        return Runner(self.stage, plan, self.mesh, streams, scheduler, self.seed, self.precision.products)
+        return Runner(self.stage, plan, self.mesh, streams, scheduler, self.seed, self.precision.autocast_dtype)
 
     def train_window(self, microbatches: Sequence[MicroBatch], complete: bool = True) -> list[Tensor]:
         """Forward and backward of a window; losses by micro-batch, gradients added to `parameter.grad`.

@@ -151,7 +151,7 @@ def shared_gradients(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
     for index in sorted(units, reverse=True):
         backward = units[index].graphs.backward
         for op in backward.operators:
-            if op.part not in (Part.I, Part.R) and not (op.split and op.trained == 0):
-                for parameter in units[index].operators[op.of].parameters:
+            if op.part not in (Part.I, Part.R) and not (op.splits_dgrad_wgrad and op.wgrad_fraction == 0):
+                for parameter in units[index].operators[op.forward_name].parameters:
                     users.setdefault(parameter, []).append((index, op.name))
     return [found for found in users.values() if len({index for index, _ in found}) > 1]

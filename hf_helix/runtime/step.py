@@ -56,15 +56,15 @@ class Step:
             return
         self.microbatch = instruction.microbatch
         self.unit = units[instruction.unit]
-        self.place = instruction.unit, op.of
+        self.place = instruction.unit, op.forward_name
         self.needs = instruction.needs
         self.reads = instruction.reads
         self.writes = instruction.writes
-        self.adds = instruction.adds if any(instruction.adds) else ()
+        self.adds = instruction.accumulates if any(instruction.accumulates) else ()
         self.frees = instruction.frees
         self.ends = instruction.ends
         self.completes = instruction.completes
-        operator = self.unit.operators[op.of]
+        operator = self.unit.operators[op.forward_name]
         self.communicates = op.kind.communicates
         if not self.communicates:
             self.run: Method = operator.method_of(op.part)
@@ -72,6 +72,6 @@ class Step:
             assert isinstance(operator, Communication), f"{op.name} is issued, and computes"
             self.prepare: Callable[..., tuple[Tensors, Work]] = operator.prepare
             self.lane = operator.lane(op.part)
-        self.keeps = not (op.again and op.part is Part.F)
+        self.keeps = not (op.recomputed and op.part is Part.F)
         self.sends = op.sends
-        self.sizes = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.sizes]
+        self.sizes = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.host_read_sizes]

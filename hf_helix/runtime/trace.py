@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-COLLECTIVE = {"local", "cross"}
+COLLECTIVE = {"intra_node", "inter_node"}
 
 Interval = tuple[float, float]
 """Start and end, in seconds."""

@@ -119,7 +119,7 @@ def num_pairs(layout: Layout) -> int:
     operators = [op for (unit, _), op in named_operators(layout) if layout.graphs[unit].forward.repeats]
     computing = sum(op.kind is Kind.COMPUTE for op in operators)
     # Collectives that move the same are measured once: about one forward and one backward of each kind.
-    kinds = {op.kind for op in operators} & {Kind.LOCAL, Kind.CROSS}
+    kinds = {op.kind for op in operators} & {Kind.INTRA_NODE, Kind.INTER_NODE}
     return 2 * len(kinds) * (computing + 1)
 
 

@@ -25,7 +25,7 @@ from hf_helix.version import __version__
 
 
 def fingerprint(
-    model: Any, mesh: Mesh, products: torch.dtype | None = None, recompute: Sequence[str] = ()
+    model: Any, mesh: Mesh, autocast_dtype: torch.dtype | None = None, recompute: Sequence[str] = ()
 ) -> dict[str, str]:
     """Returns what measurements of a model are for. Call it before the model is cut.
 
@@ -44,7 +44,8 @@ def fingerprint(
     runs = [f"{mode} x {len(list(layers))}" for mode, layers in itertools.groupby(recompute)]
     again = {} if set(recompute) <= {NONE} else {"recompute": recompute[0] if len(runs) == 1 else ", ".join(runs)}
     return {
-        "model": f"{type(model).__name__} {digest}" + (f" {products}".replace("torch.", "") if products else ""),
+        "model": f"{type(model).__name__} {digest}"
+        + (f" {autocast_dtype}".replace("torch.", "") if autocast_dtype else ""),
         "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
         "attention": str(model.config._attn_implementation),
         **again,

@@ -25,7 +25,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import RULES, runs_one_strand
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.profile_file import load_profile
-from hf_helix.runtime.distributed.agreement import agree_on_text, decide_on_rank_0
+from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import about_time, say
@@ -117,7 +117,7 @@ class Tuner:
         is_file = name not in MEASURED and name not in RULES
         # Files may have other paths on another host, so the plan itself is compared once it is read.
         kind, is_given = "a file" if is_file else name, self.config.profile is not None
-        agree_on_text(f"plan={kind!r}\nprofile given: {is_given}\n{layout.describe()}", "plans")
+        check_same_on_all_ranks(f"plan={kind!r}\nprofile given: {is_given}\n{layout.describe()}", "plans")
         profile = self._given_profile(layout)
         if profile is not None:
             self.scheduler = Scheduler(self.config.schedule, self.config.pp_size, stage_costs(profile))

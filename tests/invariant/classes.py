@@ -112,7 +112,7 @@ EAGER = {"attn_implementation": "eager"}
 
 add("llama", {}, "tp2:packed cp2")
 add("llama", {}, "tp2+pp2+cp2 tp2+cp4 tp2+cp2+dp2 pp2+cp4 cp4+dp2 pp2+cp2+dp2 cp2+dp2 cp4", slow=True)
-add("llama across nodes", {}, "cp4:dense cp4:packed tp2+cp2:left pp2+cp2:dense", cross_node=["cp"])
+add("llama across nodes", {}, "cp4:dense cp4:packed tp2+cp2:left pp2+cp2:dense", inter_node_axes=["cp"])
 add("llama all-gather", {}, "cp2:dense cp2:packed", cp_method="all_gather")
 add("llama mha", MHA, "cp2:dense")
 add("llama eager", EAGER, "cp2:dense")

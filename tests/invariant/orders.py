@@ -39,14 +39,14 @@ def random_order(draw: random.Random, forward: Graph | None, backward: Graph | N
     """Any order in which operators come after what they read, with barriers at any place."""
     left = entries(forward, backward)
     written = {(letter, v) for letter, graph in (("F", forward), ("B", backward)) if graph for v in graph.inputs}
-    written |= {("B", value) for value in (backward.kept if backward else ())}
+    written |= {("B", value) for value in (backward.saved_values if backward else ())}
     order: list[str] = []
     while left:
         ready = [
             entry
             for entry, op in left.items()
             if all((entry[0], value) in written for value in op.depends_on)
-            and not any(f"{entry[0]}.{name}" in left for name in op.after)
+            and not any(f"{entry[0]}.{name}" in left for name in op.ordered_after)
         ]
         chosen = draw.choice(ready)
         written.update((chosen[0], value) for value in left.pop(chosen).writes)

@@ -103,7 +103,7 @@ def assert_nearly_same(found: Result, other: Result) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize(
     "without",
-    [*((name,) for name in ABLATIONS), ("wgrad", "comm_beside_comm"), ("comm_beside_comm", "cross"), ABLATIONS],
+    [*((name,) for name in ABLATIONS), ("wgrad", "comm_beside_comm"), ("comm_beside_comm", "inter_node"), ABLATIONS],
 )
 def test_no_ablation_changes_a_bit(without: tuple[str, ...], count: int, cluster_of: Any, tmp_path: Path) -> None:
     """With dropout, whose numbers depend on no plan either."""
@@ -126,10 +126,10 @@ def events_of(cluster_of: Any, tmp_path: Path) -> Callable[..., list[tuple[str, 
 
 
 def test_without_local_everything_runs_on_the_compute_stream(events_of: Any) -> None:
-    events = events_of("local")
+    events = events_of("intra_node")
     assert {verb for verb, _ in events} == {"run"}
     assert sum(label.endswith(".mlp.gather") for _, label in events) == 2 * 2 * 3
-    usual = events_of("cross")  # of which there is none
+    usual = events_of("inter_node")  # of which there is none
     assert {verb for verb, _ in usual} == {"run", "issue", "wait"}
     assert sorted(label for verb, label in usual if verb != "wait") == sorted(label for _, label in events)
 

@@ -18,5 +18,5 @@ def ablated(runner: Runner, names: Collection[str]) -> Runner:
     layout = replace(layout, graphs={name: ablate(pair, names) for name, pair in layout.graphs.items()})
     stage = replace(runner.stage, model=model, layout=layout)
     plan = make_plan(runner.plan.rule, rough_profile(layout), model=runner.plan.model, mesh=runner.plan.mesh)
-    streams, products = runner.executor.streams, runner.precision.products
-    return Runner(stage, plan, runner.mesh, streams, runner.scheduler, runner.seed, products)
+    streams, autocast_dtype = runner.executor.streams, runner.precision.autocast_dtype
+    return Runner(stage, plan, runner.mesh, streams, runner.scheduler, runner.seed, autocast_dtype)

@@ -31,15 +31,15 @@ def compute(name: str, reads: str = "", writes: str = "", **options: object) -> 
 
 
 def linear(name: str, reads: str, writes: str = "", **options: object) -> Operator:
-    return compute(name, reads, writes, split=True, **options)
+    return compute(name, reads, writes, splits_dgrad_wgrad=True, **options)
 
 
 def segment(name: str, reads: str, writes: str = "", **options: object) -> Operator:
     """What runs under autograd, and what selective recompute runs again."""
-    return compute(name, reads, writes, saves=True, cheap=True, **options)
+    return compute(name, reads, writes, has_saved_state=True, recompute_when_selective=True, **options)
 
 
-def collective(name: str, reads: str, *, kind: Kind = Kind.LOCAL, **options: object) -> Operator:
+def collective(name: str, reads: str, *, kind: Kind = Kind.INTRA_NODE, **options: object) -> Operator:
     return Operator(name=name, kind=kind, reads=(reads,), writes=(name,), **options)
 
 
@@ -53,14 +53,14 @@ def llama_layer() -> Graph:
     """A Llama layer under tensor and sequence parallelism: the 14 operators of paper section 4.2."""
     operators = (
         segment("attn.norm", "x"),
-        collective("attn.gather", "attn.norm", cheap=True),
+        collective("attn.gather", "attn.norm", recompute_when_selective=True),
         linear("attn.qkv", "attn.gather", "attn.qkv.q attn.qkv.k attn.qkv.v"),
         segment("attention", "attn.qkv.q attn.qkv.k attn.qkv.v"),
         linear("attn.out", "attention"),
         collective("attn.scatter", "attn.out"),
         compute("attn.add", "x attn.scatter"),
         segment("mlp.norm", "attn.add"),
-        collective("mlp.gather", "mlp.norm", cheap=True),
+        collective("mlp.gather", "mlp.norm", recompute_when_selective=True),
         linear("mlp.up", "mlp.gather", "mlp.up.gate mlp.up.up"),
         segment("mlp.act", "mlp.up.gate mlp.up.up"),
         linear("mlp.down", "mlp.act"),
@@ -102,10 +102,10 @@ LLAMA = {"embedding": EMBEDDING, "layer": GraphPair.of(llama_layer()), "head": H
 SMALL_LAYER = pair(
     "layer",
     segment("norm", "x"),
-    collective("gather", "norm", cheap=True, effort=4),
-    linear("up", "gather", effort=4),
-    linear("down", "up", effort=4),
-    collective("scatter", "down", kind=Kind.CROSS, effort=4),
+    collective("gather", "norm", recompute_when_selective=True, relative_cost=4),
+    linear("up", "gather", relative_cost=4),
+    linear("down", "up", relative_cost=4),
+    collective("scatter", "down", kind=Kind.INTER_NODE, relative_cost=4),
     compute("add", "x scatter"),
     repeats=True,
 )
@@ -162,7 +162,7 @@ def loss_gradient(layout: Layout) -> tuple[int, str]:
 
 def efforts(layout: Layout) -> dict[Name, float]:
     """Every operator takes its effort in ms."""
-    return {name: op.effort / 1e3 for name, op in named_operators(layout)}
+    return {name: op.relative_cost / 1e3 for name, op in named_operators(layout)}
 
 
 def random_times(layout: Layout, seed: int) -> dict[Name, float]:
@@ -231,7 +231,7 @@ def check_whole_and_in_order(program: Sequence[Instruction], made: Sequence[Inst
         if not forward:
             assert latest.get((i.unit, op.name, forward), -1) < k, f"gradients of {op.name} in another order"
             latest[i.unit, op.name, forward] = k
-        for name in op.after:
+        for name in op.ordered_after:
             assert (k, i.unit, name, forward) in done, f"{op.name} comes before {name}"
         done.add((k, i.unit, op.name, forward))
         written.update((k, key) for key in i.writes)
@@ -243,7 +243,7 @@ def most_layers_alive(program: Iterable[Instruction], layout: Layout) -> float:
     shares = kept_by_forward(layout.graphs["layer"])
     alive = most = 0
     for instruction in program:
-        if layout.units[instruction.unit] == "layer" and instruction.operator.of in shares:
+        if layout.units[instruction.unit] == "layer" and instruction.operator.forward_name in shares:
             alive += {Part.F: 1, Part.I: 1, Part.W: -2}.get(instruction.operator.part, -1)
             most = max(most, alive) if instruction.operator.part is Part.F else most  # only forward is held up
     assert alive == 0
@@ -264,7 +264,7 @@ def kept_by_forward(layer: GraphPair) -> list[str]:
         for op in layer.forward.operators
         if op.kind is Kind.COMPUTE
         and f"{op.name}.again" not in backward
-        and not (op.split and computed(backward[f"{op.name}.W"].reads))
+        and not (op.splits_dgrad_wgrad and computed(backward[f"{op.name}.W"].reads))
     ]
 
 
@@ -281,7 +281,7 @@ def graphs(draw: st.DrawFn, *, max_operators: int = 12, sources: bool = True) ->
     inputs = tuple(f"x{i}" for i in range(draw(st.integers(1, 3))))
     open_values, unread, operators = list(inputs), set(inputs), []
     for number in range(draw(st.integers(1, max_operators))):
-        kind = draw(st.sampled_from((Kind.COMPUTE, Kind.LOCAL, Kind.CROSS))) if open_values else Kind.COMPUTE
+        kind = draw(st.sampled_from((Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE))) if open_values else Kind.COMPUTE
         backward_kind, split, count = None, False, 1
         if kind.communicates:
             reads = [draw(st.sampled_from(open_values))]
@@ -300,11 +300,11 @@ def graphs(draw: st.DrawFn, *, max_operators: int = 12, sources: bool = True) ->
                 kind=kind,
                 reads=tuple(reads),
                 writes=writes,
-                split=split,
+                splits_dgrad_wgrad=split,
                 backward_kind=backward_kind,
-                saves=not kind.communicates and not split and draw(st.booleans()),
-                cheap=draw(st.booleans()),
-                effort=draw(st.sampled_from([0.5, 1.0, 4.0])),
+                has_saved_state=not kind.communicates and not split and draw(st.booleans()),
+                recompute_when_selective=draw(st.booleans()),
+                relative_cost=draw(st.sampled_from([0.5, 1.0, 4.0])),
             )
         )
         open_values.extend(writes)

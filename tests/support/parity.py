@@ -12,7 +12,7 @@ from support.pipeline_jobs import batches_of, reference
 KINDS = ("dense", "left", "right", "packed")
 LENGTHS = (33, 16, 21)  # two of them do not divide
 PLANS = ("sequential", "greedy", "round_robin", "dhelix")
-OPTIONS = ("cp_method", "cross_node", "ep_size", "expert_capacity_factor", "recompute")
+OPTIONS = ("cp_method", "inter_node_axes", "ep_size", "expert_capacity_factor", "recompute")
 
 Reference = Callable[[dict[str, Any], int, str], dict[str, Any]]
 

@@ -23,7 +23,7 @@ def parts(folder: str, helix: dict[str, Any], model: dict[str, Any], freeze: tup
     stage = trainer.helix.runner.stage
     return {
         "weights": {
-            unit.label: [op.of for op in unit.graphs.backward.operators if op.part is Part.W]
+            unit.label: [op.forward_name for op in unit.graphs.backward.operators if op.part is Part.W]
             for unit in stage.units.values()
         },
         "names": {unit.label: unit.name for unit in stage.units.values()},

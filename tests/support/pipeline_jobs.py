@@ -16,7 +16,7 @@ from hf_helix.planning.pipeline.costs import stage_costs
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.runner import Runner
 
 Batch = dict[str, Tensor]
@@ -123,7 +123,7 @@ def whole_gradients(trainer: Any) -> dict[str, Any]:
     owners = stage.owners
     placements = {p: placement for unit in stage.model.values() for p, placement in unit.placements.items()}
     mine = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
-    trained = set().union(*over_ranks(mine))
+    trained = set().union(*all_gather_object(mine))
     found = {}
     for name, parameter in trainer.model.named_parameters():
         if name not in trained:

@@ -12,7 +12,7 @@ from support.models import arguments, llama, sequences, tiny
 from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.engine.microbatches import Scale
+from hf_helix.engine.microbatches import LossScale
 from hf_helix.operators.base import Call, explicit_gradients
 
 
@@ -120,7 +120,7 @@ def noise(folder: str, helix: dict[str, Any], alpha: float) -> dict[str, Any]:
         if stage.layout.rank_of(0) != stage.rank:
             continue
         batch = next(iter(trainer.get_train_dataloader()))
-        side = trainer.helix.microbatch(batch, Scale(torch.ones(())), (0, 0)).prepare()
+        side = trainer.helix.microbatch(batch, LossScale(torch.ones(())), (0, 0)).prepare()
         for mode in (True, False):
             made.train(mode)
             with explicit_gradients():

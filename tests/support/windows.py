@@ -28,10 +28,10 @@ def layer() -> GraphPair:
     """Every kind of operator once."""
     operators = (
         operator("norm", Kind.COMPUTE, "x"),
-        operator("gather", Kind.LOCAL, "norm"),
+        operator("gather", Kind.INTRA_NODE, "norm"),
         operator("up", Kind.COMPUTE, "gather", split=True),
         operator("attention", Kind.COMPUTE, "up"),
-        operator("send", Kind.CROSS, "attention"),
+        operator("send", Kind.INTER_NODE, "attention"),
     )
     return GraphPair.of(Graph("layer", operators, ("x",), ("send",), repeats=True))
 

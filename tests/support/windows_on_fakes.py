@@ -51,8 +51,8 @@ def one_rank(
     dp: int = 1,
     model: dict[str, Any] | None = None,
     microbatches: int = MICROBATCHES,
-    cross_node: tuple[str, ...] = (),
-    products: torch.dtype | None = None,
+    inter_node_axes: tuple[str, ...] = (),
+    autocast_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Iterator[tuple[Runner, list[MicroBatch]]]:
     """A rank's runner, and a window for it.
@@ -61,22 +61,22 @@ def one_rank(
         rank: which of them.
         dp: how many copies of the model there are.
         products: see `Workload`.
-        cross_node, options: see `HelixConfig`.
+        inter_node_axes, options: see `HelixConfig`.
     """
     config = tiny(family, **{"num_hidden_layers": 2, **(model or {})}).config
-    helix = HelixConfig(**{"schedule": "folded_1f1b", "cross_node": cross_node, **options})
+    helix = HelixConfig(**{"schedule": "folded_1f1b", "inter_node_axes": inter_node_axes, **options})
     shape = {name: getattr(helix, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     world = dp * shape["tp_size"] * shape["pp_size"] * shape["cp_size"]
     with fake_world(world, rank) if world > 1 else contextlib.nullcontext():
-        mesh = build_mesh(device=CPU, **shape, cross_node=cross_node)
-        workload = Workload(config, helix, CPU, mesh, products)
+        mesh = build_mesh(device=CPU, **shape, inter_node_axes=inter_node_axes)
+        workload = Workload(config, helix, CPU, mesh, autocast_dtype)
         made = workload.runner
         made.executor.streams.close()
         profile, schedule = rough_profile(made.stage.layout), made.scheduler(microbatches)
         chosen = make_plan(plan, profile, model="m", mesh=mesh.option_sizes, schedule=schedule, searching=0.02)
         streams = CudaStreams(CPU, cuda)
         yield (
-            Runner(made.stage, chosen, mesh, streams, made.scheduler, 0, made.precision.products),
+            Runner(made.stage, chosen, mesh, streams, made.scheduler, 0, made.precision.autocast_dtype),
             workload.window(microbatches, batch=2, length=8),
         )
 

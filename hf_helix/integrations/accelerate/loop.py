@@ -29,12 +29,12 @@ from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_batch
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
-from hf_helix.engine.microbatches import Scale
+from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.accelerate.checks import check_loader
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.optimizers import check_optimizer
 from hf_helix.models.direct_use import Instead
-from hf_helix.runtime.distributed.agreement import agree_on_number, agree_on_text
+from hf_helix.runtime.distributed.agreement import agree_on_number, check_same_on_all_ranks
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.environment import check_environment
@@ -122,7 +122,7 @@ def _cut(
         logger.warning(notice)
     steps, mixed = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
     about = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\nseed given: {seed}"
-    agree_on_text(f"{shared_options(config)}\n{about}", "options")
+    check_same_on_all_ranks(f"{shared_options(config)}\n{about}", "options")
     start_watch()
     chosen = [torch.initial_seed() if seed is None else seed]
     if dist.is_initialized():
@@ -134,7 +134,7 @@ def _cut(
         RunOptions(
             seed=chosen[0],
             num_microbatches=steps,
-            products=torch.bfloat16 if mixed == "bf16" else None,
+            autocast_dtype=torch.bfloat16 if mixed == "bf16" else None,
             weights=weights,
         ),
         USE_INSTEAD,
@@ -194,7 +194,7 @@ class HelixModel:
             assert isinstance(items, Tensor)
             if mesh.dp_group is not None:
                 dist.all_reduce(items, group=mesh.dp_group)
-            scale = Scale(mesh.dp_size / items, 1 / len(batches))
+            scale = LossScale(mesh.dp_size / items, 1 / len(batches))
             tuning = self.engine.tune(batches, scale, self._step)
             if tuning is not None:
                 say(f"{tuning.verdict} (details: print(model.engine.tuning))")
@@ -212,7 +212,9 @@ class HelixModel:
         """
         with watched():
             batch = self._checked(batch)
-            loss, whole = self.engine.evaluate(batch, Scale(1 / count_targets(batch)), self._step, keep_logits=logits)
+            loss, whole = self.engine.evaluate(
+                batch, LossScale(1 / count_targets(batch)), self._step, keep_logits=logits
+            )
         return CausalLMOutput(loss=loss, logits=whole)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

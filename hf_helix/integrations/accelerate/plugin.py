@@ -98,7 +98,7 @@ class HelixPlugin(ParallelismConfig):
             if device.type == "cuda" and device.index is None:  # Accelerate names the kind only
                 device = torch.device("cuda", torch.cuda.current_device())
             sizes = config.pp_size, config.cp_size, config.ep_size
-            self.mesh = build_mesh(config.tp_size, device, *sizes, config.cross_node, config.link)
+            self.mesh = build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link)
         return self.mesh
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:

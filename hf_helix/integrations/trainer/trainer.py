@@ -21,7 +21,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.utils.logging import get_logger
 
-from hf_helix.checkpoint.random_weights import outline_of
+from hf_helix.checkpoint.random_weights import build_on_meta
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_sizes
@@ -37,10 +37,10 @@ from hf_helix.integrations.trainer.model_card import write_card
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import StockSFTTrainer, is_sft
-from hf_helix.models.builder import Additions
+from hf_helix.models.builder import LossTweaks
 from hf_helix.models.direct_use import Instead
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.runtime.distributed.agreement import agree_on_text
+from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import start_watch
@@ -137,7 +137,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Compares what the ranks ask for, builds the mesh, and watches the ranks from here on. Collective."""
         steps, mixed = _accumulation_steps(args), args.mixed_precision
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(args)}"
-        agree_on_text(f"{shared_options(self.helix_config)}\n{shared}", "options")
+        check_same_on_all_ranks(f"{shared_options(self.helix_config)}\n{shared}", "options")
         check_sizes(model, self.helix_config)
         self._plugin.build_mesh(args.device)
         self._health = Health(args.device)
@@ -156,7 +156,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
                     "is given, too; leave it out, or give a model on the meta device with it"
                 )
             self._weights = Path(model)
-            model = outline_of(model, **self._stock.model_options(call.get("args")))
+            model = build_on_meta(model, **self._stock.model_options(call.get("args")))
         return self._stock.add_adapters(model, call)
 
     def _cut(self, model: Any, args: TrainingArguments) -> None:
@@ -170,8 +170,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             RunOptions(
                 seed=args.seed,
                 num_microbatches=_accumulation_steps(args),
-                products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
-                additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
+                autocast_dtype=torch.bfloat16 if args.mixed_precision == "bf16" else None,
+                additions=LossTweaks(args.label_smoothing_factor, args.neftune_noise_alpha),
                 checkpointing=asked_by(args),
                 weights=self._weights,
             ),

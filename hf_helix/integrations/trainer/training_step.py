@@ -23,7 +23,7 @@ from transformers import trainer as stock_trainer
 from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
-from hf_helix.engine.microbatches import Scale
+from hf_helix.engine.microbatches import LossScale
 from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.overrides import check_overrides
 from hf_helix.runtime.distributed.agreement import agree_on_number
@@ -163,7 +163,7 @@ class WindowHooks:
             self._window = None
         return loss
 
-    def _run_window(self, batches: Sequence[Any], scale: Scale) -> Tensor:
+    def _run_window(self, batches: Sequence[Any], scale: LossScale) -> Tensor:
         """Runs a window; the loss of every micro-batch. Collective."""
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode, too
@@ -179,7 +179,7 @@ class WindowHooks:
         self._health.note_losses(losses.where(has_labels, 0.0), step + 1)
         return losses
 
-    def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
+    def _tune(self, batches: list[Any], scale: LossScale, step: int) -> None:
         """Lets the engine choose a plan if it is time to, and prints and writes what it has chosen. Collective."""
         steps_left = self.state.max_steps - step
         tuning = self.helix.tune(batches, scale, step, steps_left if steps_left > 0 else None)
@@ -191,7 +191,7 @@ class WindowHooks:
             except OSError as error:
                 say(f"{tuning.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
-    def loss_scale(self, num_items: Any) -> Scale:
+    def loss_scale(self, num_items: Any) -> LossScale:
         """The factors that the losses of a window are multiplied with.
 
         As in the stock Trainer, gradients are averaged over dp, so the mean over all tokens is multiplied by dp. The
@@ -205,16 +205,16 @@ class WindowHooks:
         tokens = torch.as_tensor(
             factor if num_items is None else factor / num_items, dtype=torch.float32, device=self.args.device
         )
-        return Scale(tokens, self.helix.mesh.dp_size if averages else 1.0)
+        return LossScale(tokens, self.helix.mesh.dp_size if averages else 1.0)
 
-    def _scale_of_one(self, inputs: Mapping[str, Any], num_items: Any) -> Scale:
+    def _scale_of_one(self, inputs: Mapping[str, Any], num_items: Any) -> LossScale:
         """The scale of a single micro-batch. Without `num_items`, the stock Trainer takes the mean of the micro-batch,
         divided by the micro-batches of a step.
         """
         if num_items is not None:
             return self.loss_scale(num_items)
         part = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
-        return Scale((part / count_targets(inputs)).to(self.args.device), part)
+        return LossScale((part / count_targets(inputs)).to(self.args.device), part)
 
     def _check_window_ran(self) -> None:
         """Refuses an optimizer step before the window has run.

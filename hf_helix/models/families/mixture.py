@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.models.builder import Builder, Sharing
+from hf_helix.models.builder import Builder, ParallelContext
 from hf_helix.models.expert_layer import declare_experts
 from hf_helix.models.families.dense import Dense
 from hf_helix.models.sequence_sharding import SequenceCut
@@ -142,7 +142,7 @@ class Mixture(Dense):
 
     # -- checks and side inputs ----------------------------------------------------------------------------------
 
-    def check_experts(self, model: Any, sharing: Sharing) -> None:
+    def check_experts(self, model: Any, sharing: ParallelContext) -> None:
         count, ranks = self.num_experts(model.config), sharing.experts.size
         if count % ranks:
             works = [size for size in range(1, count // sharing.tp.size + 1) if count % (size * sharing.tp.size) == 0]

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.attention.partial import Exact, FirstOf, Fused, Kernel, Seen, TorchCpu
+from hf_helix.operators.attention.partial import AttentionMask, Exact, FirstOf, Fused, Kernel, TorchCpu
 from hf_helix.operators.base import Tensors
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class Cudnn(Fused):
     def __init__(self, capability: Capability) -> None:
         self._serves = capability[0] in (9, 10) and torch.backends.cudnn.is_available()
 
-    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return (
             self._serves
             and seen.is_plain
@@ -61,12 +61,20 @@ class Cudnn(Fused):
             and not torch.are_deterministic_algorithms_enabled()
         )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, seen.causal, False, scale=scale)
         return o, lse.view(q.shape[:3])
 
     def _differentiate(
-        self, gradient: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Seen, scale: float
+        self,
+        gradient: Tensor,
+        o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        seen: AttentionMask,
+        scale: float,
     ) -> Tensors:
         # torch finds a graph of cuDNN by the strides of q, k and v alone, so those of the others must not vary.
         gradient, o, lse = (value.contiguous() for value in (gradient, o, lse.unsqueeze(-1)))
@@ -88,7 +96,7 @@ class Flash(Fused):
     def __init__(self, capability: Capability) -> None:
         self._most = 0 if capability < (8, 0) else 192 if capability[0] == 12 or (8, 6) <= capability < (9, 0) else 256
 
-    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return (
             q.dtype in HALF
             and seen.mask is None
@@ -96,7 +104,7 @@ class Flash(Fused):
             and torch.backends.cuda.flash_sdp_enabled()
         )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         sizes, windows = (q.shape[2], k.shape[2]), self._windows(q, k, seen)
         q, k, v = (value.transpose(1, 2) for value in (q, k, v))
         o, lse, *_ = aten._flash_attention_forward(
@@ -105,7 +113,15 @@ class Flash(Fused):
         return o.transpose(1, 2), lse
 
     def _differentiate(
-        self, gradient: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Seen, scale: float
+        self,
+        gradient: Tensor,
+        o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        seen: AttentionMask,
+        scale: float,
     ) -> Tensors:
         sizes, windows = (q.shape[2], k.shape[2]), self._windows(q, k, seen)
         gradient, o, q, k, v = (value.transpose(1, 2) for value in (gradient, o, q, k, v))
@@ -116,7 +132,7 @@ class Flash(Fused):
         )  # fmt: skip
         return tuple(part.transpose(1, 2) for part in parts)
 
-    def _windows(self, q: Tensor, k: Tensor, seen: Seen) -> dict[str, int]:
+    def _windows(self, q: Tensor, k: Tensor, seen: AttentionMask) -> dict[str, int]:
         if seen.window is None:
             return {}
         right = 0 if seen.causal else -1
@@ -132,10 +148,10 @@ class Efficient(Fused):
         halves = HALF if capability >= (8, 0) else (torch.float16,)
         self._types = (torch.float32, *halves) if capability >= (7, 0) else ()
 
-    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return q.dtype in self._types and seen.blank is None and torch.backends.cuda.mem_efficient_sdp_enabled()
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         bias = self._bias(q, k, seen)
         o, lse, *_ = aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, seen.causal and bias is None, scale=scale
@@ -147,7 +163,15 @@ class Efficient(Fused):
         return o.masked_fill(nothing.unsqueeze(-1), 0.0), lse.masked_fill(nothing, -torch.inf)
 
     def _differentiate(
-        self, gradient: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Seen, scale: float
+        self,
+        gradient: Tensor,
+        o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        seen: AttentionMask,
+        scale: float,
     ) -> Tensors:
         bias = self._bias(q, k, seen)
         # Rows that see nothing, and those that only fill up, have the weights zero.
@@ -161,7 +185,7 @@ class Efficient(Fused):
         )  # fmt: skip
         return dq, dk, dv
 
-    def _bias(self, q: Tensor, k: Tensor, seen: Seen) -> Tensor | None:
+    def _bias(self, q: Tensor, k: Tensor, seen: AttentionMask) -> Tensor | None:
         """What hides keys from queries, added to their products [batch, heads, queries, keys]."""
         queries, keys = q.shape[2], k.shape[2]
         hidden = None if seen.is_plain else seen.hides(queries, keys, q.device)
@@ -184,10 +208,10 @@ class FlashAttention(Kernel):
         self._forward = interface._flash_attn_forward
         self._backward = interface._flash_attn_backward
 
-    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return q.dtype in HALF and seen.mask is None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         left = reach(seen, q.shape[2], k.shape[2])
         q, k, v = (value.transpose(1, 2) for value in (q, k, v))
         o, lse, *_ = self._forward(
@@ -197,7 +221,15 @@ class FlashAttention(Kernel):
         return o.transpose(1, 2), lse
 
     def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        seen: AttentionMask,
+        scale: float,
     ) -> Tensors:
         left = reach(seen, q.shape[2], k.shape[2])
         gradient, q, k, v, o = (value.transpose(1, 2).contiguous() for value in (gradient, q, k, v, o))
@@ -240,6 +272,6 @@ def cuda_kernels(capability: Capability) -> tuple[Kernel, ...]:
     return Cudnn(capability), Flash(capability), Efficient(capability)
 
 
-def reach(seen: Seen, queries: int, keys: int) -> int:
+def reach(seen: AttentionMask, queries: int, keys: int) -> int:
     """How many keys back a query sees, as flash attention counts: the last query stands at the last key."""
     return -1 if seen.window is None else keys - queries - seen.apart + seen.window - 1

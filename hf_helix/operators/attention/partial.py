@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Seen:
+class AttentionMask:
     """Which keys each query attends to.
 
     Attributes:
@@ -59,7 +59,7 @@ class Seen:
         return hidden if self.window is None else hidden | (back >= self.window)
 
 
-EVERYTHING, CAUSAL = Seen(), Seen(causal=True)
+EVERYTHING, CAUSAL = AttentionMask(), AttentionMask(causal=True)
 
 
 class Kernel(ABC):
@@ -71,17 +71,25 @@ class Kernel(ABC):
 
     averages = False
 
-    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         """Whether it can compute this."""
         return True
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         """o and lse."""
 
     @abstractmethod
     def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        seen: AttentionMask,
+        scale: float,
     ) -> Tensors:
         """Gradients of q, k and v, given the output and lse over all keys."""
 
@@ -96,25 +104,33 @@ class Exact(Kernel):
     def __init__(self, averages: bool = False) -> None:
         self.averages = averages
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         scores = self._scores(q, k, seen, scale)
         lse = scores.logsumexp(-1)
         o = self._weights(scores, lse) @ v.float().unsqueeze(2)
         return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
     def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        seen: AttentionMask,
+        scale: float,
     ) -> Tensors:
         groups = k.shape[1]
         weights = self._weights(self._scores(q, k, seen, scale), lse.unflatten(1, (groups, -1)))
         do, qs, whole = (value.float().unflatten(1, (groups, -1)) for value in (gradient, q, o))
         delta = (do * whole).sum(-1, keepdim=True)
-        products = weights * (do @ v.float().unsqueeze(2).mT - delta) * scale
-        dq = (products @ k.float().unsqueeze(2)).flatten(1, 2)
-        dk, dv = (products.mT @ qs).sum(2), (weights.mT @ do).sum(2)
+        autocast_dtype = weights * (do @ v.float().unsqueeze(2).mT - delta) * scale
+        dq = (autocast_dtype @ k.float().unsqueeze(2)).flatten(1, 2)
+        dk, dv = (autocast_dtype.mT @ qs).sum(2), (weights.mT @ do).sum(2)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(self, q: Tensor, k: Tensor, seen: Seen, scale: float) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, seen: AttentionMask, scale: float) -> Tensor:
         """[batch, kv heads, heads of each, queries, keys]."""
         scores = (q.float().unflatten(1, (k.shape[1], -1)) @ k.float().unsqueeze(2).mT) * scale
         if seen.blank is not None:
@@ -138,13 +154,21 @@ class Fused(Kernel):
     multiple = 1
     grouped = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v, size = *self._fitted(q, k, v), q.shape[-1]
         o, lse = self._attend(q, k, v, seen, scale)
         return o[..., :size], lse
 
     def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        seen: AttentionMask,
+        scale: float,
     ) -> Tensors:
         groups, size = k.shape[1], q.shape[-1]
         gradient, o = (_filled(value, self.multiple) for value in (gradient, o))
@@ -154,12 +178,20 @@ class Fused(Kernel):
         return parts[0], *(_sum_by_group(part, groups) for part in parts[1:])
 
     @abstractmethod
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         """o and lse, of what fits the kernel."""
 
     @abstractmethod
     def _differentiate(
-        self, gradient: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Seen, scale: float
+        self,
+        gradient: Tensor,
+        o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        seen: AttentionMask,
+        scale: float,
     ) -> Tensors:
         """Gradients of q, k and v, of what fits the kernel."""
 
@@ -171,15 +203,23 @@ class Fused(Kernel):
 class TorchCpu(Fused):
     """The kernel behind `scaled_dot_product_attention` on CPU."""
 
-    def takes(self, q: Tensor, k: Tensor, seen: Seen) -> bool:
+    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return seen.is_plain
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, seen.causal, scale=scale)
         return o, lse
 
     def _differentiate(
-        self, gradient: Tensor, o: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seen: Seen, scale: float
+        self,
+        gradient: Tensor,
+        o: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        seen: AttentionMask,
+        scale: float,
     ) -> Tensors:
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, o, lse, 0.0, seen.causal, scale=scale
@@ -193,15 +233,23 @@ class FirstOf(Kernel):
     def __init__(self, *kernels: Kernel) -> None:
         self.kernels = (*kernels, Exact())
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
         return self._chosen(q, k, seen).forward(q, k, v, seen, scale)
 
     def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        seen: AttentionMask,
+        scale: float,
     ) -> Tensors:
         return self._chosen(q, k, seen).backward(gradient, q, k, v, o, lse, seen, scale)
 
-    def _chosen(self, q: Tensor, k: Tensor, seen: Seen) -> Kernel:
+    def _chosen(self, q: Tensor, k: Tensor, seen: AttentionMask) -> Kernel:
         found = next(kernel for kernel in self.kernels if kernel.takes(q, k, seen))
         if isinstance(found, Exact) and q.device.type != "cpu":
             _say_written_out(q.dtype, q.shape[-1], q.device.type)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Kernel, Seen, merge
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, Kernel, merge
 from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.planning.graph.operator import Part
@@ -32,7 +32,7 @@ one document."""
 PADDING, ABSENT = -1, -2
 """A token that is padding, and one that was added to make the sequence divide."""
 
-MaskTile = tuple[slice, slice, Seen]
+MaskTile = tuple[slice, slice, AttentionMask]
 """Some of a rank's queries, some of another's keys, and what of these is hidden from those."""
 
 
@@ -205,10 +205,10 @@ def _within(window: int, n: int, axis: Axis, source: int) -> list[MaskTile]:
     for (i, mine), (j, theirs) in product(*(enumerate(parts_of(axis.size, rank)) for rank in (axis.rank, source))):
         apart = (mine - theirs) * half
         if apart == 0:
-            met.append((_part(i, half), _part(j, half), Seen(True, window) if window < half else CAUSAL))
+            met.append((_part(i, half), _part(j, half), AttentionMask(True, window) if window < half else CAUSAL))
         elif 0 < apart < window + half - 1:
             last, first = min(half, window + half - 1 - apart), max(0, apart - window + 1)
-            seen = Seen(False, window, apart - first) if apart - first + last > window else EVERYTHING
+            seen = AttentionMask(False, window, apart - first) if apart - first + last > window else EVERYTHING
             met.append((_part(i, half, last=last), _part(j, half, first=first), seen))
     return met
 
@@ -218,7 +218,7 @@ def _part(which: int, half: int, first: int = 0, last: int | None = None) -> sli
     return slice(which * half + first, which * half + (half if last is None else last))
 
 
-def _seen_within(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, averages: bool) -> Seen:
+def _seen_within(documents: Tensor, queries: Tensor, keys: Tensor, window: int | None, averages: bool) -> AttentionMask:
     """Queries see the keys of their own document, by their places in the sequence."""
     seen = documents[:, queries, None] == documents[:, None, keys]
     seen &= documents[:, None, keys] >= 0
@@ -227,9 +227,9 @@ def _seen_within(documents: Tensor, queries: Tensor, keys: Tensor, window: int |
     if window is not None:
         seen &= back < window
     if not averages:
-        return Seen(mask=seen)
+        return AttentionMask(mask=seen)
     blank = documents[:, queries] == PADDING
-    return Seen(mask=seen | (blank[:, :, None] & (documents[:, None, keys] != ABSENT)), blank=blank)
+    return AttentionMask(mask=seen | (blank[:, :, None] & (documents[:, None, keys] != ABSENT)), blank=blank)
 
 
 def positions_of(n: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.link_speed import LinkSpeed
-from hf_helix.operators.communication.pipeline_p2p import Passage
+from hf_helix.operators.communication.pipeline_p2p import P2PChannel
 from hf_helix.operators.communication.transport import Method, Transport, TransportWrapper, bytes_moved
 
 
@@ -131,10 +131,10 @@ class LinkedTransport(TransportWrapper):
         self._link.carry(sent, received, lambda: run(out, value, *rows))
 
 
-class LinkedPassage(Passage):
+class LinkedPassage(P2PChannel):
     """A way between two ranks of a pipeline over an emulated link."""
 
-    def __init__(self, inner: Passage, link: Link) -> None:
+    def __init__(self, inner: P2PChannel, link: Link) -> None:
         self.inner = inner
         self._link = link
 

@@ -25,7 +25,7 @@ MakeBuffers = Callable[[Mapping[str, Any]], Tensors]
 """From the side inputs of a micro-batch, room for what passes from stage to stage."""
 
 
-class Passage(ABC):
+class P2PChannel(ABC):
     """The way between two neighbouring virtual stages on different ranks, as one of them sees it."""
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Passage(ABC):
         """Fill `out` with what the other rank sends."""
 
 
-class GroupPassage(Passage):
+class GroupChannel(P2PChannel):
     """Point-to-point communication of torch.distributed, for gloo.
 
     Args:
@@ -58,7 +58,7 @@ class GroupPassage(Passage):
         dist.recv(out, self._peer, group=self._groups[forward], tag=2 * self._tag + forward)
 
 
-class LanePassage(Passage):
+class LaneChannel(P2PChannel):
     """A passage over groups of its two ranks alone, in which the sender broadcasts.
 
     Args:
@@ -85,7 +85,7 @@ class Transfer(Communication):
         make_buffers: allocates what is received.
     """
 
-    def __init__(self, passage: Passage, boundary: int, make_buffers: MakeBuffers) -> None:
+    def __init__(self, passage: P2PChannel, boundary: int, make_buffers: MakeBuffers) -> None:
         self.passage = passage
         self.boundary = boundary
         self.make_buffers = make_buffers
@@ -113,7 +113,7 @@ class Transfer(Communication):
             self.passage.receive(out, forward)
 
 
-def transfer_unit(name: str, passage: Passage, boundary: int, make_buffers: MakeBuffers, values: int = 1) -> Unit:
+def transfer_unit(name: str, passage: P2PChannel, boundary: int, make_buffers: MakeBuffers, values: int = 1) -> Unit:
     """The unit at one end of a passage: `send` behind stage number `boundary`, or `receive` before the next.
 
     Args:

@@ -211,7 +211,7 @@ class Axis:
         kind: of its communication: local where the ranks share a host, else cross-node.
     """
 
-    def __init__(self, transport: Transport, kind: Kind = Kind.LOCAL) -> None:
+    def __init__(self, transport: Transport, kind: Kind = Kind.INTRA_NODE) -> None:
         self.transport = transport
         self.kind = kind
 

@@ -43,7 +43,7 @@ class LowRank:
 
     def dtype(self, call: Call) -> torch.dtype:
         """What the adapter computes in: as in PEFT the type of its weights, unless there is autocast."""
-        return call.precision.products or self.down.dtype
+        return call.precision.autocast_dtype or self.down.dtype
 
     def add(self, total: Tensor, rows: Tensor, call: Call, mask: Tensor | None, adds_bias: bool) -> None:
         """Add to what the linear gives.

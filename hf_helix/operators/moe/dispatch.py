@@ -87,7 +87,7 @@ class RouterMeter:
         self.sums = sums if self.sums is None else self.sums + sums
 
 
-class Announce(Communication):
+class ExchangeCounts(Communication):
     """How many rows each expert gets of this rank, to how many each of this rank's experts gets of every rank.
 
     Value: [experts]. Output: [ranks, experts / ranks]. Nothing of it has a gradient. Both are copied to the host.
@@ -110,7 +110,7 @@ class Announce(Communication):
         return (out,), exchange_and_copy
 
 
-class Exchange(Communication):
+class AllToAll(Communication):
     """Rows to the ranks of their experts, or (`back`) from there; gradients the other way.
 
     Values: rows, and without a capacity how many rows each expert gets of this rank [experts], and each of this rank's
@@ -135,7 +135,7 @@ class Exchange(Communication):
         return (out,), lambda: transport.exchange_rows(out, rows, arriving, sent)
 
 
-class Group(Computation):
+class SortByExpert(Computation):
     """Rows sorted by rank, then expert, to rows sorted by expert, or (`back`) the other way.
 
     Values: rows, and without a capacity how many each of this rank's experts gets of every rank [ranks, experts].

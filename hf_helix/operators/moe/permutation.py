@@ -4,8 +4,8 @@ In:   tokens of this rank [n, batch, hidden], the experts chosen for each [n * b
 Out:  rows in the order of the experts; back, the weighted sum over a token's choices.
 Must hold: sums run over a token's choices in their order, in the higher precision of the weights and the output.
 
-`Permute` and `Unpermute` drop no token. With a capacity, `Fill` and `Collect` stand in their place: every expert gets
-as many rows from every rank [experts, capacity, hidden], empty ones zero.
+`Permute` and `Unpermute` drop no token. With a capacity, `PermuteToCapacity` and `UnpermuteFromCapacity` stand in their
+place: every expert gets as many rows from every rank [experts, capacity, hidden], empty ones zero.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Unpermute(Computation):
         return rows, (by_token * gradient).sum(-1).to(weights.dtype)
 
 
-class Fill(Computation):
+class PermuteToCapacity(Computation):
     """`Permute` with a capacity. Values: tokens [n, batch, hidden], chosen experts [n * batch, k].
 
     An expert takes first choices before second ones, and of these the tokens in order; padding comes last.
@@ -119,7 +119,7 @@ class Fill(Computation):
         return (padded[row].sum(1, dtype=dtype).view(shape),)
 
 
-class Collect(Computation):
+class UnpermuteFromCapacity(Computation):
     """`Unpermute` with a capacity. Values: rows, weights, the row of each choice. Output: [n, batch, hidden]."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:

@@ -14,7 +14,7 @@ from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.profile import Profile
 
-ABLATIONS = ("local", "cross", "comm_beside_comm", "wgrad")
+ABLATIONS = ("intra_node", "inter_node", "comm_beside_comm", "wgrad")
 
 
 def ablate(pair: GraphPair, names: Collection[str]) -> GraphPair:
@@ -25,9 +25,9 @@ def ablate(pair: GraphPair, names: Collection[str]) -> GraphPair:
         names: `local`, `cross`: communication of that kind runs on the compute stream; `comm_beside_comm`: all
             communication shares one stream; `wgrad`: weight gradients stay at their canonical places.
     """
-    kinds = {kind: Kind.COMPUTE for kind in (Kind.LOCAL, Kind.CROSS) if kind.value in names}
+    kinds = {kind: Kind.COMPUTE for kind in (Kind.INTRA_NODE, Kind.INTER_NODE) if kind.value in names}
     if "comm_beside_comm" in names:
-        kinds.setdefault(Kind.CROSS, Kind.LOCAL)
+        kinds.setdefault(Kind.INTER_NODE, Kind.INTRA_NODE)
     forward, backward = (
         replace(graph, operators=tuple(replace(op, kind=kinds.get(op.kind, op.kind)) for op in graph.operators))
         for graph in (pair.forward, pair.backward)
@@ -46,6 +46,6 @@ def _hold_weights(graph: Graph) -> Graph:
     operators: list[Operator] = []
     held: str | None = None
     for op in graph.operators:
-        operators.append(replace(op, after=(*op.after, held)) if held else op)
+        operators.append(replace(op, ordered_after=(*op.ordered_after, held)) if held else op)
         held = op.name if op.part is Part.W else held
     return replace(graph, operators=tuple(operators))

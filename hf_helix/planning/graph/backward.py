@@ -46,7 +46,7 @@ def derive_backward(graph: Graph) -> Graph:
         ValueError: a value whose gradient cannot be derived.
     """
     parts = backward_parts(graph)
-    recomputed = {op.name for op in parts.chain if op.again and op.kind.communicates}
+    recomputed = {op.name for op in parts.chain if op.recomputed and op.kind.communicates}
     operators = _place_weights(advance(parts.chain, recomputed), parts.weights)
     return backward_graph(graph, place_recomputation(operators, parts.recomputation))
 
@@ -70,7 +70,7 @@ def backward_parts(graph: Graph) -> BackwardParts:
     """The backward operators of a forward graph. Raises as `derive_backward`."""
     readers = _readers(graph)
     plain = _plain_values(graph)
-    repeated = {value for op in graph.operators if op.again for value in op.writes} - plain
+    repeated = {value for op in graph.operators if op.recomputed for value in op.writes} - plain
     parts = BackwardParts([], {}, _repeats(graph, repeated))
     for op in reversed(graph.operators):
         if not op.differentiable:
@@ -78,22 +78,22 @@ def backward_parts(graph: Graph) -> BackwardParts:
         with_gradient = [value for value in op.writes if value not in plain]
         gradients = tuple(f"d.{value}" for value in with_gradient if readers[value] or value in graph.outputs)
         writes, adds = _gradient_names(op, readers, plain)
-        in_parts = op.split and op.trained > 0
+        in_parts = op.splits_dgrad_wgrad and op.wgrad_fraction > 0
         main = replace(
             op,
             name=f"{op.name}.I" if in_parts else op.name,
-            of=op.name,
+            forward_name=op.name,
             part=Part.I if in_parts else Part.B,
             kind=op.backward_kind or op.kind,
-            reads=(*gradients, *_seen_again(op.keeps, repeated)),
+            reads=(*gradients, *_seen_again(op.saved_for_backward, repeated)),
             writes=writes,
-            adds=adds,
-            after=() if op.split else _left_by(op),
-            keeps=(),
-            plain=(),
-            sizes=tuple(value for value in op.sizes if value in op.keeps),
+            accumulates=adds,
+            ordered_after=() if op.splits_dgrad_wgrad else _left_by(op),
+            saved_for_backward=(),
+            non_differentiable=(),
+            host_read_sizes=tuple(value for value in op.host_read_sizes if value in op.saved_for_backward),
             # A segment's backward is about twice its forward; the parts of a split linear cost one forward each.
-            effort=op.effort if op.split or op.kind.communicates else 2 * op.effort,
+            relative_cost=op.relative_cost if op.splits_dgrad_wgrad or op.kind.communicates else 2 * op.relative_cost,
         )
         parts.chain.append(main)
         parts.chain.extend(_sums(op, readers, plain))
@@ -104,8 +104,8 @@ def backward_parts(graph: Graph) -> BackwardParts:
                 part=Part.W,
                 reads=(*gradients, *_seen_again(op.reads, repeated)),
                 writes=(),
-                adds=(),
-                effort=op.effort * op.trained,
+                accumulates=(),
+                relative_cost=op.relative_cost * op.wgrad_fraction,
             )
     return parts
 
@@ -124,7 +124,7 @@ def backward_graph(graph: Graph, operators: Sequence[Operator]) -> Graph:
         inputs=tuple(f"d.{value}" for value in graph.outputs),
         outputs=tuple(f"d.{value}" for value in graph.inputs),
         repeats=graph.repeats,
-        kept=tuple(value for value in _readers(graph) if value in read),
+        saved_values=tuple(value for value in _readers(graph) if value in read),
     )
 
 
@@ -135,7 +135,7 @@ def _seen_again(values: Iterable[str], repeated: Collection[str]) -> tuple[str, 
 
 def _left_by(op: Operator) -> tuple[str, ...]:
     """The recomputation that saves for the backward of `op` what forward did not keep."""
-    return (f"{op.name}.again",) if op.again and op.saves else ()
+    return (f"{op.name}.again",) if op.recomputed and op.has_saved_state else ()
 
 
 def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
@@ -145,18 +145,18 @@ def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
         replace(
             op,
             name=f"{op.name}.again",
-            of=op.name,
+            forward_name=op.name,
             part=Part.R,
-            split=False,
+            splits_dgrad_wgrad=False,
             reads=_seen_again(op.reads, repeated),
             writes=tuple(f"r.{value}" for value in op.writes if value in repeated),
-            after=(),
-            keeps=(),
-            plain=(),
-            waits=tuple(f"d.{value}" for value in graph.outputs),
+            ordered_after=(),
+            saved_for_backward=(),
+            non_differentiable=(),
+            control_deps=tuple(f"d.{value}" for value in graph.outputs),
         )
         for op in graph.operators
-        if op.again
+        if op.recomputed
     ]
 
 
@@ -165,13 +165,13 @@ def place_recomputation(operators: Sequence[Operator], repeats: Sequence[Operato
     the W can run beside the communication behind the I."""
     writers = {value: op for op in repeats for value in op.writes}
     named = {op.name: op for op in repeats}
-    reads = {op.of: op.reads for op in operators if op.part is Part.W}
+    reads = {op.forward_name: op.reads for op in operators if op.part is Part.W}
     found: dict[str, Operator] = {}
 
     def put(op: Operator) -> None:
-        values = (*op.reads, *reads[op.of]) if op.part is Part.I else op.reads
+        values = (*op.reads, *reads[op.forward_name]) if op.part is Part.I else op.reads
         needed = [writers[value] for value in values if value in writers]
-        for other in (*needed, *(named[name] for name in op.after if name in named)):
+        for other in (*needed, *(named[name] for name in op.ordered_after if name in named)):
             if other.name not in found:
                 put(other)
         found[op.name] = op
@@ -186,7 +186,7 @@ def place_recomputation(operators: Sequence[Operator], repeats: Sequence[Operato
 
 def _plain_values(graph: Graph) -> set[str]:
     """The values that have no gradient."""
-    return {value for op in graph.operators for value in op.plain}
+    return {value for op in graph.operators for value in op.non_differentiable}
 
 
 def _sums(op: Operator, readers: Mapping[str, Sequence[Operator]], plain: Collection[str]) -> list[Operator]:
@@ -217,7 +217,7 @@ def advance(operators: Iterable[Operator], names: Collection[str]) -> list[Opera
         while (
             op.name in names
             and place > 0
-            and found[place - 1].name not in op.after
+            and found[place - 1].name not in op.ordered_after
             and not set(found[place - 1].writes) & set(op.depends_on)
         ):
             place -= 1
@@ -253,11 +253,13 @@ def _readers(graph: Graph) -> dict[str, list[Operator]]:
             readers.setdefault(value, [])
             if op.differentiable:
                 readers[value].append(op)
-    kept = {value for op in graph.operators for value in (*op.keeps, *(() if op.differentiable else op.reads))}
+    kept = {
+        value for op in graph.operators for value in (*op.saved_for_backward, *(() if op.differentiable else op.reads))
+    }
     plain = _plain_values(graph)
     for op in graph.operators:
-        stray = [value for value in op.plain if value not in op.writes or value in graph.outputs]
-        stray += [value for value in op.sizes if value not in op.reads or value not in plain]
+        stray = [value for value in op.non_differentiable if value not in op.writes or value in graph.outputs]
+        stray += [value for value in op.host_read_sizes if value not in op.reads or value not in plain]
         if stray:
             raise ValueError(f"graph {graph.name!r}: operator {op.name!r} cannot have {stray} as plain values or sizes")
     for value, ops in readers.items():

@@ -18,13 +18,14 @@ from itertools import zip_longest
 class Kind(Enum):
     """Which stream an operator runs on: computation, or one of the kinds of communication.
 
-    Local and cross-node communication are collectives inside a layer, `PIPELINE` takes a value from one virtual stage
-    to the next, and `GRADIENTS` are the sums over data-parallel ranks (no operators, but a stream of their own).
+    Intra-node and inter-node communication (the paper's local and cross-node) are collectives inside a layer,
+    `PIPELINE` takes a value from one virtual stage to the next, and `GRADIENTS` are the sums over data-parallel ranks
+    (no operators, but a stream of their own).
     """
 
     COMPUTE = "compute"
-    LOCAL = "local"
-    CROSS = "cross"
+    INTRA_NODE = "intra_node"
+    INTER_NODE = "inter_node"
     PIPELINE = "pipeline"
     GRADIENTS = "gradients"
 
@@ -55,21 +56,24 @@ class Operator:
         reads: the values that it takes; the gradient of value `v` is `d.v`.
         writes: the values that it makes.
         part: what it does.
-        of: the declared operator that this one runs a part of; by default its own name.
-        split: whether its backward has two parts, I and W; W reads all that forward read.
-        trained: how much of W there is, from 1 (all of its weights are trained) to 0 (none: its backward has no W).
+        forward_name: the declared operator that this one runs a part of; by default its own name.
+        splits_dgrad_wgrad: whether its backward has two parts, I and W; W reads all that forward read.
+        wgrad_fraction: how much of W there is, from 1 (all of its weights are trained) to 0 (none: its backward has no
+            W).
         backward_kind: the kind of its backward; None for the same.
-        adds: for each output, the partial gradient that is added to it, or None.
-        after: operators of the graph that come first although nothing of them is read. It orders this graph alone; what
-            is declared forward says nothing of backward.
-        keeps: values of the forward pass that its backward reads.
-        saves: whether it also leaves something unnamed for its backward, such as what autograd saves.
-        again: whether backward runs it once more, so that what it writes and leaves is not kept.
-        cheap: whether running it again costs little for what need not be kept.
-        waits: values that must be there although nothing of them is read, so that it runs no earlier than needed.
-        plain: those of `writes` that have no gradient (indices, counts).
-        sizes: those of `reads` that say how much there is to move: the host reads them when it issues the operator.
-        effort: a rough relative time.
+        accumulates: for each output, the partial gradient that is added to it, or None.
+        ordered_after: operators of the graph that come first although nothing of them is read. It orders this graph
+            alone; what is declared forward says nothing of backward.
+        saved_for_backward: values of the forward pass that its backward reads.
+        has_saved_state: whether it also leaves something unnamed for its backward, such as what autograd saves.
+        recomputed: whether backward runs it once more, so that what it writes and leaves is not kept.
+        recompute_when_selective: whether running it again costs little for what need not be kept.
+        control_deps: values that must be there although nothing of them is read, so that it runs no earlier than
+            needed.
+        non_differentiable: those of `writes` that have no gradient (indices, counts).
+        host_read_sizes: those of `reads` that say how much there is to move: the host reads them when it issues the
+            operator.
+        relative_cost: a rough relative time.
     """
 
     name: str
@@ -77,34 +81,34 @@ class Operator:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     part: Part = Part.F
-    of: str = ""
-    split: bool = False
-    trained: float = 1.0
+    forward_name: str = ""
+    splits_dgrad_wgrad: bool = False
+    wgrad_fraction: float = 1.0
     backward_kind: Kind | None = None
-    adds: tuple[str | None, ...] = ()
-    after: tuple[str, ...] = ()
-    keeps: tuple[str, ...] = ()
-    saves: bool = False
-    again: bool = False
-    cheap: bool = False
-    waits: tuple[str, ...] = ()
-    plain: tuple[str, ...] = ()
-    sizes: tuple[str, ...] = ()
-    effort: float = 1.0
+    accumulates: tuple[str | None, ...] = ()
+    ordered_after: tuple[str, ...] = ()
+    saved_for_backward: tuple[str, ...] = ()
+    has_saved_state: bool = False
+    recomputed: bool = False
+    recompute_when_selective: bool = False
+    control_deps: tuple[str, ...] = ()
+    non_differentiable: tuple[str, ...] = ()
+    host_read_sizes: tuple[str, ...] = ()
+    relative_cost: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.of:
-            object.__setattr__(self, "of", self.name)
+        if not self.forward_name:
+            object.__setattr__(self, "forward_name", self.name)
 
     @property
     def depends_on(self) -> tuple[str, ...]:
         """Every value that must exist before this operator runs."""
-        return self.reads + tuple(name for name in self.adds if name is not None) + self.waits
+        return self.reads + tuple(name for name in self.accumulates if name is not None) + self.control_deps
 
     @property
     def differentiable(self) -> bool:
         """Whether there is anything to run backward."""
-        return not self.writes or set(self.writes) != set(self.plain)
+        return not self.writes or set(self.writes) != set(self.non_differentiable)
 
     @property
     def receives(self) -> bool:
@@ -127,7 +131,7 @@ class Graph:
         inputs: values that enter the unit.
         outputs: values that leave it.
         repeats: whether units of this kind follow each other, so that what leaves one enters the next.
-        kept: of a backward graph, the values of the forward pass that it reads.
+        saved_values: of a backward graph, the values of the forward pass that it reads.
     """
 
     name: str
@@ -135,16 +139,16 @@ class Graph:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     repeats: bool = False
-    kept: tuple[str, ...] = ()
+    saved_values: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known: set[str] = set()
         names: set[str] = set()
-        self._declare("the inputs list", self.inputs + self.kept, known)
+        self._declare("the inputs list", self.inputs + self.saved_values, known)
         for operator in self.operators:
             self._declare("there are two operators called", (operator.name,), names)
             missing = [value for value in operator.depends_on if value not in known]
-            missing += [name for name in operator.after if name not in names]
+            missing += [name for name in operator.ordered_after if name not in names]
             if missing:
                 raise ValueError(f"graph {self.name!r}: operator {operator.name!r} reads {missing}, not yet written")
             self._declare(f"operator {operator.name!r} writes", operator.writes, known)
@@ -177,14 +181,18 @@ class Graph:
         lines = [f"{self.name}{repeats}: {' '.join(self.inputs)} -> {' '.join(self.outputs)}"]
         for op in self.operators:
             writes = " ".join(
-                f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.adds) if name
+                f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.accumulates) if name
             )
-            trained = "" if op.trained == 1 else f" trained {op.trained:g}"
-            traits = f"{op.kind.value}{' split' * op.split}{trained}{' again' * op.again}, effort {op.effort:g}"
-            after = f" after {' '.join(op.after)}" if op.after else ""
-            keeps = f" keeps {' '.join(op.keeps)}" if op.keeps else ""
-            plain = f" plain {' '.join(op.plain)}" if op.plain else ""
-            lines.append(f"  {op.name} [{traits}] {' '.join(op.reads)} -> {writes}{after}{keeps}{plain}")
+            traits = op.kind.value + " split" * op.splits_dgrad_wgrad + " recomputed" * op.recomputed
+            if op.wgrad_fraction != 1:
+                traits += f" wgrad_fraction {op.wgrad_fraction:g}"
+            lists = {
+                "after": op.ordered_after,
+                "saves": op.saved_for_backward,
+                "without gradient": op.non_differentiable,
+            }
+            rest = "".join(f" {what} {' '.join(values)}" for what, values in lists.items() if values)
+            lines.append(f"  {op.name} [{traits}, cost {op.relative_cost:g}] {' '.join(op.reads)} -> {writes}{rest}")
         return "\n".join(lines)
 
 

@@ -30,15 +30,19 @@ def recomputed(graph: Graph, mode: str) -> Graph:
     """
     if mode == NONE:
         return graph
-    plain = {value for op in graph.operators for value in op.plain}
-    needed = {value for op in graph.operators for value in (*op.keeps, *(op.reads if op.split and op.trained else ()))}
+    plain = {value for op in graph.operators for value in op.non_differentiable}
+    needed = {
+        value
+        for op in graph.operators
+        for value in (*op.saved_for_backward, *(op.reads if op.splits_dgrad_wgrad and op.wgrad_fraction else ()))
+    }
     marked: set[str] = set()
     for op in reversed(graph.operators):
-        may = op.differentiable and (mode == FULL or op.cheap or op.again)
-        if may and (op.saves or needed.intersection(op.writes) - plain):
+        may = op.differentiable and (mode == FULL or op.recompute_when_selective or op.recomputed)
+        if may and (op.has_saved_state or needed.intersection(op.writes) - plain):
             marked.add(op.name)
             needed.update(op.reads)
-    return replace(graph, operators=tuple(replace(op, again=op.name in marked) for op in graph.operators))
+    return replace(graph, operators=tuple(replace(op, recomputed=op.name in marked) for op in graph.operators))
 
 
 def recompute_profile(profile: Profile, mode: str) -> Profile:
@@ -49,7 +53,10 @@ def recompute_profile(profile: Profile, mode: str) -> Profile:
         for name, pair in old.graphs.items()
     }
     layout = replace(old, graphs=graphs)
-    sources = {name: name if name in profile.times else (name[0], f"F.{op.of}") for name, op in named_operators(layout)}
+    sources = {
+        name: name if name in profile.times else (name[0], f"F.{op.forward_name}")
+        for name, op in named_operators(layout)
+    }
     like = {name: profile.like.get(source, source) for name, source in sources.items()}
     return replace(
         profile,

@@ -25,18 +25,21 @@ where its activations are kept)."""
 
 def shares_of(pair: GraphPair) -> Shares:
     """Returns equal parts for all computations. A weight gradient may read what an operator before it recomputes."""
-    writers = {value: op for op in pair.forward.operators for value in op.writes if value not in op.plain}
+    writers = {value: op for op in pair.forward.operators for value in op.writes if value not in op.non_differentiable}
 
     def source(reads: Sequence[str]) -> str:
         """The nearest computation that is recomputed."""
         for op in (writers[value] for value in reads if value in writers):
-            if op.again:
+            if op.recomputed:
                 return op.name if op.kind is Kind.COMPUTE else source(op.reads)
         return ""
 
     computing = [op for op in pair.forward.operators if op.kind is Kind.COMPUTE]
     share = 1 / max(1, len(computing))
-    return {op.name: (share, op.name if op.again else source(op.reads) if op.split else "") for op in computing}
+    return {
+        op.name: (share, op.name if op.recomputed else source(op.reads) if op.splits_dgrad_wgrad else "")
+        for op in computing
+    }
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,11 @@ def activation_memory(
     for place, instruction in enumerate(program):
         op, found = instruction.operator, shares.get(layout.units[instruction.unit], {})
         assert op is not None
-        if op.kind is not Kind.COMPUTE or op.of not in found:  # such as a sum of gradients
+        if op.kind is not Kind.COMPUTE or op.forward_name not in found:  # such as a sum of gradients
             continue
-        share, source = found[op.of]
+        share, source = found[op.forward_name]
         if op.part is Part.R:
-            alloc[place] = sum(each for each, name in found.values() if name == op.of) if recomputed else 0.0
+            alloc[place] = sum(each for each, name in found.values() if name == op.forward_name) if recomputed else 0.0
         elif bool(source) is not recomputed:
             continue
         elif op.part is Part.F:

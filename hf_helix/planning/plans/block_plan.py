@@ -193,7 +193,10 @@ def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph 
     order = list(order)
     operators = entries(forward, backward)
     written = {
-        (letter, v) for letter, graph in (("F", forward), ("B", backward)) if graph for v in graph.inputs + graph.kept
+        (letter, v)
+        for letter, graph in (("F", forward), ("B", backward))
+        if graph
+        for v in graph.inputs + graph.saved_values
     }
     seen: set[str] = set()
     for place, entry in enumerate(order):
@@ -221,5 +224,5 @@ def _problem(
     missing = [value for value in operators[entry].depends_on if (entry[0], value) not in written]
     if missing:
         return f"comes before the operator that writes {', '.join(missing)}"
-    early = [name for name in operators[entry].after if f"{entry[0]}.{name}" not in seen]
+    early = [name for name in operators[entry].ordered_after if f"{entry[0]}.{name}" not in seen]
     return f"comes before {', '.join(early)}" if early else None

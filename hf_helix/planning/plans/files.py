@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
@@ -19,7 +18,6 @@ from hf_helix.planning.plans.block_plan import BlockPlan
 from hf_helix.planning.plans.plan import FORMAT, Plan, graphs_digest
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 
-OLD_FORMAT = "hf_helix.plan/2"
 KINDS: tuple[type[Plan], ...] = (BlockPlan, PriorityPlan, IntraBatchPlan)
 
 
@@ -55,43 +53,18 @@ def parse_plan(text: str, pairs: Mapping[str, GraphPair], *, model: str, mesh: M
     except ValueError as error:
         raise ValueError(f"is damaged: {error}") from error
     version = data.get("format") if isinstance(data, dict) else None
-    if version not in (FORMAT, OLD_FORMAT):
-        raise ValueError(f"has format {version!r}, this version reads {FORMAT!r} and {OLD_FORMAT!r}")
+    if version != FORMAT:
+        raise ValueError(f"has format {version!r}, this version reads {FORMAT!r}")
     graphs = graphs_digest(pairs)
+    for key, value in {"model": model, "mesh": dict(mesh), "graphs": graphs}.items():
+        if data.get(key) != value:
+            raise ValueError(f"is for {key} {data.get(key)!r}, this run has {value!r}")
     try:
-        if version == OLD_FORMAT:
-            data = _translated(data)
-        for key, value in {"model": model, "mesh": dict(mesh), "graphs": graphs}.items():
-            if data.get(key) != value:
-                raise _OtherUse(f"is for {key} {data.get(key)!r}, this run has {value!r}")
         kinds = [kind for kind in KINDS if kind.KEY in data]
         if "rule" not in data or len(kinds) != 1:
             raise ValueError(f"it needs `rule`, and one of {', '.join(f'`{kind.KEY}`' for kind in KINDS)}")
         part = data[kinds[0].KEY]
         return kinds[0].from_data(part, pairs, rule=str(data["rule"]), model=model, mesh=mesh, graphs=graphs)
-    except _OtherUse:
-        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"is damaged: {what}") from error
-
-
-class _OtherUse(ValueError):
-    """A file is not damaged, but of no use here."""
-
-
-def _translated(data: dict[str, Any]) -> dict[str, Any]:
-    """What a file of the version before says, in the words of this one."""
-    if data.get("tiles", 1) != 1:
-        raise _OtherUse(f"is of format {OLD_FORMAT!r} and cut into tiles, which this version reads in {FORMAT!r} only")
-    if "flow" in data:
-        flow = data["flow"]
-        operators = {
-            unit: {
-                entry: {"priority_ms" if key == "bias_ms" else key: value for key, value in figures.items()}
-                for entry, figures in found.items()
-            }
-            for unit, found in flow["operators"].items()
-        }
-        data = {**data, PriorityPlan.KEY: {"extra_live_layers": flow["extra_layers"], "operators": operators}}
-    return data

@@ -204,9 +204,9 @@ class ListScheduler:
                 elif op.part is Part.W:
                     waiting[unit] = place
             named[unit_pass, op.name] = place
-            self.needs[place] += [named[unit_pass, name] for name in op.after]
+            self.needs[place] += [named[unit_pass, name] for name in op.ordered_after]
             if op.part is Part.W:
-                self.needs[place].append(named[unit_pass, f"{op.of}.I"])  # others wait for the I
+                self.needs[place].append(named[unit_pass, f"{op.forward_name}.I"])  # others wait for the I
             elif op.kind is not Kind.PIPELINE:
                 passes.setdefault(unit_pass, []).append(place)
         return passes

@@ -243,7 +243,7 @@ def critical_path(graph: Graph, seconds: dict[str, float]) -> float:
     ended: dict[str, float] = {}
     for op in graph.operators:
         begins = [reached[value] for value in op.depends_on if value in reached]
-        begins += [ended[name] for name in op.after if name in ended]
+        begins += [ended[name] for name in op.ordered_after if name in ended]
         if begins and op.part is not Part.W:
             ended[op.name] = max(begins) + seconds[op.name]
             reached.update(dict.fromkeys(op.writes, ended[op.name]))

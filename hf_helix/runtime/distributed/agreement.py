@@ -22,7 +22,7 @@ from hf_helix.runtime.failures.endings import describe, told_by
 T = TypeVar("T")
 
 
-def over_ranks(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
+def all_gather_object(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
     """Returns what each of several ranks brings, in their order. Collective over these ranks.
 
     Args:
@@ -38,17 +38,17 @@ def over_ranks(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
     return found
 
 
-def agree_on_text(text: str, what: str) -> None:
+def check_same_on_all_ranks(text: str, what: str) -> None:
     """Compare a text over all ranks. Collective.
 
     Raises:
         ValueError: on every rank, naming the ranks and the first line that differs.
     """
-    digests = over_ranks(hashlib.sha256(text.encode()).hexdigest())
+    digests = all_gather_object(hashlib.sha256(text.encode()).hexdigest())
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is None:
         return
-    texts = over_ranks(text)
+    texts = all_gather_object(text)
     raise ValueError(
         f"rank 0 and rank {odd} have different {what}: {first_difference(texts[0], texts[odd])}. "
         "Give every rank the same configuration, model and plan file"
@@ -62,7 +62,7 @@ def agree_on_success(error: Exception | None) -> None:
         Exception: this rank's own error.
         ValueError: that of another rank, which it names.
     """
-    errors = over_ranks(f"{type(error).__name__}: {error}" if error else "")
+    errors = all_gather_object(f"{type(error).__name__}: {error}" if error else "")
     if error is not None:
         raise error
     failed = next((rank for rank, text in enumerate(errors) if text), None)

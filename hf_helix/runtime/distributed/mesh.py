@@ -117,7 +117,7 @@ def build_mesh(
     pp_size: int = 1,
     cp_size: int = 1,
     ep_size: int = 1,
-    cross_node: Collection[str] | None = None,
+    inter_node_axes: Collection[str] | None = None,
     link: str | None = None,
 ) -> Mesh:
     """The mesh over every process of the launcher's group; one of the same sizes that is there already is used again.
@@ -127,7 +127,7 @@ def build_mesh(
 
     Args:
         ep_size: of the data-parallel ranks, how many share the experts.
-        cross_node: the axes (`tp`, `cp`, `ep`) that communicate between hosts; None to ask the ranks for the names.
+        inter_node_axes: the axes (`tp`, `cp`, `ep`) that communicate between hosts; None to ask for the ranks' hosts.
         link: see `HelixConfig`.
 
     Raises:
@@ -138,7 +138,7 @@ def build_mesh(
     world = world_size()
     check_joined(world)
     check_world(world, tp_size, pp_size, cp_size, ep_size)
-    cross = None if cross_node is None else tuple(sorted(cross_node))
+    cross = None if inter_node_axes is None else tuple(sorted(inter_node_axes))
     key = tp_size, pp_size, cp_size, ep_size, cross, device, dist.group.WORLD if dist.is_initialized() else None
     if key not in _meshes:
         dp_size = world // (tp_size * pp_size * cp_size)
@@ -159,7 +159,7 @@ def forget_meshes() -> None:
     _meshes.clear()
 
 
-def _new_mesh(sizes: dict[str, int], device: torch.device, cross_node: Collection[str] | None) -> Mesh:
+def _new_mesh(sizes: dict[str, int], device: torch.device, inter_node_axes: Collection[str] | None) -> Mesh:
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     shared, single = pp_size * cp_size * tp_size, Axis.single()
     if dp_size * shared == 1:
@@ -176,8 +176,8 @@ def _new_mesh(sizes: dict[str, int], device: torch.device, cross_node: Collectio
         "ep": places.movedim(1, -1),
         "experts": places.movedim(1, 3).flatten(3),
     }
-    if cross_node is None:
-        cross_node = _axes_between_hosts(rows)
+    if inter_node_axes is None:
+        inter_node_axes = _axes_between_hosts(rows)
     device_mesh = _device_mesh(device, dp_size, shared)
     batch_group = device_mesh.get_group("tp") if shared > 1 else None
     dp_group = device_mesh.get_group("dp_replicate") if dp_size > 1 else None
@@ -188,7 +188,7 @@ def _new_mesh(sizes: dict[str, int], device: torch.device, cross_node: Collectio
             return single
         group = batch_group if size == shared and name != "experts" else groups.group_of(rows[name])
         assert group is not None
-        kind = Kind.CROSS if set(kinds) & set(cross_node) else Kind.LOCAL
+        kind = Kind.INTER_NODE if set(kinds) & set(inter_node_axes) else Kind.INTRA_NODE
         return Axis(_transport(group, rows[name], backend), kind)
 
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_helix.operators.communication.emulated_link import Link, LinkedPassage
-from hf_helix.operators.communication.pipeline_p2p import GroupPassage, LanePassage, Passage
+from hf_helix.operators.communication.pipeline_p2p import GroupChannel, LaneChannel, P2PChannel
 from hf_helix.runtime.distributed import groups
 
 
@@ -56,7 +56,7 @@ class Pipe:
         """The same ranks and groups, with everything going over a link."""
         return Pipe(self.ranks, self.group, self._lanes, link)
 
-    def passage(self, boundary: int, peer: int, outward: bool) -> Passage:
+    def passage(self, boundary: int, peer: int, outward: bool) -> P2PChannel:
         """This rank's end of the way between virtual stages `boundary` and `boundary` + 1.
 
         Args:
@@ -66,11 +66,11 @@ class Pipe:
         source, target = (self.rank, peer) if outward else (peer, self.rank)
         ways = Lane(source, target, False), Lane(target, source, True)
         lanes: Mapping[Any, dist.ProcessGroup] = self._lanes
-        passage: Passage
+        passage: P2PChannel
         if ways[0] in lanes:
-            passage = LanePassage(self.ranks[peer], lanes[ways[0]], lanes[ways[1]])
+            passage = LaneChannel(self.ranks[peer], lanes[ways[0]], lanes[ways[1]])
         else:
-            passage = GroupPassage(self.ranks[peer], lanes[source % 2], lanes[target % 2], boundary)
+            passage = GroupChannel(self.ranks[peer], lanes[source % 2], lanes[target % 2], boundary)
         return passage if self._link is None else LinkedPassage(passage, self._link)
 
     def connect(self, one: torch.Tensor) -> None:

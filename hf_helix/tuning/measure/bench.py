@@ -61,7 +61,7 @@ class Bench:
         first = _first_units(runner)
         every = [Timed(name, first[name[0]], op) for name, op in named_operators(runner.layout) if name[0] in first]
         self.computing = [timed for timed in every if timed.op.kind is Kind.COMPUTE]
-        self.moving = [timed for timed in every if timed.op.kind in (Kind.LOCAL, Kind.CROSS)]
+        self.moving = [timed for timed in every if timed.op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE)]
 
     def repeats(self, timed: Timed) -> bool:
         """Whether it belongs to a decoder layer."""
@@ -139,7 +139,7 @@ class Bench:
             hold(streams, 2 * ISSUING_SLOWEST)
             streams.trace = trace = Trace()
             try:
-                side = Kind.LOCAL if first.op.kind is Kind.COMPUTE else Kind.CROSS
+                side = Kind.INTRA_NODE if first.op.kind is Kind.COMPUTE else Kind.INTER_NODE
                 event = streams.issue(side, works[1], (), "second")
                 if first.op.kind is Kind.COMPUTE:
                     streams.compute(works[0], "first")
@@ -169,14 +169,18 @@ class Bench:
 
     def _call(self, timed: Timed) -> Call:
         unit = self.runner.executor.units[timed.unit]
-        return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, timed.op.of, unit)
+        return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, timed.op.forward_name, unit)
 
     def _before(self, repeat: int, timed: Timed) -> list[Instruction]:
         """The forward operators that a backward operator needs, those of recompute where there are any."""
         if timed.op.part in (Part.F, Part.R) or timed.op.kind.communicates:
             return []
-        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=not timed.op.again)
-        found = [i for i in made if i.operator and i.operator.of == timed.op.of and not i.operator.kind.communicates]
+        made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=not timed.op.recomputed)
+        found = [
+            i
+            for i in made
+            if i.operator and i.operator.forward_name == timed.op.forward_name and not i.operator.kind.communicates
+        ]
         return [i for i in found if i.operator and i.operator.part in (Part.F, Part.R)]
 
     def _instruction(self, repeat: int, timed: Timed, ends: bool = False) -> Instruction:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_helix.operators.communication.emulated_link import bare
-from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.candidates import baseline_runner
@@ -36,7 +36,7 @@ def even_out(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> 
         before = link.out.bytes
         alone.train_window(window)
         forget_gradients(alone)
-        sent = max(over_ranks(link.out.bytes - before))
+        sent = max(all_gather_object(link.out.bytes - before))
         if not sent:
             raise ValueError("link='even' needs something to carry, and a window sends nothing; use link=None")
         computation = measure_overlap({"": alone}, window, repeats)[""].computation

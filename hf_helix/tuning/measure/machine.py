@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import backends, host_name
 from hf_helix.runtime.environment import CONNECTIONS
 from hf_helix.runtime.runner import Runner
@@ -26,11 +26,11 @@ def machine(runner: Runner) -> dict[str, str]:
     known = {
         **(_gpu(device) if device.type == "cuda" else {"device": _cpu_name(), "threads": str(torch.get_num_threads())}),
         "backend": backends().get(device.type, "none") if dist.is_initialized() else "none",
-        "hosts": str(len(set(over_ranks(host_name())))),
+        "hosts": str(len(set(all_gather_object(host_name())))),
         "torch": torch.__version__,
         "emulated_link": runner.mesh.link.speed_now.text if runner.mesh.link is not None else "",
     }
-    return over_ranks({key: value for key, value in known.items() if value})[0]
+    return all_gather_object({key: value for key, value in known.items() if value})[0]
 
 
 def _gpu(device: torch.device) -> dict[str, str]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hf_helix.operators.communication.transport import Axis, Move, Recorder, SilentTransport, Transport
-from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import world_size
 from hf_helix.runtime.grad_reduce import complete_gradients
@@ -261,7 +261,7 @@ def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[
     for stream in (None, *trace.communicating()):
         busy = trace.busy(compute=False, stream=stream)
         mine[stream or ""] = trace.beside(stream) / busy if busy else 0.0
-    ranks = over_ranks(mine)
+    ranks = all_gather_object(mine)
     streams = sorted({stream for found in ranks for stream in found})
     return {stream: statistics.fmean(found[stream] for found in ranks if stream in found) for stream in streams}
 
@@ -274,7 +274,7 @@ def _bubble_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
         trace = trace_window(runner, window)
     spans = [(span.start, span.end) for span in trace.spans if span.stream == "compute"]
     mine = trace.busy(compute=True), min(start for start, _ in spans), max(end for _, end in spans)
-    ranks = over_ranks(mine)
+    ranks = all_gather_object(mine)
     # Clocks of hosts differ; rank 0 of a pipeline computes first and last on the fold.
     whole = max(end - start for _, start, end in ranks)
     return max(0.0, 1 - statistics.fmean(busy for busy, _, _ in ranks) / whole)
@@ -292,7 +292,7 @@ def _timed(work: Callable[[], Any], runner: Runner) -> float:
 
 def _maxima(mine: list[float]) -> list[float]:
     """The time of the slowest rank, repeat by repeat. Collective."""
-    return [max(column) for column in zip(*over_ranks(mine), strict=True)]
+    return [max(column) for column in zip(*all_gather_object(mine), strict=True)]
 
 
 def forget_gradients(runner: Runner) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
-from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams
@@ -64,7 +64,7 @@ def _measure(
     medians = {name: statistics.median(found) for name, found in mine.items()}
     names = [name for name, _ in named_operators(runner.layout)]
     # Ranks of a pipeline hold different units.
-    ranks = over_ranks((medians, {name: _spread(found) for name, found in mine.items()}, bench.alike(), sent))
+    ranks = all_gather_object((medians, {name: _spread(found) for name, found in mine.items()}, bench.alike(), sent))
     kinds = {name: op.kind for name, op in named_operators(runner.layout)}
     times = {name: _agreed(kinds[name], [found[name] for found, *_ in ranks if name in found]) for name in names}
     spread = {name: max(found[name] for _, found, *_ in ranks if name in found) for name in names}
@@ -90,7 +90,7 @@ def _without_link(bench: Bench) -> dict[Name, float]:
         return {}
     with bare(link):
         found, _ = _measure_communication(bench)
-    ranks = over_ranks({name: statistics.median(seconds) for name, seconds in found.items()})
+    ranks = all_gather_object({name: statistics.median(seconds) for name, seconds in found.items()})
     return {name: min(each[name] for each in ranks if name in each) for mine in ranks for name in mine}
 
 
@@ -120,7 +120,7 @@ def _measure_pairs(
     shortest = SHORTEST * max((times[timed.name] for timed in moving), default=0.0)
     computing = [timed for timed in bench.computing if bench.repeats(timed) and times[timed.name] > shortest]
     couples = [(a, b) for a in computing for b in moving]
-    couples += [(a, b) for a in moving for b in moving if a.op.kind is Kind.LOCAL and b.op.kind is Kind.CROSS]
+    couples += [(a, b) for a in moving for b in moving if a.op.kind is Kind.INTRA_NODE and b.op.kind is Kind.INTER_NODE]
     couples += [(a, a) for a in moving]
     if not isinstance(bench.runner.executor.streams, CudaStreams):
         # On a GPU two computations on two streams would write the same gradients and saved activations at once.
@@ -130,7 +130,7 @@ def _measure_pairs(
     for place, (a, b) in enumerate(couples):
         counts = _counts(a, b, times)
         mine = [statistics.median(column) for column in zip(*bench.together(a, b, counts), strict=True)]
-        first, second = zip(*over_ranks(mine), strict=True)
+        first, second = zip(*all_gather_object(mine), strict=True)
         alone = times[a.name], times[b.name]
         trains = [count * seconds for count, seconds in zip(counts, alone, strict=True)]
         beside = _agreed(a.op.kind, first), _agreed(b.op.kind, second)

@@ -120,7 +120,7 @@ def test_refusals(helix: dict[str, Any], kind: str, words: str, cluster_of: Any)
 
 def test_precision_and_seed() -> None:
     _, model, *_ = loop_jobs.made(HelixPlugin(tp_size=1), 1, 4, mixed_precision="bf16")
-    assert model.engine.runner.precision.products is torch.bfloat16
+    assert model.engine.runner.precision.autocast_dtype is torch.bfloat16
     model.engine.close()
     with pytest.raises(ValueError, match="mixed_precision='fp16': use mixed_precision='bf16'"):
         loop_jobs.made(HelixPlugin(tp_size=1), 1, 4, mixed_precision="fp16")

@@ -30,11 +30,11 @@ LAYOUTS: dict[str, Case] = {
     "tp": {"tp_size": 2},
     "cp": {"cp_size": 2, "rank": 1},
     "cp by gathers": {"cp_size": 2, "cp_method": "all_gather"},
-    "tp cp": {"tp_size": 2, "cp_size": 2, "cross_node": ("cp",)},
+    "tp cp": {"tp_size": 2, "cp_size": 2, "inter_node_axes": ("cp",)},
     "dp tp": {"dp": 2, "tp_size": 2},
     "zero": {"dp": 2, "tp_size": 2, "sharded": True},
     "ep": {"family": "mixtral", "dp": 2, "ep_size": 2},
-    "ep tp": {"family": "mixtral", "dp": 2, "ep_size": 2, "tp_size": 2, "cross_node": ("ep",)},
+    "ep tp": {"family": "mixtral", "dp": 2, "ep_size": 2, "tp_size": 2, "inter_node_axes": ("ep",)},
     "ep with a capacity": {"family": "mixtral", "dp": 2, "ep_size": 2, "expert_capacity_factor": 1.25},
 }
 PIPELINES: dict[str, Case] = {
@@ -182,7 +182,7 @@ def test_the_watch_sees_what_nothing_orders() -> None:
         return [mistake.kind for mistake in cuda.mistakes]
 
     with cuda.watch():
-        event = mine.issue(Kind.LOCAL, lambda: value.add_(1), (), "add")
+        event = mine.issue(Kind.INTRA_NODE, lambda: value.add_(1), (), "add")
         view = value[1:]  # reads nothing
         assert found() == []
         torch.neg(view)
@@ -191,16 +191,16 @@ def test_the_watch_sees_what_nothing_orders() -> None:
         mine.wait(event)
         torch.neg(view)
         assert found() == ["READ"]
-        mine.issue(Kind.LOCAL, lambda: torch.neg(value), (), "read")
+        mine.issue(Kind.INTRA_NODE, lambda: torch.neg(value), (), "read")
         value.zero_()
         assert found() == ["READ", "WRITE"]
         made = [torch.zeros(4)]
-        late: Any = mine.issue(Kind.LOCAL, lambda: made[0].add_(1), (), "add")
+        late: Any = mine.issue(Kind.INTRA_NODE, lambda: made[0].add_(1), (), "add")
         made.clear()
         assert found() == ["READ", "WRITE", "FREED"]
         mine.wait(late)
         made.append(other)
-        mine.wait(mine.issue(Kind.LOCAL, lambda: made[0].add_(1), (), "add"))
+        mine.wait(mine.issue(Kind.INTRA_NODE, lambda: made[0].add_(1), (), "add"))
         made.clear()
         del other
         assert len(found()) == 3

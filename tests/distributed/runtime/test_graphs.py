@@ -19,7 +19,7 @@ from benchmarks.gpu.models import batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on, silent_mesh
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.engine.engine import Engine
-from hf_helix.engine.microbatches import Scale
+from hf_helix.engine.microbatches import LossScale
 from hf_helix.runtime import cuda_graphs as graphs
 from hf_helix.runtime.cuda_graphs import CudaRecorder, WindowGraphs
 from hf_helix.runtime.notices import say
@@ -31,13 +31,13 @@ SMALL = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 512}
 
 @contextlib.contextmanager
 def engine_with(
-    recorder: FakeRecorder | None, family: str = "llama", model: Any = None, products: Any = None, **options: Any
+    recorder: FakeRecorder | None, family: str = "llama", model: Any = None, autocast_dtype: Any = None, **options: Any
 ) -> Iterator[Engine]:
     """An engine of rank 0 of a layout; its windows come from graphs of a recorder."""
     sizes = {axis: options.pop(axis) for axis in ("tp", "cp", "ep") if axis in options}
     made = functools.partial(tiny, family, **{**SMALL, **(model or {})})
     options = {"plan": "greedy", **options}
-    with engine_on(made, silent_mesh(CPU, **sizes), 2, products, **options) as engine:
+    with engine_on(made, silent_mesh(CPU, **sizes), 2, autocast_dtype, **options) as engine:
         engine.runner.executor.streams.close()
         engine.runner.executor.streams = CudaStreams(CPU, FakeCuda())  # in this thread, where operators are seen
         engine.graphs = WindowGraphs(say, recorder) if recorder is not None else None
@@ -50,7 +50,7 @@ def trained(engine: Engine, lengths: tuple[tuple[int, ...], ...] = ((12, 8),) * 
     found: list[Any] = []
     for step, each in enumerate(lengths):
         window = batches(2, lengths=each, seed=step + 1)
-        scale = Scale(torch.tensor(1 / targets(window)), 1 / 2)
+        scale = LossScale(torch.tensor(1 / targets(window)), 1 / 2)
         losses = engine.train_window(on(window, CPU), scale, step)
         found += [*losses, engine.clip_gradients(1.0)]
         optimizer.step()
@@ -100,7 +100,7 @@ def test_routers_are_counted_on() -> None:
 
 def test_gradients_of_earlier_windows_are_added_to() -> None:
     window = batches(2, lengths=(12,))
-    scale = Scale(torch.tensor(1 / targets(window)), 1 / 2)
+    scale = LossScale(torch.tensor(1 / targets(window)), 1 / 2)
     found = []
     for recorder in (None, FakeRecorder()):
         with engine_with(recorder) as engine:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_helix.checkpoint.shard import whole_parameter
 from hf_helix.operators.communication.group_transports import GlooTransport
-from hf_helix.operators.communication.pipeline_p2p import LanePassage
+from hf_helix.operators.communication.pipeline_p2p import LaneChannel
 from hf_helix.operators.unit import Placement
 from hf_helix.runtime import sharded_optimizer as sharding
 from hf_helix.runtime.distributed import groups, mesh
@@ -76,7 +76,7 @@ def kinds_of_mesh(sizes: dict[str, int]) -> dict[str, Any]:
         made = mesh.build_mesh(device="cpu", **sizes)
         passage = made.pipe.passage(0, 1 - made.pipe.rank, made.pipe.rank == 0)
     return {
-        "lanes": isinstance(passage, LanePassage),
+        "lanes": isinstance(passage, LaneChannel),
         "plain": not isinstance(made.tp.transport, GlooTransport),
         "members": [dist.get_process_group_ranks(group) for group in made.pipe._lanes.values()],
     }

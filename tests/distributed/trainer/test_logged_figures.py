@@ -60,7 +60,7 @@ def check_trace(path: Path) -> None:
     assert by_rank[0] == by_rank[1]
     assert set(by_rank[0].values()) == {1}
     assert {e["args"]["microbatch"] for e in runs} == {0, 1}
-    assert {e["cat"] for e in runs} == {"compute", "local"}
+    assert {e["cat"] for e in runs} == {"compute", "intra_node"}
     assert sum(name.startswith("F0.") and unit == "layers.1" for name, unit, _ in by_rank[0]) == 14
     assert all(event["dur"] > 0 for event in runs)
 
@@ -75,7 +75,7 @@ def test_logs_of_a_plan_that_needs_no_measurement(cluster_of: Any, tmp_path: Pat
         assert rank["figures"].keys() == SPEED | {"helix/overlapped_fraction", "helix/exposed_ms"}
         overlap = rank["overlap"]
         assert overlap["tokens"] == 2 * 2 * 16
-        assert overlap["by_kind"] == {"local": pytest.approx(overlap["overlapped"])}
+        assert overlap["by_kind"] == {"intra_node": pytest.approx(overlap["overlapped"])}
         assert rank["gradients"] == 0
     # A shard is half of 16 tokens of 2 sequences, 32 numbers each, in fp32; a rank sends it to one other. Per
     # micro-batch: 2 layers with 4 collectives forward and 4 backward, 2 of the embedding, 2 of the head; and in the

@@ -68,7 +68,7 @@ def test_mixed_precision_of_the_launcher(tmp_path: Path, monkeypatch: pytest.Mon
         jobs.make_trainer(str(tmp_path), {})
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     trainer = jobs.make_trainer(str(tmp_path), {})
-    assert trainer.helix.runner.precision.products is torch.bfloat16
+    assert trainer.helix.runner.precision.autocast_dtype is torch.bfloat16
 
 
 def test_own_loss_functions(tmp_path: Path) -> None:

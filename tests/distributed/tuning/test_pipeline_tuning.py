@@ -208,10 +208,10 @@ def test_operators_in_a_trace_are_those_of_the_schedule(tuned: Any, folder: Path
 @pytest.mark.parametrize(
     ("processes", "tp", "schedule", "streams"),
     [
-        pytest.param(4, 2, "folded_1f1b", {"local"}, marks=pytest.mark.slow),
+        pytest.param(4, 2, "folded_1f1b", {"intra_node"}, marks=pytest.mark.slow),
         pytest.param(4, 1, "auto", {"gradients"}, marks=pytest.mark.slow),
-        pytest.param(4, 2, "auto", {"local"}, marks=pytest.mark.slow),
-        pytest.param(8, 2, "auto", {"local", "gradients"}, marks=pytest.mark.slow),
+        pytest.param(4, 2, "auto", {"intra_node"}, marks=pytest.mark.slow),
+        pytest.param(8, 2, "auto", {"intra_node", "gradients"}, marks=pytest.mark.slow),
     ],
 )
 def test_beside_tensor_and_data_parallelism(

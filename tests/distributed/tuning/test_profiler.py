@@ -31,7 +31,7 @@ def test_every_operator_has_a_possible_time(found: Any) -> None:
         assert rank["times"].keys() == rank["kinds"].keys()
         assert all(math.isfinite(seconds) and 0 < seconds < 10 for seconds in rank["times"].values())
         assert {"embedding", "layer", "head"} == {unit for unit, _ in rank["times"]}
-        assert {"local"} == set(rank["kinds"].values()) - {"compute"}
+        assert {"intra_node"} == set(rank["kinds"].values()) - {"compute"}
 
 
 def test_ranks_agree_on_everything(found: Any) -> None:
@@ -44,10 +44,10 @@ def test_ranks_agree_on_everything(found: Any) -> None:
 def test_computations_of_a_layer_are_measured_beside_collectives(found: Any) -> None:
     rank = found[0]
     kinds, layers = rank["kinds"], set(rank["layers"])
-    moving = [name for name in layers if kinds[name] == "local" and name not in rank["like"]]
+    moving = [name for name in layers if kinds[name] == "intra_node" and name not in rank["like"]]
     assert moving
     assert {name for names in rank["pairs"] for name in names} <= layers
-    beside = {a for a, b in rank["pairs"] if kinds[a] == "compute" and kinds[b] == "local"}
+    beside = {a for a, b in rank["pairs"] if kinds[a] == "compute" and kinds[b] == "intra_node"}
     longest = max((name for name in layers if kinds[name] == "compute"), key=rank["times"].get)
     assert longest in beside
     # Whatever is measured beside one collective is measured beside all of them.
@@ -60,9 +60,9 @@ def test_like_is_measured_beside_like(found: Any) -> None:
     rank = found[0]
     kinds = rank["kinds"]
     alike = [(a, b) for a, b in rank["pairs"] if kinds[a] == kinds[b]]
-    assert {kinds[a] for a, _ in alike} == {"compute", "local"}
+    assert {kinds[a] for a, _ in alike} == {"compute", "intra_node"}
     for name in rank["layers"]:
-        if kinds[name] == "local" and name not in rank["like"]:
+        if kinds[name] == "intra_node" and name not in rank["like"]:
             assert (name, name) in alike
 
 
@@ -80,7 +80,7 @@ def test_collectives_of_one_size_stand_for_each_other(found: Any) -> None:
         assert other not in like
         assert name != other
     # Both gathers of a layer carry a micro-batch of hidden states.
-    layer = {name: like.get(name, name) for name in rank["layers"] if kinds[name] == "local"}
+    layer = {name: like.get(name, name) for name in rank["layers"] if kinds[name] == "intra_node"}
     assert layer["layer", "F.attn.gather"] == layer["layer", "F.mlp.gather"]
     assert layer["layer", "F.attn.scatter"] == layer["layer", "F.mlp.scatter"]
     assert layer["layer", "F.attn.gather"] != layer["layer", "F.attn.scatter"]

@@ -19,7 +19,7 @@ from hf_helix.tuning.measure.profiler import measure_profile
 
 TP = {"tp_size": 2, "model": {"num_hidden_layers": 1}}
 CASES: dict[str, dict[str, Any]] = {
-    "tp cp": {"tp_size": 2, "cp_size": 2, "cross_node": ("cp",)},
+    "tp cp": {"tp_size": 2, "cp_size": 2, "inter_node_axes": ("cp",)},
     "experts": {"family": "mixtral", "dp": 2, "ep_size": 2},
     "a pipeline": {"pp_size": 2, "model": {"num_hidden_layers": 4}},
 }

@@ -140,7 +140,7 @@ def test_plans_as_if_layers_were_recomputed(file: Path, tmp_path: Path, two_rule
 
 
 def test_nothing_overlaps_where_nothing_may(file: Path, tmp_path: Path, capsys: Any) -> None:
-    save_profile(ablate_profile(tiny_profile(), ("local", "cross")), file)
+    save_profile(ablate_profile(tiny_profile(), ("intra_node", "inter_node")), file)
     run("plan", file, "--output", tmp_path / "plan.json")
     rows = capsys.readouterr().out.splitlines()[2:-1]
     # All on one stream: every order takes as long, but for cutting into tiles.
@@ -155,7 +155,7 @@ def test_a_plan_as_text(file: Path, tmp_path: Path, capsys: Any) -> None:
     run("show", tmp_path / "plan.json", "--profile", file, "--microbatches", "2", "--width", "90")
     title, *rows = capsys.readouterr().out.splitlines()
     assert title.startswith("greedy: 2 micro-batches, predicted ")
-    assert [row.split()[0] for row in rows[:2]] == ["compute", "local"]
+    assert [row.split()[0] for row in rows[:2]] == ["compute", "intra_node"]
     assert all(len(row) <= 90 for row in rows)
 
 

@@ -48,7 +48,7 @@ def test_the_defaults_are_one_rank_and_auto():
         "shard_optimizer": False,
         "cp_method": "ring",
         "expert_capacity_factor": None,
-        "cross_node": None,
+        "inter_node_axes": None,
         "recompute": None,
         "link": None,
     }
@@ -107,17 +107,19 @@ def test_a_sharded_optimizer_needs_the_same_parameters_everywhere():
 
 
 def test_options_of_context_parallelism():
-    made = HelixConfig.from_mapping({"cp_size": 2, "cp_method": "all_gather", "cross_node": ["cp"]}, "here")
-    assert (made.cp_size, made.cp_method, made.cross_node) == (2, "all_gather", ("cp",))
+    made = HelixConfig.from_mapping({"cp_size": 2, "cp_method": "all_gather", "inter_node_axes": ["cp"]}, "here")
+    assert (made.cp_size, made.cp_method, made.inter_node_axes) == (2, "all_gather", ("cp",))
     assert made.ranks_per_batch == 2
     with pytest.raises(
         ValueError, match=r"cp_method='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"
     ):
         HelixConfig(cp_method="rings")
-    with pytest.raises(ValueError, match="cross_node='dp' is no axis; use some of tp, cp, ep"):
-        HelixConfig(cross_node=("dp",))
-    with pytest.raises(TypeError, match=r"cross_node must be a list, such as cross_node=\['cp'\], or None; got 'cp'"):
-        HelixConfig(cross_node="cp")
+    with pytest.raises(ValueError, match="inter_node_axes='dp' is no axis; use some of tp, cp, ep"):
+        HelixConfig(inter_node_axes=("dp",))
+    with pytest.raises(
+        TypeError, match=r"inter_node_axes must be a list, such as inter_node_axes=\['cp'\], or None; got 'cp'"
+    ):
+        HelixConfig(inter_node_axes="cp")
 
 
 @pytest.mark.parametrize(
@@ -491,16 +493,16 @@ def test_a_file_of_bytes_is_named(tmp_path):
 )
 def test_lists_and_cache_in_yaml(tmp_path: Path, text: str):
     config = HelixConfig.from_file(write(tmp_path / "helix.yaml", text))
-    assert config == HelixConfig(tp_size=2, cross_node=("tp", "cp"), cache=False)
+    assert config == HelixConfig(tp_size=2, inter_node_axes=("tp", "cp"), cache=False)
 
 
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
         ("without: [wgrad]", ValueError, "unknown option 'without'"),
-        ("cross_node: tp", TypeError, "cross_node must be a list"),
-        ("cross_node: [tq]", ValueError, "cross_node='tq' is no axis"),
-        ("cross_node: [yes]", ValueError, "cross_node=True is no axis"),
+        ("inter_node_axes: tp", TypeError, "inter_node_axes must be a list"),
+        ("inter_node_axes: [tq]", ValueError, "inter_node_axes='tq' is no axis"),
+        ("inter_node_axes: [yes]", ValueError, "inter_node_axes=True is no axis"),
         ("cache: 1", TypeError, "cache must be true or false"),
         ("profile: absent.json", ValueError, "profile='absent.json' is not an existing file"),
     ],

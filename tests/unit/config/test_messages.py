@@ -23,7 +23,7 @@ def test_unknown_options_of_the_constructor_name_the_nearest() -> None:
             HelixConfig(**options)
     with pytest.raises(ValueError, match=r"HelixPlugin: unknown option 'tp' \(did you mean 'tp_size'\?\)"):
         HelixPlugin(tp=2)
-    given = HelixConfig(tp_size=2, cross_node=("tp",))
+    given = HelixConfig(tp_size=2, inter_node_axes=("tp",))
     assert copy.deepcopy(given) == pickle.loads(pickle.dumps(given)) == given
 
 
@@ -72,12 +72,12 @@ def test_eager_attention_of_ones_own_over_shared_sequences() -> None:
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
     from hf_helix.models.attention import Attention, declare_attention
-    from hf_helix.models.builder import Builder, Sharing
+    from hf_helix.models.builder import Builder, ParallelContext
     from hf_helix.operators.communication.transport import Axis, SilentTransport
 
     def declared(implementation: str, **options: Any) -> None:
         attn = llama(num_hidden_layers=1, attn_implementation=implementation).model.layers[0].self_attn
-        b = Builder("layer", "layers.0", Sharing(cp=Axis(SilentTransport(2, 0))))
+        b = Builder("layer", "layers.0", ParallelContext(cp=Axis(SilentTransport(2, 0))))
         declare_attention(b, Attention(attn, lambda *_: _, **options), "q", "k", "v")
 
     with pytest.raises(ValueError, match=r"cp_size=2.*gemma2.*eager_attention_forward.*cp_size=1"):

@@ -89,7 +89,7 @@ def test_the_base_model_that_was_loaded_or_given_comes_first(tmp_path: Path):
 
 
 def test_the_yaml_is_the_configuration_that_was_used(tmp_path: Path):
-    options = {"plan": "greedy", "cache": False, "cross_node": ("tp",)}
+    options = {"plan": "greedy", "cache": False, "inter_node_axes": ("tp",)}
     trainer_in(tmp_path, **options).create_model_card()
     path = launch_file(card_in(tmp_path), tmp_path)
     assert HelixConfig.from_file(path) == HelixConfig(**options)

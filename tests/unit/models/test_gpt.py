@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models import tiny
 
-from hf_helix.models.builder import Sharing
+from hf_helix.models.builder import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.communication.transport import Axis, SilentTransport
@@ -22,10 +22,10 @@ IN_TURN = {**NEOX, "use_parallel_residual": False}
 
 def test_layers_have_equal_graphs_and_parallel_residuals_communicate_once() -> None:
     def collectives(**model: Any) -> int:
-        made, sharing = tiny(**model), Sharing(Axis(SilentTransport(2, 0)))
+        made, sharing = tiny(**model), ParallelContext(Axis(SilentTransport(2, 0)))
         layers = [unit.graphs.forward for unit in family_of(made).units(made, sharing) if unit.name == "layer"]
         assert all(one.describe() == other.describe() for one, other in itertools.pairwise(layers))
-        return sum(op.kind is Kind.LOCAL for op in layers[0].operators)
+        return sum(op.kind is Kind.INTRA_NODE for op in layers[0].operators)
 
     scaled = {"scale_attn_by_inverse_layer_idx": True}
     assert [

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.attention.kernels import Cudnn, Efficient, Flash, cuda_kernels
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, Exact, FirstOf, Kernel, Seen, TorchCpu
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, Exact, FirstOf, Kernel, TorchCpu
 from hf_helix.operators.attention.ring_attention import DOCUMENTS, RingBlock
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
@@ -37,9 +37,9 @@ def differentiated(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: 
     scores, wide, values = written_out(q, k, v, *seen)
     weights = (scores - lse.double().unsqueeze(-1)).exp()
     delta = (do.double() * o.double()).sum(-1, keepdim=True)
-    products = weights * (do.double() @ values.mT - delta) * seen[0]
-    dk, dv = ((part @ rows.double()) for part, rows in ((products.mT, q), (weights.mT, do)))
-    parts = (products @ wide, *(value.unflatten(1, (groups, -1)).sum(2) for value in (dk, dv)))
+    autocast_dtype = weights * (do.double() @ values.mT - delta) * seen[0]
+    dk, dv = ((part @ rows.double()) for part, rows in ((autocast_dtype.mT, q), (weights.mT, do)))
+    parts = (autocast_dtype @ wide, *(value.unflatten(1, (groups, -1)).sum(2) for value in (dk, dv)))
     return [part.to(q.dtype) for part in parts]
 
 
@@ -169,10 +169,10 @@ def of_documents(queries: int, keys: int) -> Tensor:
 SEEN = {
     "everything": (6, 10, EVERYTHING),
     "causal": (9, 9, CAUSAL),
-    "window": (12, 12, Seen(True, 4)),
-    "apart": (8, 8, Seen(False, 11, 8)),
-    "fewer keys": (12, 5, Seen(False, 14, 5)),
-    "mask": (17, 9, Seen(mask=of_documents(17, 9))),
+    "window": (12, 12, AttentionMask(True, 4)),
+    "apart": (8, 8, AttentionMask(False, 11, 8)),
+    "fewer keys": (12, 5, AttentionMask(False, 14, 5)),
+    "mask": (17, 9, AttentionMask(mask=of_documents(17, 9))),
 }
 
 
@@ -231,7 +231,9 @@ def test_a_ring_over_the_kernels_of_a_gpu(packed: bool, window: int | None) -> N
                 torch.testing.assert_close(one, other, atol=close, rtol=close)
 
 
-def names(capability: tuple[int, int], dtype: torch.dtype, head_dim: int, seen: Seen = CAUSAL, keys: int = 64) -> str:
+def names(
+    capability: tuple[int, int], dtype: torch.dtype, head_dim: int, seen: AttentionMask = CAUSAL, keys: int = 64
+) -> str:
     q = torch.empty(1, 1, 64, head_dim, dtype=dtype)
     kernels = (*cuda_kernels(capability), Exact())
     return type(next(kernel for kernel in kernels if kernel.takes(q, q[:, :, :keys], seen))).__name__
@@ -240,7 +242,7 @@ def names(capability: tuple[int, int], dtype: torch.dtype, head_dim: int, seen: 
 def test_which_kernel_serves_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    windowed, masked = Seen(True, 3), Seen(mask=torch.ones(1, 64, 64, dtype=torch.bool))
+    windowed, masked = AttentionMask(True, 3), AttentionMask(mask=torch.ones(1, 64, 64, dtype=torch.bool))
     assert names((9, 0), bf16, 128) == names((10, 0), fp16, 64) == "Cudnn"
     assert names((9, 0), bf16, 128, EVERYTHING, keys=63) == "Flash"
     assert names((9, 0), bf16, 192) == names((9, 0), bf16, 128, windowed) == names((8, 0), bf16, 128) == "Flash"

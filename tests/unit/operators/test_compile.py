@@ -11,7 +11,7 @@ from support.models import tiny
 from torch._dynamo.utils import counters
 
 from hf_helix.models import norms
-from hf_helix.models.builder import Sharing
+from hf_helix.models.builder import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators import segment as local
@@ -39,13 +39,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch._dynamo.reset()
 
 
-def train(model: Any, compile: bool, products: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def train(model: Any, compile: bool, autocast_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses of a window, and all gradients behind one another."""
     family = family_of(model.train())
-    stage = place_units(family.units(model, Sharing(compile=compile)))
+    stage = place_units(family.units(model, ParallelContext(compile=compile)))
     mesh = build_mesh(1, torch.device("cpu"))
     plan = make_plan("sequential", rough_profile(stage.layout), model=family.model_class, mesh=mesh.option_sizes)
-    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0, products)
+    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0, autocast_dtype)
     window = []
     for place, length in enumerate(LENGTHS):
         ids = torch.randint(100, (2, length), generator=torch.Generator().manual_seed(place))
@@ -95,13 +95,17 @@ def test_layers_share_a_compilation_and_shapes_do_too(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 @pytest.mark.parametrize("products", [None, torch.bfloat16])
-def test_generated_code(family: str, products: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_code(family: str, autocast_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the error against fp32 is at most twice that without compilation."""
     monkeypatch.setattr(local, "COMPILER", "inductor")
     model = tiny(family)
     exact = train(model, compile=False)
-    plain = [distance(*pair) for pair in zip(train(model, compile=False, products=products), exact, strict=True)]
-    found = [distance(*pair) for pair in zip(train(model, compile=True, products=products), exact, strict=True)]
+    plain = [
+        distance(*pair) for pair in zip(train(model, compile=False, autocast_dtype=autocast_dtype), exact, strict=True)
+    ]
+    found = [
+        distance(*pair) for pair in zip(train(model, compile=True, autocast_dtype=autocast_dtype), exact, strict=True)
+    ]
     assert found[0] <= max(1e-5, 2 * plain[0])
     assert found[1] <= max(1e-4, 2 * plain[1])
 

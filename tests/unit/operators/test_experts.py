@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
-from hf_helix.operators.moe.dispatch import COUNTED, SHARD_TOKENS, Exchange, Group, RouterMeter, capacity_of
-from hf_helix.operators.moe.permutation import Collect, Fill, Permute, Unpermute
+from hf_helix.operators.moe.dispatch import COUNTED, SHARD_TOKENS, AllToAll, RouterMeter, SortByExpert, capacity_of
+from hf_helix.operators.moe.permutation import Permute, PermuteToCapacity, Unpermute, UnpermuteFromCapacity
 from hf_helix.planning.graph.operator import Part
 
 EXPERTS, HIDDEN, LENGTH, BATCH, CHOICES = 5, 7, 6, 3, 2
@@ -115,7 +115,7 @@ def test_with_a_capacity_the_rest_is_dropped(
     expected.backward(gradient)
 
     meter = RouterMeter(EXPERTS, Axis.single())
-    fill, linear, collect = Fill(EXPERTS, factor, meter), GroupedLinear(matrices), Collect()
+    fill, linear, collect = PermuteToCapacity(EXPERTS, factor, meter), GroupedLinear(matrices), UnpermuteFromCapacity()
     calls = [a_call(counted) for _ in range(3)]
     with explicit_gradients():
         rows, places = fill.forward(calls[0], tokens, chosen)
@@ -147,13 +147,13 @@ def test_rows_are_grouped_by_expert_and_back(counts: list[list[int]] | None) -> 
     rows = torch.stack((owners % experts, owners // experts, torch.arange(len(owners))), 1).float()
     given = () if counts is None else (sizes,)
     there, back = a_call(), a_call()
-    grouped, *found = Group(ranks, experts).forward(there, rows, *given)
+    grouped, *found = SortByExpert(ranks, experts).forward(there, rows, *given)
     assert [tuple(row) for row in grouped.tolist()] == sorted(map(tuple, rows.tolist()))
     assert [each.tolist() for each in found] == ([] if counts is None else [sizes.sum(0).tolist()])
-    (parted,) = Group(ranks, experts, back=True).forward(back, grouped, *given)
+    (parted,) = SortByExpert(ranks, experts, back=True).forward(back, grouped, *given)
     assert torch.equal(parted, rows)
-    assert torch.equal(Group(ranks, experts).backward(there, grouped)[0], rows)
-    assert torch.equal(Group(ranks, experts, back=True).backward(back, rows)[0], grouped)
+    assert torch.equal(SortByExpert(ranks, experts).backward(there, grouped)[0], rows)
+    assert torch.equal(SortByExpert(ranks, experts, back=True).backward(back, rows)[0], grouped)
 
 
 @pytest.mark.parametrize(("back", "part", "length"), [
@@ -163,7 +163,7 @@ def test_an_exchange_makes_room_for_what_comes(back: bool, part: Part, length: i
     """This rank gives six rows and gets four."""
     counts, arriving = torch.tensor([1, 2, 3, 0]), torch.tensor([[1, 2], [0, 1]])
     rows = torch.randn(10 - length, HIDDEN)
-    (out,), work = Exchange(Axis(SilentTransport(2, 0)), back).prepare(a_call(), part, rows, counts, arriving)
+    (out,), work = AllToAll(Axis(SilentTransport(2, 0)), back).prepare(a_call(), part, rows, counts, arriving)
     work()
     assert out.shape == (length, HIDDEN)
 

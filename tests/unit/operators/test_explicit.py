@@ -75,7 +75,7 @@ def test_another_activation_is_left_to_autograd() -> None:
 def test_rms_norm_gives_what_autograd_gives(
     value: torch.dtype,
     weight: torch.dtype,
-    products: torch.dtype | None,
+    autocast_dtype: torch.dtype | None,
     trained: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -86,14 +86,14 @@ def test_rms_norm_gives_what_autograd_gives(
 
     def norm(x: Tensor) -> Tensor:
         made = rms_norm(x, module.weight, 1e-5)
-        return made if products is None else made.to(products)
+        return made if autocast_dtype is None else made.to(autocast_dtype)
 
     left, right = pair(norm, RmsNorm(module, is_fused, lowers=True), module)
     inputs, direction = [torch.randn(5, 3, 16).to(value)], torch.randn(5, 3, 16)
     with script._fused_norms(Kernels()):
-        found = [run(segment, inputs, direction, Precision("cpu", products)) for segment in (left, right)]
+        found = [run(segment, inputs, direction, Precision("cpu", autocast_dtype)) for segment in (left, right)]
     assert len(found[0]) == 2 + trained
-    lowest = torch.finfo(BF16 if BF16 in (value, weight, products) else FP32).eps
+    lowest = torch.finfo(BF16 if BF16 in (value, weight, autocast_dtype) else FP32).eps
     for ours, expected in zip(found[1], found[0], strict=True):
         assert ours.dtype is expected.dtype
         torch.testing.assert_close(ours, expected, rtol=4 * lowest, atol=4 * lowest)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
-from hf_helix.operators.moe.dispatch import Announce, Exchange
+from hf_helix.operators.moe.dispatch import AllToAll, ExchangeCounts
 from hf_helix.operators.moe.row_counts import RowCounts
 from hf_helix.planning.graph.operator import Part
 
@@ -35,8 +35,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_the_numbers_serve_both_ways_and_backward(read: list[tuple[int, ...]]) -> None:
     """What this rank gives and gets, by rank; recompute announces again and reads nothing."""
     axis, row_counts = Axis(SilentTransport(2, 0)), RowCounts()
-    announce = Announce(axis, row_counts)
-    there, back = (Exchange(axis, back, row_counts) for back in (False, True))
+    announce = ExchangeCounts(axis, row_counts)
+    there, back = (AllToAll(axis, back, row_counts) for back in (False, True))
     shared: dict[object, Any] = {}
     counts = torch.tensor([1, 0, 2, 3])
     rows = torch.randn(6, 4)

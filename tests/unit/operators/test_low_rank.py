@@ -11,7 +11,7 @@ from peft.tuners.lora import Linear as Adapted
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_helix.models.peft import opened
+from hf_helix.models.peft import unwrap_peft
 from hf_helix.operators.base import Call, Precision
 from hf_helix.operators.linears.linear import SMALL, Linear
 from hf_helix.planning.graph.operator import Part
@@ -39,7 +39,7 @@ def layer(outputs: int, transposed: bool = False, bias: bool = True, train_base:
 
 
 def operator_of(layers: list[Any], **options: Any) -> Linear:
-    found = [opened(each, "test") for each in layers]
+    found = [unwrap_peft(each, "test") for each in layers]
     return Linear(found, transposed=found[0].is_transposed, adapters=[each.adapters for each in found], **options)
 
 

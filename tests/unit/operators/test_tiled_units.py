@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.models import llama
 from torch import Tensor, nn
 
-from hf_helix.models.builder import Builder, Sharing
+from hf_helix.models.builder import Builder, ParallelContext
 from hf_helix.models.families.llama import Llama
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
@@ -115,7 +115,7 @@ def test_an_empty_tile_communicates_nothing(part: Part, kind: type) -> None:
 
 @pytest.mark.parametrize("tiles", [2, 3])
 def test_units_and_graphs_are_tiled_alike(tiles: int) -> None:
-    whole = place_units(Llama().units(llama(), Sharing(Axis(SilentTransport(2, 0)))))
+    whole = place_units(Llama().units(llama(), ParallelContext(Axis(SilentTransport(2, 0)))))
     stage = tile_stage(whole, tiles)
     assert stage.placements == whole.placements
     assert whole.units.keys() == stage.units.keys()
@@ -135,12 +135,12 @@ def test_units_and_graphs_are_tiled_alike(tiles: int) -> None:
 
 def test_without_tiles_or_collectives_units_stay() -> None:
     for axis, tiles in ((Axis.single(), 4), (Axis(SilentTransport(2, 0)), 1)):
-        for unit in Llama().units(llama(), Sharing(axis)):
+        for unit in Llama().units(llama(), ParallelContext(axis)):
             assert tile_unit(unit, tiles) is unit
 
 
 def test_a_collective_whose_rows_lie_otherwise_is_refused() -> None:
-    builder = Builder("layer", "layers.0", Sharing(Axis(SilentTransport(2, 0))))
+    builder = Builder("layer", "layers.0", ParallelContext(Axis(SilentTransport(2, 0))))
     gathered = builder.all_gather("gather", builder.input("x"))
     unit = builder.build(*builder.column_parallel("up", {"up": nn.Linear(3, 4)}, gathered))
     unit.operators["gather"] = AllGatherReplicated(builder.tp)

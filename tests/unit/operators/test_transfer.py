@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hf_helix.operators.base import Call
-from hf_helix.operators.communication.pipeline_p2p import Passage, Transfer, transfer_unit
+from hf_helix.operators.communication.pipeline_p2p import P2PChannel, Transfer, transfer_unit
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 
 
-class Pigeonhole(Passage):
+class Pigeonhole(P2PChannel):
     """Both ends in one process: what is sent lies here, by direction, until it is received."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ def call(length: int = 4) -> Call:
     return Call({"ids": torch.zeros(length, 2)}, 0, True)
 
 
-def transfer(passage: Passage, boundary: int = 0) -> Transfer:
+def transfer(passage: P2PChannel, boundary: int = 0) -> Transfer:
     return Transfer(passage, boundary, lambda side: (torch.full((*side["ids"].shape, 3), -1.0),))
 
 
@@ -113,4 +113,4 @@ def test_gradients_go_the_other_way() -> None:
 def test_a_unit_at_an_end_holds_no_parameters(name: str) -> None:
     unit = transfer_unit(name, Pigeonhole(), 3, torch.empty_like)
     assert (unit.name, unit.label, unit.placements) == (name, f"{name}.3", {})
-    assert {op.of for op in unit.graphs.backward.operators} == unit.operators.keys()
+    assert {op.forward_name for op in unit.graphs.backward.operators} == unit.operators.keys()

@@ -17,7 +17,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import BARRIER_INSTRUCTION, unit_instructions, window_instructions
 from hf_helix.planning.layout import Layout
 
-COMPUTE, LOCAL, CROSS = Kind.COMPUTE, Kind.LOCAL, Kind.CROSS
+COMPUTE, LOCAL, CROSS = Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE
 
 
 def work(*rows: tuple[Kind, float, list[int]]) -> Work:
@@ -86,7 +86,7 @@ def test_at_a_barrier_the_compute_stream_waits_for_all_communication():
     assert simulate(work_of([norm, gather, act], layout, times)).seconds == 5
     barred = simulate(work_of([norm, gather, BARRIER_INSTRUCTION, act], layout, times))
     assert spans(barred) == [(0, 1), (1, 5), (5, 5), (5, 7)]
-    shown = [("compute", "F.norm", 0), ("local", "F.gather", 1), ("compute", "F.act", 3)]
+    shown = [("compute", "F.norm", 0), ("intra_node", "F.gather", 1), ("compute", "F.act", 3)]
     assert [row[:3] for row in barred.spans()] == shown
 
 

@@ -29,10 +29,10 @@ def test_volumes_are_the_references(name):
 
 @pytest.mark.parametrize(("cp", "hops"), [(2, 4), (4, 10)])
 def test_ring_hops(cp, hops):
-    row = next(row for row in paper.ROWS if row.cp == cp and row.ring is Kind.CROSS)
+    row = next(row for row in paper.ROWS if row.cp == cp and row.ring is Kind.INTER_NODE)
     pair = paper.layer_graphs(row)
     forward, backward = (
-        [op for op in graph.operators if op.kind is Kind.CROSS] for graph in (pair.forward, pair.backward)
+        [op for op in graph.operators if op.kind is Kind.INTER_NODE] for graph in (pair.forward, pair.backward)
     )
     assert (len(forward), len(backward)) == (cp - 1, 2 * cp - 1)
     assert len(forward) + len(backward) == hops

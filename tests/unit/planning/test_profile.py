@@ -95,7 +95,7 @@ def test_pairs_that_were_not_measured_get_the_mean_of_their_kinds():
 
 
 def test_means_are_of_the_same_kinds_only():
-    gather = collective("gather", "norm", kind=Kind.CROSS)
+    gather = collective("gather", "norm", kind=Kind.INTER_NODE)
     crossing = pair("layer", compute("norm", "x"), gather, compute("up", "gather"))
     layout = layout_of({**LLAMA, "layer": crossing}, 2)
     pairs = {(("layer", "F.up"), ("layer", "F.gather")): Pair(9e-3, 2e-3, 9e-3)}
@@ -151,9 +151,9 @@ def test_times_are_kept_to_six_digits(tmp_path: Path):
 def test_declared_properties_of_operators_survive(tmp_path: Path):
     layer = pair(
         "layer",
-        compute("split", "x", "a b", effort=0.5),
-        collective("left", "a", backward_kind=Kind.COMPUTE, kind=Kind.CROSS),
-        collective("right", "b", after=("left",)),
+        compute("split", "x", "a b", relative_cost=0.5),
+        collective("left", "a", backward_kind=Kind.COMPUTE, kind=Kind.INTER_NODE),
+        collective("right", "b", ordered_after=("left",)),
         compute("join", "left right"),
         repeats=True,
     )
@@ -281,7 +281,7 @@ def test_a_profile_with_other_operators_is_refused(file: Path):
 
 def test_a_profile_with_other_graphs_of_the_same_names_is_refused(file: Path):
     forward = LLAMA["layer"].forward
-    crossing = [replace(op, kind=Kind.CROSS) if op.kind.communicates else op for op in forward.operators]
+    crossing = [replace(op, kind=Kind.INTER_NODE) if op.kind.communicates else op for op in forward.operators]
     layer = pair("layer", *crossing, repeats=True)
     check_refused(
         file,

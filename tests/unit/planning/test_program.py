@@ -66,7 +66,7 @@ def test_gradients_are_added_in_the_order_of_micro_batches(rule: str, num_layers
     added: dict[tuple[int, str], list[int]] = {}
     for instruction in operators_of(window(rule, num_layers, num_microbatches)):
         if instruction.operator.part in (Part.W, Part.B):
-            added.setdefault((instruction.unit, instruction.operator.of), []).append(instruction.microbatch)
+            added.setdefault((instruction.unit, instruction.operator.forward_name), []).append(instruction.microbatch)
     assert all(order == list(range(num_microbatches)) for order in added.values())
 
 

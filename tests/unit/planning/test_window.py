@@ -37,7 +37,7 @@ def test_gradients_keep_the_key_of_the_unit_that_writes_them():
     head = {i.operator.name: i for i in unit_instructions(LAYOUT, (0, 4), False)}
     assert head["loss"].reads == ((4, "d.loss"),)
     assert last["add"].reads == ((4, "d.x"),)
-    assert last["norm"].adds == ((3, "d.x@add"),)
+    assert last["norm"].accumulates == ((3, "d.x@add"),)
     assert last["norm"].needs == ((3, "d.norm"), (3, "d.x@add"))
     assert last["norm"].writes == ((3, "d.x"),)
     assert before["add"].reads == ((3, "d.x"),)

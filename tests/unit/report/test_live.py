@@ -43,7 +43,7 @@ def trace_of(*spans: tuple[str, float, float]) -> Trace:
 
 
 # Computation 0-2 and 4-6, communication 1-5: half of its 4 s is beside computation.
-HALF = trace_of(("compute", 0, 2), ("local", 1, 5), ("compute", 4, 6))
+HALF = trace_of(("compute", 0, 2), ("intra_node", 1, 5), ("compute", 4, 6))
 
 
 def test_speed_by_hand(clock: Clock) -> None:

@@ -9,7 +9,7 @@ from hf_helix.report.perfetto import perfetto_json, write_perfetto
 from hf_helix.runtime.trace import Span
 
 SPANS = [
-    Span("local", "F3.layers.0.mlp.gather", 10.001, 10.004),
+    Span("intra_node", "F3.layers.0.mlp.gather", 10.001, 10.004),
     Span("compute", "F3.embedding.lookup", 10.0, 10.002),
     Span("compute", "B2.layers.3.mlp.down.W", 10.002, 10.0025),
 ]
@@ -24,13 +24,13 @@ def test_perfetto() -> None:
     tracks = [(names[e["pid"], None], names[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"]) for e in complete]
     assert tracks == [
         ("rank 0", "compute", "F3.lookup", 0.0, 2000.0),
-        ("rank 0", "local", "F3.mlp.gather", 1000.0, 3000.0),
+        ("rank 0", "intra_node", "F3.mlp.gather", 1000.0, 3000.0),
         ("rank 0", "compute", "B2.mlp.down.W", 2000.0, 500.0),
         ("rank 1", "compute", "F0.loss", 0.0, 1_000_000.0),
     ]
     assert len(names) == 2 + 3  # no tracks without operators
     assert len({tid for _, tid in names if tid is not None}) == 3
-    assert [e["cat"] for e in complete] == ["compute", "local", "compute", "compute"]
+    assert [e["cat"] for e in complete] == ["compute", "intra_node", "compute", "compute"]
     assert complete[2]["args"] == {"unit": "layers.3", "strand": "B", "microbatch": 2, "part": "W"}
 
 

@@ -55,7 +55,7 @@ def test_bars_of_a_prediction() -> None:
     assert {b.label for b in bars} >= {"F0.layer.0.norm", "F1.layer.1.send", "B1.layer.0.up.W"}
     for b in bars:
         assert b.end - b.start == pytest.approx(MS[f"{b.strand}.{b.operator}"] / 1e3)
-        assert b.communicates == (b.stream in ("local", "cross")) == (b.operator in ("gather", "send"))
+        assert b.communicates == (b.stream in ("intra_node", "inter_node")) == (b.operator in ("gather", "send"))
         assert b.label.startswith(f"{b.strand}{b.microbatch}.")
     assert max(b.end for b in bars) == timeline.seconds
 
@@ -71,11 +71,11 @@ def test_barriers_are_no_bars() -> None:
 
 
 def test_bars_of_a_trace() -> None:
-    spans = [Span("compute", "F0.embedding.lookup", 7.0, 8.0), Span("local", "B2.layers.3.mlp.gather", 7.5, 9.0)]
+    spans = [Span("compute", "F0.embedding.lookup", 7.0, 8.0), Span("intra_node", "B2.layers.3.mlp.gather", 7.5, 9.0)]
     found = bars_of_trace(Trace(spans=spans))
     assert found == [
         Bar("compute", "F", 0, "F0.embedding.lookup", 0.0, 1.0, False),
-        Bar("local", "B", 2, "B2.layers.3.mlp.gather", 0.5, 2.0, True),
+        Bar("intra_node", "B", 2, "B2.layers.3.mlp.gather", 0.5, 2.0, True),
     ]
     assert [b.letter for b in found] == ["F", "b"]
     assert bars_of_trace(Trace()) == []
@@ -85,7 +85,7 @@ def test_a_stretch() -> None:
     bars = [bar(0, 2), bar(2, 5), bar(6, 8)]
     assert between(bars, 1, 6) == [bar(1, 2), bar(2, 5)]
     assert busy_fraction(bars, "compute", 1, 6) == pytest.approx(4 / 5)
-    assert busy_fraction(bars, "local", 1, 6) == 0
+    assert busy_fraction(bars, "intra_node", 1, 6) == 0
 
 
 # Text.
@@ -93,13 +93,13 @@ def test_a_stretch() -> None:
 
 def test_rows_fill_as_their_streams_are_busy() -> None:
     bars = [bar(0, 4), bar(4, 6, strand="B", operator="up.I"), bar(6, 8, strand="B", operator="up.W")]
-    bars += [bar(2, 6, "local", "F", "gather"), bar(7, 8, "cross", "B", "send")]
+    bars += [bar(2, 6, "intra_node", "F", "gather"), bar(7, 8, "inter_node", "B", "send")]
     lines = text_timeline(bars, width=100).splitlines()
     rows = {name: (letters, busy) for name, letters, busy in (line.split()[:3] for line in lines[:3])}
-    assert list(rows) == ["compute", "local", "cross"]
+    assert list(rows) == ["compute", "intra_node", "inter_node"]
     assert rows["compute"] == ("F" * 40 + "B" * 20 + "W" * 20, "100%")
-    assert rows["local"] == ("·" * 20 + "f" * 40 + "·" * 20, "50%")
-    assert rows["cross"] == ("·" * 70 + "b" * 10, "12%")
+    assert rows["intra_node"] == ("·" * 20 + "f" * 40 + "·" * 20, "50%")
+    assert rows["inter_node"] == ("·" * 70 + "b" * 10, "12%")
     assert max(map(len, lines)) <= 100
 
 
@@ -113,7 +113,7 @@ def test_the_ruler_and_the_legend() -> None:
 
 
 def test_short_operators_do_not_hide_that_a_stream_idles() -> None:
-    bars = [bar(place, place + 0.25) for place in range(100)] + [bar(99, 100, "local", operator="gather")]
+    bars = [bar(place, place + 0.25) for place in range(100)] + [bar(99, 100, "intra_node", operator="gather")]
     compute = text_timeline(bars).splitlines()[0]
     assert compute.count("F") == 0
     assert "26% busy" not in compute

@@ -99,12 +99,12 @@ def test_averages_wait_for_their_own_sums_and_sums_for_nothing(streams: Recorder
     reduction = reduction_of(placements, streams, tp=True, dp=True)
     reduction.complete(1)
     reduction.complete(0)
-    assert kinds(streams) == ["local", "gradients"] * 2
+    assert kinds(streams) == ["intra_node", "gradients"] * 2
     assert [event.after for event in streams.issued] == [[], streams.issued[:1], [], streams.issued[2:3]]
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp", "expected"), [(False, False, []), (True, False, ["local"]), (False, True, ["gradients"])]
+    ("tp", "dp", "expected"), [(False, False, []), (True, False, ["intra_node"]), (False, True, ["gradients"])]
 )
 def test_only_axes_of_several_ranks_communicate(tp: bool, dp: bool, expected: list[str], streams: Recorder) -> None:
     reduction = reduction_of([{parameter(): COPIED_ON_SHARDS, parameter(): COPIED}], streams, tp, dp)

@@ -11,7 +11,7 @@ import torch
 from support.models import llama
 
 from hf_helix.checkpoint.shard import cut_parameters
-from hf_helix.models.builder import Sharing
+from hf_helix.models.builder import ParallelContext
 from hf_helix.models.families.llama import Llama
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.planning.graph.pair import RECEIVE, SEND
@@ -40,7 +40,7 @@ def placed(rank: int, size: int, placement: str = FOLD, model: Any = None, **opt
     pipe = FakePipe(rank, size)
     model = model or llama(num_hidden_layers=7)
     axis = options.pop("axis", Axis.single())
-    return place_units(Llama().units(model, Sharing(axis)), pipe, torch.empty_like, placement, **options), pipe
+    return place_units(Llama().units(model, ParallelContext(axis)), pipe, torch.empty_like, placement, **options), pipe
 
 
 def labels(stage: Stage) -> list[str]:
@@ -61,7 +61,7 @@ def test_the_fold_of_two_ranks_by_hand() -> None:
 
 
 def test_one_rank_holds_everything_and_no_ends() -> None:
-    stage = place_units(Llama().units(llama(), Sharing()))
+    stage = place_units(Llama().units(llama(), ParallelContext()))
     assert labels(stage) == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
     assert stage.ends == {}
     assert stage.units == stage.model

@@ -15,7 +15,9 @@ from hf_helix.runtime.trace import Span, Trace, merge
 
 LENGTH = 40
 intervals = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(lambda pair: tuple(sorted(pair)))
-spans = st.lists(st.builds(lambda s, i: Span(s, "", *i), st.sampled_from(["compute", "local", "cross"]), intervals))
+spans = st.lists(
+    st.builds(lambda s, i: Span(s, "", *i), st.sampled_from(["compute", "intra_node", "inter_node"]), intervals)
+)
 
 
 def cells(pieces: list[tuple[int, int]]) -> set[int]:
@@ -45,14 +47,16 @@ def test_merge(pieces: list[tuple[int, int]]) -> None:
 
 def test_a_long_trace_is_read_in_linear_time() -> None:
     """A comparison of every span with every other would be 2,500 million steps."""
-    trace = Trace(spans=[Span(("compute", "local")[place % 2], "", place, place + 1.5) for place in range(100_000)])
+    trace = Trace(
+        spans=[Span(("compute", "intra_node")[place % 2], "", place, place + 1.5) for place in range(100_000)]
+    )
     assert trace.beside() == 49_999.5
 
 
 def test_by_hand() -> None:
     trace = Trace()
     assert (trace.busy(True), trace.busy(False), trace.beside()) == (0, 0, 0)
-    trace.spans += [Span("compute", "a", 0, 4), Span("local", "b", 1, 2), Span("cross", "c", 1.5, 5)]
+    trace.spans += [Span("compute", "a", 0, 4), Span("intra_node", "b", 1, 2), Span("inter_node", "c", 1.5, 5)]
     assert (trace.busy(True), trace.busy(False), trace.beside()) == (4, 4, 3)
     trace.note("issue", "b")
     assert trace.events == [("issue", "b")]

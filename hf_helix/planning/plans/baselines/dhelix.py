@@ -40,7 +40,7 @@ MOVED = 2
 PENDING = 4
 STATES = 2500
 
-LOCAL = STREAMS.index(Kind.LOCAL)
+LOCAL = STREAMS.index(Kind.INTRA_NODE)
 NEAR = 1e-9  # two times that differ by a smaller part are equal
 
 Bits = int
@@ -117,7 +117,7 @@ class _Block:
         for entry, op in found.items():
             needs = {writers[entry[0], value] for value in op.depends_on if (entry[0], value) in writers}
             self.waits.append(tuple(i for i in sorted(needs) if self.streams[i] != COMPUTE))
-            needs |= {number[f"{entry[0]}.{name}"] for name in op.after}
+            needs |= {number[f"{entry[0]}.{name}"] for name in op.ordered_after}
             self.follows.append(sum(bits.get(i, 0) for i in needs))
 
     def ready(self, i: int, j: int) -> Bits:

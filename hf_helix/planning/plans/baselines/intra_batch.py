@@ -107,7 +107,7 @@ class Site:
     @property
     def gathers(self) -> bool:
         """Whether the communication comes first."""
-        return self.second.split
+        return self.second.splits_dgrad_wgrad
 
     @property
     def cut(self) -> str:
@@ -139,7 +139,7 @@ def tile_graph(graph: Graph, tiles: int) -> Graph:
     cut = sites(graph)
     if not cut:
         return graph
-    repeated = {value for op in graph.operators if op.again for value in op.writes}
+    repeated = {value for op in graph.operators if op.recomputed for value in op.writes}
     for site in cut:
         pieces = _pieces(site, tiles, effort, again=site.first.reads[0] in repeated)
         replaced[site.first.name], replaced[site.second.name] = pieces
@@ -162,12 +162,15 @@ def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
     # Backward takes a row from its last tile to its first.
     later = {name: tuple(row[tile + 1 :]) for row in rows for tile, name in enumerate(row)}
     parts = backward_parts(forward)
-    chain = [op if op.split else replace(op, after=(*later.get(op.name, ()), *op.after)) for op in parts.chain]
+    chain = [
+        op if op.splits_dgrad_wgrad else replace(op, ordered_after=(*later.get(op.name, ()), *op.ordered_after))
+        for op in parts.chain
+    ]
     weights = {
-        name: replace(weight, after=tuple(f"{tile}.W" for tile in later.get(weight.of, ())))
+        name: replace(weight, ordered_after=tuple(f"{tile}.W" for tile in later.get(weight.forward_name, ())))
         for name, weight in parts.weights.items()
     }
-    early = {op.name for op in chain if op.kind.communicates and (op.name in later or op.again)}
+    early = {op.name for op in chain if op.kind.communicates and (op.name in later or op.recomputed)}
     operators = _place_weights(advance(chain, early), weights)
     return GraphPair(forward, backward_graph(forward, place_recomputation(operators, parts.recomputation)))
 
@@ -183,7 +186,7 @@ def _place_weights(operators: Sequence[Operator], weights: Mapping[str, Operator
             if feeds(op, following):
                 continue
         further = weights.get(following.name) if following else None
-        if op.kind.communicates and further and any(weight.name in further.after for weight in waiting):
+        if op.kind.communicates and further and any(weight.name in further.ordered_after for weight in waiting):
             continue
         found += waiting
         waiting = []
@@ -238,9 +241,9 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
 def _fits(site: Site) -> bool:
     linear, collective = (site.second, site.first) if site.gathers else (site.first, site.second)
     kind = collective.kind
-    moves = kind in (Kind.LOCAL, Kind.CROSS) and collective.backward_kind in (None, kind)
-    moves = moves and not collective.split
-    return moves and linear.split and all(len(op.reads) == 1 for op in (linear, collective))
+    moves = kind in (Kind.INTRA_NODE, Kind.INTER_NODE) and collective.backward_kind in (None, kind)
+    moves = moves and not collective.splits_dgrad_wgrad
+    return moves and linear.splits_dgrad_wgrad and all(len(op.reads) == 1 for op in (linear, collective))
 
 
 def _pieces(site: Site, tiles: int, effort: float, again: bool) -> tuple[list[Operator], list[Operator]]:
@@ -251,12 +254,19 @@ def _pieces(site: Site, tiles: int, effort: float, again: bool) -> tuple[list[Op
     """
     first, second = site.first, site.second
     parts = tuple(f"{site.cut}.{tile}" for tile in range(tiles))
-    cut = Operator(name=site.cut, kind=Kind.COMPUTE, reads=first.reads, writes=parts, again=again, effort=effort)
+    cut = Operator(
+        name=site.cut, kind=Kind.COMPUTE, reads=first.reads, writes=parts, recomputed=again, relative_cost=effort
+    )
     firsts = _tiles(first, parts)
     seconds = _tiles(second, [op.writes[0] for op in firsts])
     results = tuple(value for op in seconds for value in op.writes)
     join = Operator(
-        name=site.join, kind=Kind.COMPUTE, reads=results, writes=second.writes, again=second.again, effort=effort
+        name=site.join,
+        kind=Kind.COMPUTE,
+        reads=results,
+        writes=second.writes,
+        recomputed=second.recomputed,
+        relative_cost=effort,
     )
     if site.gathers:  # every tile is on its way before the first is computed with
         return [cut, *firsts], [*seconds, join]
@@ -270,29 +280,29 @@ def _tiles(op: Operator, values: Sequence[str]) -> list[Operator]:
         replace(
             op,
             name=names[tile],
-            of="",
+            forward_name="",
             reads=(value,),
             writes=tuple(f"{written}.{tile}" for written in op.writes),
-            effort=op.effort / len(values),
+            relative_cost=op.relative_cost / len(values),
         )
         for tile, value in enumerate(values)
     ]
 
 
 def _local_operators(graph: Graph) -> Iterator[Operator]:
-    return (op for op in graph.operators if op.kind is Kind.COMPUTE and not op.split)
+    return (op for op in graph.operators if op.kind is Kind.COMPUTE and not op.splits_dgrad_wgrad)
 
 
 def _light(graph: Graph, tiles: int) -> float:
     """The effort of a cut or join: half the lightest local operator's, since backward counts double."""
-    least = min((op.effort for op in graph.operators), default=1.0) / tiles
-    return min((op.effort for op in _local_operators(graph)), default=least) / 2
+    least = min((op.relative_cost for op in graph.operators), default=1.0) / tiles
+    return min((op.relative_cost for op in _local_operators(graph)), default=least) / 2
 
 
 def _tile_entry(name: Name, op: Operator, tile: int) -> Name:
     """What a tile of an operator is called: X.W becomes X.0.W."""
     unit, entry = name
-    return unit, f"{entry[0]}.{op.of}.{tile}{op.name.removeprefix(op.of)}"
+    return unit, f"{entry[0]}.{op.forward_name}.{tile}{op.name.removeprefix(op.forward_name)}"
 
 
 def _source(name: Name, op: Operator, profile: Profile, tiles: int) -> tuple[Name, int]:
@@ -300,9 +310,9 @@ def _source(name: Name, op: Operator, profile: Profile, tiles: int) -> tuple[Nam
     if name in profile.times:
         return name, 1
     unit, entry = name
-    base, _, last = op.of.rpartition(".")
+    base, _, last = op.forward_name.rpartition(".")
     if last.isdecimal():
-        return (unit, f"{entry[0]}.{base}{op.name.removeprefix(op.of)}"), tiles
+        return (unit, f"{entry[0]}.{base}{op.name.removeprefix(op.forward_name)}"), tiles
     whole = profile.layout.graphs[unit].forward
     local = list(_local_operators(whole))
     cheapest = min(((unit, f"F.{other.name}") for other in local or whole.operators), key=profile.times.__getitem__)

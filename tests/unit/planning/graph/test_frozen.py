@@ -28,7 +28,7 @@ LINEARS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
 def trained(share: float, *names: str) -> Graph:
     """A layer of which these linears, or all, train so much."""
     graph = llama_layer()
-    operators = (replace(op, trained=share) if op.name in (names or LINEARS) else op for op in graph.operators)
+    operators = (replace(op, wgrad_fraction=share) if op.name in (names or LINEARS) else op for op in graph.operators)
     return replace(graph, operators=tuple(operators))
 
 
@@ -36,23 +36,25 @@ def test_a_frozen_linear_has_a_backward_of_the_size_of_an_input_gradient() -> No
     whole = derive_backward(llama_layer())
     backward = derive_backward(trained(0, "mlp.up"))
     assert [op.name for op in backward.operators] == [
-        op.name.removesuffix(".I") if op.of == "mlp.up" else op.name for op in whole.operators if op.name != "mlp.up.W"
+        op.name.removesuffix(".I") if op.forward_name == "mlp.up" else op.name
+        for op in whole.operators
+        if op.name != "mlp.up.W"
     ]
     up, of_whole = backward["mlp.up"], whole["mlp.up.I"]
     assert up.part is Part.B
-    assert (up.reads, up.writes, up.effort) == (of_whole.reads, of_whole.writes, of_whole.effort)
+    assert (up.reads, up.writes, up.relative_cost) == (of_whole.reads, of_whole.writes, of_whole.relative_cost)
 
 
 def test_nothing_is_kept_for_a_frozen_linear() -> None:
     """Unless others need it: W alone reads what forward read."""
-    assert set(derive_backward(llama_layer()).kept) == {"attn.gather", "attention", "mlp.gather", "mlp.act"}
-    assert set(derive_backward(trained(0, "attn.qkv", "mlp.up")).kept) == {"attention", "mlp.act"}
+    assert set(derive_backward(llama_layer()).saved_values) == {"attn.gather", "attention", "mlp.gather", "mlp.act"}
+    assert set(derive_backward(trained(0, "attn.qkv", "mlp.up")).saved_values) == {"attention", "mlp.act"}
 
 
 def test_what_frozen_linears_read_does_not_run_again() -> None:
     def repeats(graph: Graph) -> set[str]:
         backward = derive_backward(recomputed(graph, "selective"))
-        return {op.of for op in backward.operators if op.part is Part.R}
+        return {op.forward_name for op in backward.operators if op.part is Part.R}
 
     assert repeats(trained(0)) < repeats(llama_layer())
 
@@ -60,7 +62,7 @@ def test_what_frozen_linears_read_does_not_run_again() -> None:
 def test_adapters_have_a_small_weight_gradient() -> None:
     backward = derive_backward(trained(0.1))
     for name in LINEARS:
-        assert backward[f"{name}.W"].effort == pytest.approx(0.1 * backward[f"{name}.I"].effort)
+        assert backward[f"{name}.W"].relative_cost == pytest.approx(0.1 * backward[f"{name}.I"].relative_cost)
 
 
 def test_graphs_that_train_other_weights_are_told_apart() -> None:

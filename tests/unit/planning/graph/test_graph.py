@@ -43,7 +43,7 @@ def test_without_the_collectives_it_is_10_and_14():
 def test_the_backward_of_communication_is_communication_the_other_way():
     backward = derive_backward(llama_layer())
     gather = backward["attn.gather"]
-    assert (gather.kind, gather.part, gather.of) == (Kind.LOCAL, Part.B, "attn.gather")
+    assert (gather.kind, gather.part, gather.forward_name) == (Kind.INTRA_NODE, Part.B, "attn.gather")
     assert (gather.reads, gather.writes) == (("d.attn.gather",), ("d.attn.norm",))
     assert {op.name for op in backward.operators if op.kind.communicates} == COLLECTIVES
 
@@ -59,7 +59,7 @@ def test_a_split_linear_has_an_input_gradient_and_a_weight_gradient_of_the_same_
     backward = derive_backward(llama_layer())
     dgrad, wgrad = backward["mlp.up.I"], backward["mlp.up.W"]
     assert (dgrad.part, wgrad.part) == (Part.I, Part.W)
-    assert dgrad.of == wgrad.of == "mlp.up"
+    assert dgrad.forward_name == wgrad.forward_name == "mlp.up"
     assert dgrad.reads == ("d.mlp.up.gate", "d.mlp.up.up")
     assert wgrad.reads == (*dgrad.reads, "mlp.gather")  # what forward read
     assert dgrad.writes == ("d.mlp.gather",)
@@ -90,15 +90,15 @@ def test_the_backward_of_the_residual_sums_in_one_fixed_order():
     backward = derive_backward(llama_layer())
     for first, second, value in (("attn.add", "attn.norm", "x"), ("mlp.add", "mlp.norm", "attn.add")):
         assert f"d.{value}@{first}" in backward[first].writes
-        assert set(backward[first].adds) == {None}
+        assert set(backward[first].accumulates) == {None}
         assert backward[second].writes == (f"d.{value}",)
-        assert backward[second].adds == (f"d.{value}@{first}",)
+        assert backward[second].accumulates == (f"d.{value}@{first}",)
 
 
 def test_three_readers_make_a_chain_and_the_collective_begins_it():
     operators = (compute("a", "x"), compute("b", "x"), collective("gather", "x"), compute("sum", "a b gather"))
     backward = derive_backward(Graph("g", operators, ("x",), ("sum",)))
-    chain = [(backward[name].adds, backward[name].writes) for name in ("gather", "b", "a")]
+    chain = [(backward[name].accumulates, backward[name].writes) for name in ("gather", "b", "a")]
     assert chain == [
         ((None,), ("d.x@gather",)),
         (("d.x@gather",), ("d.x@b",)),
@@ -110,7 +110,7 @@ def test_a_collective_whose_backward_computes_may_share_its_value():
     gathers = [collective(name, "x", backward_kind=Kind.COMPUTE) for name in ("left", "right")]
     backward = derive_backward(Graph("g", (*gathers, compute("sum", "left right")), ("x",), ("sum",)))
     assert backward["right"].kind is backward["left"].kind is Kind.COMPUTE
-    assert backward["left"].adds == ("d.x@right",)
+    assert backward["left"].accumulates == ("d.x@right",)
 
 
 def test_what_two_collectives_bring_is_summed_by_an_operator_of_its_own():
@@ -119,18 +119,18 @@ def test_what_two_collectives_bring_is_summed_by_an_operator_of_its_own():
     assert names(backward) == ["join", "right", "left", "x.sum"]
     assert backward["x.sum"].reads == ("d.x@right", "d.x@left")
     assert backward["x.sum"].writes == ("d.x",)
-    assert backward["left"].adds == backward["right"].adds == (None,)
+    assert backward["left"].accumulates == backward["right"].accumulates == (None,)
 
 
 def test_a_ring_is_fetched_again_and_its_gradients_go_back_beside_the_blocks():
     """Three ranks: block i reads what the i-th step brought, while the next step is under way."""
     operators = (
         compute("rotate", "x", "q kv"),
-        collective("ring1", "kv", kind=Kind.CROSS, again=True),
-        compute("block0", "q kv", keeps=("q", "kv", "out", "lse")),
-        collective("ring2", "ring1", kind=Kind.CROSS, again=True),
-        compute("block1", "q ring1 block0", keeps=("q", "ring1", "out", "lse")),
-        compute("block2", "q ring2 block1", keeps=("q", "ring2", "out", "lse")),
+        collective("ring1", "kv", kind=Kind.INTER_NODE, recomputed=True),
+        compute("block0", "q kv", saved_for_backward=("q", "kv", "out", "lse")),
+        collective("ring2", "ring1", kind=Kind.INTER_NODE, recomputed=True),
+        compute("block1", "q ring1 block0", saved_for_backward=("q", "ring1", "out", "lse")),
+        compute("block2", "q ring2 block1", saved_for_backward=("q", "ring2", "out", "lse")),
         compute("join", "block2", "out lse"),
     )
     backward = derive_backward(Graph("g", operators, ("x",), ("out",)))
@@ -138,17 +138,17 @@ def test_a_ring_is_fetched_again_and_its_gradients_go_back_beside_the_blocks():
         *("ring1.again", "ring2.again", "join", "block2", "ring2", "block1", "ring1.sum", "ring1", "block0", "kv.sum"),
         "rotate",
     ]
-    assert backward.kept == ("q", "kv", "out", "lse")
+    assert backward.saved_values == ("q", "kv", "out", "lse")
     assert backward["join"].reads == ("d.out",)  # nothing comes back for what is only kept
     assert backward["block2"].reads == ("d.block2", "q", "r.ring2", "out", "lse")
     assert backward["block0"].reads == ("d.block0", "q", "kv", "out", "lse")
     assert backward["ring1.again"].reads == ("kv",)
-    assert backward["ring1.again"].waits == ("d.out",)
+    assert backward["ring1.again"].control_deps == ("d.out",)
     assert backward["ring2.again"].reads == ("r.ring1",)
     assert backward["ring2.again"].part is Part.R
     assert backward["ring1.sum"].reads == ("d.ring1@block1", "d.ring1@ring2")
     assert backward["block0"].writes == ("d.q", "d.kv@block0")
-    assert backward["block0"].adds == ("d.q@block1", None)
+    assert backward["block0"].accumulates == ("d.q@block1", None)
 
 
 def test_reading_what_is_not_yet_written_is_refused():
@@ -158,7 +158,7 @@ def test_reading_what_is_not_yet_written_is_refused():
 
 def test_adding_what_is_not_yet_written_is_refused():
     with pytest.raises(ValueError, match=r"operator 'a' reads \['partial'\]"):
-        Graph("g", (compute("a", "x", adds=("partial",)),), ("x",), ("a",))
+        Graph("g", (compute("a", "x", accumulates=("partial",)),), ("x",), ("a",))
 
 
 @pytest.mark.parametrize("value", ["x", "a"])
@@ -182,12 +182,12 @@ def test_the_digest_tells_graphs_apart():
 def test_the_real_llama_adapter_declares_these_layers(size: int, forward: int, backward: int):
     from support.models import llama
 
-    from hf_helix.models.builder import Sharing
+    from hf_helix.models.builder import ParallelContext
     from hf_helix.models.families.llama import Llama
     from hf_helix.operators.communication.transport import Axis, SilentTransport
 
     axis = Axis(SilentTransport(2, 0)) if size == 2 else Axis.single()
-    units = Llama().units(llama(), Sharing(axis))
+    units = Llama().units(llama(), ParallelContext(axis))
     layers = [unit for unit in units if unit.name == "layer"]
     assert [unit.name for unit in units] == ["embedding", "layer", "layer", "layer", "head"]
     by_hand = llama_layer() if size == 2 else llama_layer_on_one_rank()
@@ -200,14 +200,17 @@ def test_the_real_llama_adapter_declares_these_layers(size: int, forward: int, b
 
 def shape_of(graph: Graph) -> list[tuple]:
     """Everything but the efforts, which are only a rule of thumb."""
-    return [(op.name, op.of, op.part, op.kind, op.reads, op.writes, op.adds, op.split) for op in graph.operators]
+    return [
+        (op.name, op.forward_name, op.part, op.kind, op.reads, op.writes, op.accumulates, op.splits_dgrad_wgrad)
+        for op in graph.operators
+    ]
 
 
 def test_a_collective_before_another_reader_needs_a_sum_and_after_it_does_not():
     before = (collective("gather", "x"), compute("add", "x gather"))
     assert names(derive_backward(Graph("g", before, ("x",), ("add",)))) == ["add", "gather", "x.sum"]
     after = (compute("norm", "x"), collective("gather", "x"), compute("add", "norm gather"))
-    assert derive_backward(Graph("g", after, ("x",), ("add",)))["norm"].adds == ("d.x@gather",)
+    assert derive_backward(Graph("g", after, ("x",), ("add",)))["norm"].accumulates == ("d.x@gather",)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,7 @@ def test_the_description_tells_properties_apart():
         op = Operator(**{"name": "a", "kind": Kind.COMPUTE, "reads": ("f",), "writes": ("y",), **changes})
         return Graph("g", (first, op), ("x",), ("y",), repeats).describe()
 
-    others = [{"effort": 2.0}, {"split": True}, {"kind": Kind.LOCAL}, {"after": ("first",)}, {"repeats": True}]
+    others = [{"effort": 2.0}, {"split": True}, {"kind": Kind.INTRA_NODE}, {"after": ("first",)}, {"repeats": True}]
     others += [{"again": True}, {"keeps": ("f",)}]
     assert len({text(), *(text(**changes) for changes in others)}) == 8
 
@@ -258,6 +261,6 @@ def test_what_repeats_lets_as_many_values_out_as_in():
 
 @pytest.mark.parametrize("name", ["late", "nobody"])
 def test_coming_after_what_is_not_there_yet_is_refused(name: str):
-    operators = (compute("early", "x", after=(name,)), compute("late", "early"))
+    operators = (compute("early", "x", ordered_after=(name,)), compute("late", "early"))
     with pytest.raises(ValueError, match=rf"operator 'early' reads \['{name}'\], not yet written"):
         Graph("g", operators, ("x",), ("late",))

@@ -22,7 +22,7 @@ def names(graph: Graph) -> list[str]:
 
 
 def again(graph: Graph) -> list[str]:
-    return [op.name for op in graph.operators if op.again]
+    return [op.name for op in graph.operators if op.recomputed]
 
 
 def backward_of(mode: str, forward: Graph | None = None) -> Graph:
@@ -37,14 +37,14 @@ def test_none_leaves_a_layer_as_it_is() -> None:
 def test_full_keeps_nothing_but_the_input_and_stops_before_what_nobody_needs() -> None:
     forward = recomputed(llama_layer(), FULL)
     assert set(names(forward)) - set(again(forward)) == {"mlp.down", "mlp.scatter", "mlp.add"}
-    assert derive_backward(forward).kept == ("x",)
+    assert derive_backward(forward).saved_values == ("x",)
 
 
 def test_selective_keeps_what_linears_give_and_runs_no_linear_and_no_scatter_again() -> None:
     forward = recomputed(llama_layer(), SELECTIVE)
     assert again(forward) == ["attn.norm", "attn.gather", "attention", "mlp.norm", "mlp.gather", "mlp.act"]
     kept = {"x", "attn.qkv.q", "attn.qkv.k", "attn.qkv.v", "attn.add", "mlp.up.gate", "mlp.up.up"}
-    assert set(derive_backward(forward).kept) == kept
+    assert set(derive_backward(forward).saved_values) == kept
 
 
 def test_on_one_rank_selective_runs_norms_attention_and_activation_again() -> None:
@@ -72,12 +72,12 @@ def test_selective_runs_again_where_it_is_needed_and_gathers_beside_the_input_gr
 def test_what_runs_again_reads_what_comes_again_and_waits_for_the_gradients() -> None:
     backward = backward_of(FULL)
     norm, gather, qkv = (backward[f"attn.{name}.again"] for name in ("norm", "gather", "qkv"))
-    assert (norm.part, norm.of, norm.kind) == (Part.R, "attn.norm", Kind.COMPUTE)
+    assert (norm.part, norm.forward_name, norm.kind) == (Part.R, "attn.norm", Kind.COMPUTE)
     assert (norm.reads, norm.writes) == (("x",), ("r.attn.norm",))
-    assert (gather.kind, gather.reads) == (Kind.LOCAL, ("r.attn.norm",))
+    assert (gather.kind, gather.reads) == (Kind.INTRA_NODE, ("r.attn.norm",))
     assert qkv.writes == ("r.attn.qkv.q", "r.attn.qkv.k", "r.attn.qkv.v")
-    assert {op.waits for op in backward.operators if op.part is Part.R} == {("d.mlp.add",)}
-    assert not any(op.split for op in backward.operators if op.part is Part.R)
+    assert {op.control_deps for op in backward.operators if op.part is Part.R} == {("d.mlp.add",)}
+    assert not any(op.splits_dgrad_wgrad for op in backward.operators if op.part is Part.R)
 
 
 def test_weight_gradients_read_the_input_that_comes_again_and_input_gradients_do_not() -> None:
@@ -90,32 +90,34 @@ def test_weight_gradients_read_the_input_that_comes_again_and_input_gradients_do
 
 def test_a_backward_that_needs_what_forward_leaves_comes_after_it() -> None:
     backward = backward_of(FULL)
-    assert backward["attention"].after == ("attention.again",)
-    assert backward["mlp.norm"].after == ("mlp.norm.again",)
-    assert backward["attn.add"].after == ()  # an addition leaves nothing
-    assert backward["mlp.scatter"].after == ()
-    assert backward_of(NONE)["attention"].after == ()
+    assert backward["attention"].ordered_after == ("attention.again",)
+    assert backward["mlp.norm"].ordered_after == ("mlp.norm.again",)
+    assert backward["attn.add"].ordered_after == ()  # an addition leaves nothing
+    assert backward["mlp.scatter"].ordered_after == ()
+    assert backward_of(NONE)["attention"].ordered_after == ()
 
 
 def test_efforts_of_what_runs_again_are_those_of_forward() -> None:
     forward, backward = recomputed(llama_layer(), FULL), backward_of(FULL)
-    assert all(backward[f"{name}.again"].effort == forward[name].effort for name in again(forward))
+    assert all(backward[f"{name}.again"].relative_cost == forward[name].relative_cost for name in again(forward))
 
 
 def test_indices_and_counts_are_kept() -> None:
     """How many rows went where is what it was: nothing is asked again."""
     operators = (
-        segment("router", "x", "weights chosen", plain=("chosen",)),
-        compute("permute", "x chosen", "rows places counts", plain=("places", "counts"), saves=True),
-        collective("announce", "counts", plain=("announce",)),
-        compute("group", "rows announce", "sorted", saves=True),
-        linear("up", "sorted announce", "made", keeps=("announce",)),
-        compute("unpermute", "made weights places", "out", saves=True),
+        segment("router", "x", "weights chosen", non_differentiable=("chosen",)),
+        compute(
+            "permute", "x chosen", "rows places counts", non_differentiable=("places", "counts"), has_saved_state=True
+        ),
+        collective("announce", "counts", non_differentiable=("announce",)),
+        compute("group", "rows announce", "sorted", has_saved_state=True),
+        linear("up", "sorted announce", "made", saved_for_backward=("announce",)),
+        compute("unpermute", "made weights places", "out", has_saved_state=True),
     )
     forward = recomputed(Graph("g", operators, ("x",), ("out",)), FULL)
     assert again(forward) == ["router", "permute", "group", "up", "unpermute"]
     backward = derive_backward(forward)
-    assert backward.kept == ("chosen", "places", "announce", "x")
+    assert backward.saved_values == ("chosen", "places", "announce", "x")
     assert backward["router.again"].writes == ("r.weights",)
     assert backward["permute.again"].reads == ("x", "chosen")
     assert backward["group.again"].reads == ("r.rows", "announce")
@@ -126,15 +128,15 @@ def test_indices_and_counts_are_kept() -> None:
 def test_a_ring_begins_where_its_keys_come_again() -> None:
     operators = (
         segment("rotate", "x", "q kv"),
-        collective("ring1", "kv", kind=Kind.CROSS, again=True),
-        compute("block0", "q kv", keeps=("q", "kv", "out", "lse")),
-        compute("block1", "q ring1 block0", keeps=("q", "ring1", "out", "lse")),
+        collective("ring1", "kv", kind=Kind.INTER_NODE, recomputed=True),
+        compute("block0", "q kv", saved_for_backward=("q", "kv", "out", "lse")),
+        compute("block1", "q ring1 block0", saved_for_backward=("q", "ring1", "out", "lse")),
         compute("join", "block1", "out lse"),
     )
     graph = Graph("g", operators, ("x",), ("out",))
     assert again(recomputed(graph, SELECTIVE)) == ["rotate", "ring1"]
     full = backward_of(FULL, graph)
-    assert full.kept == ("x",)
+    assert full.saved_values == ("x",)
     assert full["block1"].reads == ("d.block1", "r.q", "r.ring1", "r.out", "r.lse")
     order = [name for name in names(full) if name.endswith(".again")]
     assert order == [f"{name}.again" for name in ("rotate", "ring1", "block0", "block1", "join")]
@@ -144,7 +146,7 @@ def test_a_ring_begins_where_its_keys_come_again() -> None:
 def test_tiles_keep_no_more(mode: str) -> None:
     whole = recomputed(llama_layer(), mode)
     tiled = tile_pair(GraphPair.of(whole), 2).backward
-    assert tiled.kept == derive_backward(whole).kept
+    assert tiled.saved_values == derive_backward(whole).saved_values
     assert {"mlp.gather.cut.again", "mlp.gather.0.again", "mlp.gather.1.again"} <= set(names(tiled))
     assert tiled["mlp.down.1.W"].reads == ("d.mlp.down.1", "r.mlp.down.cut.1")
 
@@ -195,14 +197,14 @@ def test_whatever_backward_reads_is_kept_or_comes_again(forward: Graph, mode: st
     assert found == usual | {f"{name}.again" for name in again(marked)}
     written = {value for op in forward.operators for value in op.writes}
     for op in marked.operators:
-        assert not op.again or mode == FULL or op.cheap
-        if op.again:
-            assert not written.intersection(op.writes) & set(backward.kept)
-        if op.again and op.saves:
-            assert f"{op.name}.again" in backward[op.name].after
+        assert not op.recomputed or mode == FULL or op.recompute_when_selective
+        if op.recomputed:
+            assert not written.intersection(op.writes) & set(backward.saved_values)
+        if op.recomputed and op.has_saved_state:
+            assert f"{op.name}.again" in backward[op.name].ordered_after
     if mode == FULL:
-        assert set(backward.kept) <= set(forward.inputs)
+        assert set(backward.saved_values) <= set(forward.inputs)
     read = {value for op in backward.operators for value in op.reads}
     for op in backward.operators:
-        if op.part is Part.R and not marked[op.of].saves:
+        if op.part is Part.R and not marked[op.forward_name].has_saved_state:
             assert read.intersection(op.writes), "nobody needs it"

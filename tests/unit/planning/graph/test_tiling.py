@@ -95,9 +95,11 @@ def test_efforts_of_the_tiles_sum_to_the_whole_and_copies_are_light(tiles: int) 
     whole = by_hand.SMALL_LAYER.forward
     graph = tile_graph(whole, tiles)
     for name in ("gather", "up"):
-        assert sum(graph[f"{name}.{tile}"].effort for tile in range(tiles)) == pytest.approx(whole[name].effort)
-    lightest = min(op.effort for op in whole.operators)
-    assert graph["gather.cut"].effort == graph["up.join"].effort == lightest / 2
+        assert sum(graph[f"{name}.{tile}"].relative_cost for tile in range(tiles)) == pytest.approx(
+            whole[name].relative_cost
+        )
+    lightest = min(op.relative_cost for op in whole.operators)
+    assert graph["gather.cut"].relative_cost == graph["up.join"].relative_cost == lightest / 2
 
 
 @pytest.mark.parametrize("tiles", TILES)
@@ -105,8 +107,8 @@ def test_weight_gradients_of_the_tiles_declare_one_order(tiles: int) -> None:
     backward = tiled(llama_layer(), tiles).backward
     for tile in range(tiles):
         later = {f"mlp.up.{other}.W" for other in range(tile + 1, tiles)}
-        assert set(backward[f"mlp.up.{tile}.W"].after) == later
-        assert backward[f"mlp.up.{tile}.I"].after == ()
+        assert set(backward[f"mlp.up.{tile}.W"].ordered_after) == later
+        assert backward[f"mlp.up.{tile}.I"].ordered_after == ()
         assert backward[f"mlp.up.{tile}.W"].part is Part.W
 
 
@@ -213,7 +215,7 @@ def weight_gradients(program: list[Instruction]) -> dict[tuple[int, str], list[i
     found: dict[tuple[int, str], list[int]] = {}
     for i in program:
         if i.operator and i.operator.part is Part.W:
-            found.setdefault((i.unit, i.operator.of.rstrip("0123456789")), []).append(i.microbatch)
+            found.setdefault((i.unit, i.operator.forward_name.rstrip("0123456789")), []).append(i.microbatch)
     return found
 
 
@@ -221,7 +223,7 @@ def layer_seconds(layer: GraphPair, forward: bool) -> float:
     """A single strand through one layer in canonical order, every operator taking its effort in seconds."""
     layout = layers_only(layer, 1)
     program = unit_instructions(layout, (0, 0), forward)
-    times = {name: op.effort for name, op in named_operators(layout)}
+    times = {name: op.relative_cost for name, op in named_operators(layout)}
     return simulate(work_of(program, layout, times)).seconds
 
 
@@ -231,7 +233,7 @@ def real_layer(transfer: float) -> Graph:
     operators = []
     for op in llama_layer().operators:
         effort = transfer if op.kind.communicates else found.get(op.name, 0.5)
-        operators.append(replace(op, effort=effort))
+        operators.append(replace(op, relative_cost=effort))
     return Graph("layer", tuple(operators), ("x",), ("mlp.add",), repeats=True)
 
 
@@ -249,7 +251,9 @@ def test_a_single_strand_is_faster_where_communication_is_about_half(
 def spans(layer: GraphPair, forward: bool) -> dict[str, tuple[float, float]]:
     layout = layers_only(layer, 1)
     work = work_of(
-        unit_instructions(layout, (0, 0), forward), layout, {name: op.effort for name, op in named_operators(layout)}
+        unit_instructions(layout, (0, 0), forward),
+        layout,
+        {name: op.relative_cost for name, op in named_operators(layout)},
     )
     return {entry: (start, end) for _, entry, _, start, end in simulate(work).spans()}
 
@@ -315,8 +319,10 @@ def test_a_tiled_profile_slows_tiles_down_as_the_whole() -> None:
 
 def test_a_graph_without_local_operators_has_copies_that_cost_part_of_its_lightest() -> None:
     layout = Layout(
-        ["g"], {0: [0]}, {"g": pair("g", collective("gather", "x", effort=6), linear("a", "gather", effort=4))}
+        ["g"],
+        {0: [0]},
+        {"g": pair("g", collective("gather", "x", relative_cost=6), linear("a", "gather", relative_cost=4))},
     )
     derived = tile_profile(profile_of(layout), 2)
     assert derived.times["g", "F.a.join"] == derived.times["g", "F.a.0"] == pytest.approx(2e-3)
-    assert derived.layout.graphs["g"].forward["a.join"].effort == 1
+    assert derived.layout.graphs["g"].forward["a.join"].relative_cost == 1

@@ -20,11 +20,13 @@ from hf_helix.planning.plans.block_plan import BARRIER, Order, all_blocks, entri
 from hf_helix.planning.plans.sequential import sequential
 from hf_helix.planning.profile import Pair, Profile, named_operators, rough_profile
 
-L, X = Kind.LOCAL, Kind.CROSS
+L, X = Kind.INTRA_NODE, Kind.INTER_NODE
 
 
 def operator(name: str, reads: str, kind: Kind = Kind.COMPUTE, *, split: bool = False, effort: float = 1.0) -> Operator:
-    return Operator(name=name, kind=kind, reads=tuple(reads.split()), writes=(name,), split=split, effort=effort)
+    return Operator(
+        name=name, kind=kind, reads=tuple(reads.split()), writes=(name,), splits_dgrad_wgrad=split, relative_cost=effort
+    )
 
 
 def unit(name: str, *operators: Operator, inputs: tuple[str, ...] = ("x",)) -> GraphPair:

@@ -23,7 +23,7 @@ LAYERS = {
         compute("norm", "x"),
         collective("gather", "norm"),
         linear("up", "gather"),
-        collective("scatter", "up", kind=Kind.CROSS),
+        collective("scatter", "up", kind=Kind.INTER_NODE),
         compute("add", "x scatter"),
         repeats=True,
     ),
@@ -57,9 +57,9 @@ def optimum(profile: Profile, schedule: Schedule, most_layers: int) -> int:
         op, forward = i.operator, i.operator.part is Part.F
         before = [writers.get((i.microbatch, key)) for key in i.needs]
         if forward:
-            called[i.microbatch, i.unit, op.of] = place
+            called[i.microbatch, i.unit, op.forward_name] = place
         else:  # what forward kept; gradients in the order of the micro-batches
-            before += [called.get((i.microbatch, i.unit, op.of)), latest.get((i.unit, op.name))]
+            before += [called.get((i.microbatch, i.unit, op.forward_name)), latest.get((i.unit, op.name))]
             latest[i.unit, op.name] = place
         for other in before:
             if other is not None:
@@ -75,11 +75,11 @@ def optimum(profile: Profile, schedule: Schedule, most_layers: int) -> int:
     changes = {
         place: taken.get(i.operator.part, -1)
         for place, i in enumerate(made)
-        if layout.units[i.unit] == "layer" and i.operator.of in shares
+        if layout.units[i.unit] == "layer" and i.operator.forward_name in shares
     }
     for place, i in enumerate(made):
         if i.operator.part is Part.W:
-            model.add(starts[place] >= ends[named[i.microbatch, i.unit, f"{i.operator.of}.I"]])
+            model.add(starts[place] >= ends[named[i.microbatch, i.unit, f"{i.operator.forward_name}.I"]])
         if i.operator.part is Part.F and place in changes:  # only forward is held up
             earlier = {other: model.new_bool_var("") for other in changes if other != place}
             for other, is_earlier in earlier.items():

@@ -142,7 +142,7 @@ def test_what_is_declared_to_come_after_stays_after():
         collective("gather.0", "a"),
         linear("up.0", "gather.0"),
         collective("gather.1", "b"),
-        linear("up.1", "gather.1", after=("up.0",)),
+        linear("up.1", "gather.1", ordered_after=("up.0",)),
         compute("join", "up.0 up.1"),
         repeats=True,
     )
@@ -171,7 +171,7 @@ def test_what_only_weight_gradients_read_runs_again_in_time():
     """Backward reaches the other end of this layer without anything that runs again."""
     layer = Graph(
         "layer",
-        (compute("enter", "x", again=True), linear("up", "enter", "up.a up.b"), compute("leave", "up.a up.b")),
+        (compute("enter", "x", recomputed=True), linear("up", "enter", "up.a up.b"), compute("leave", "up.a up.b")),
         inputs=("x",),
         outputs=("leave",),
         repeats=True,
@@ -182,7 +182,7 @@ def test_what_only_weight_gradients_read_runs_again_in_time():
         check_whole_and_in_order(program, made)
         waiting = most = 0
         for i in program:
-            if layout.units[i.unit] == "layer" and i.operator.of == "up":
+            if layout.units[i.unit] == "layer" and i.operator.forward_name == "up":
                 waiting += {Part.F: 0, Part.I: 1, Part.W: -1}[i.operator.part]
                 most = max(most, waiting)
         assert most <= 4, "two strands in a layer each, and what ran again for two layers more"
@@ -192,7 +192,7 @@ def test_gradients_may_fill_the_room_of_what_their_weights_read():
     """Eight linears read one value that runs again; each of their gradients takes more room than it."""
     linears = [linear(f"up.{n}", "enter", f"up.{n}.a up.{n}.b up.{n}.c") for n in range(8)]
     leave = compute("leave", " ".join(value for op in linears for value in op.writes))
-    layer = Graph("layer", (compute("enter", "x", again=True), *linears, leave), ("x",), ("leave",), repeats=True)
+    layer = Graph("layer", (compute("enter", "x", recomputed=True), *linears, leave), ("x",), ("leave",), repeats=True)
     layout = layout_of({**SMALL, "layer": GraphPair.of(layer)}, 3)
     for seed in range(20):
         check_whole_and_in_order(*ordered(flow_of(layout, seed, extra_live_layers=0), layout, schedule_of(4)))

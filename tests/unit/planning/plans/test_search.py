@@ -118,19 +118,20 @@ def ring_profile(slower: float) -> Profile:
     """A layer that sends keys around, as much communication as computation; computation may take longer."""
     layer = pair(
         "layer",
-        linear("qkv", "x", "q kv", effort=3),
-        collective("ring", "kv", kind=Kind.CROSS),
+        linear("qkv", "x", "q kv", relative_cost=3),
+        collective("ring", "kv", kind=Kind.INTER_NODE),
         segment("local", "q"),
         segment("remote", "q ring local"),
         linear("out", "remote"),
-        linear("up", "out", effort=6),
-        linear("down", "up", effort=3),
+        linear("up", "out", relative_cost=6),
+        linear("down", "up", relative_cost=3),
         compute("add", "x down"),
         repeats=True,
     )
     layout = layout_of({**SMALL, "layer": layer}, 2)
     times = {
-        name: 15e-3 if op.kind is Kind.CROSS else slower * op.effort * 1e-3 for name, op in named_operators(layout)
+        name: 15e-3 if op.kind is Kind.INTER_NODE else slower * op.relative_cost * 1e-3
+        for name, op in named_operators(layout)
     }
     return profile_of(layout, times)
 
