@@ -149,7 +149,7 @@ class Bench:
             if not self.runners:
                 cut_parameters(stage, self.mesh)
             plan = make_plan("sequential", rough_profile(stage.layout), model="bench", mesh=self.mesh.option_sizes)
-            self.runners[without] = Runner(stage, plan, self.mesh, streams, Scheduler("w", 1), 0)
+            self.runners[without] = Runner(stage, plan, self.mesh, streams, Scheduler("folded_1f1b", 1), 0)
 
     def window(self, length: int) -> list[Any]:
         import torch
@@ -179,7 +179,7 @@ class Bench:
     def measure(self, length: int, rate: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
         from hf_helix.planning.graph.ablation import ablate_profile
-        from hf_helix.tuning.autotune import planned, predict_window
+        from hf_helix.tuning.candidates import plan_runners, predict_window
         from hf_helix.tuning.measure.overlap import measure_overlap
         from hf_helix.tuning.measure.profiler import measure_profile
 
@@ -192,7 +192,7 @@ class Bench:
             if self.options.ends and name not in ("one strand", "+ weight gradients"):
                 continue
             known = ablate_profile(profile, without)
-            runners[name] = planned(self.runners[without], [rule], known, len(window))[rule]
+            runners[name] = plan_runners(self.runners[without], [rule], known, len(window))[rule]
             predicted[name] = predict_window(runners[name], known, len(window))
         overlaps = measure_overlap(runners, window, self.options.repeats)
         rows = {name: dataclasses.asdict(found) for name, found in overlaps.items()}

@@ -23,13 +23,13 @@ from typing import Any
 
 import shaped_link
 
-PLANS = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
+from hf_helix.config import RULES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=["even"], help="as of HelixConfig(link=...)")
-    parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
+    parser.add_argument("--plans", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=256)
@@ -65,14 +65,15 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operators on a link, make the plans, time everything in turn."""
     import torch
 
+    from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
     from hf_helix.planning.profile_file import save_profile
-    from hf_helix.tuning.autotune import predict_window
+    from hf_helix.tuning.candidates import predict_window
     from hf_helix.tuning.compare import compare
     from hf_helix.tuning.measure.even_link import even_out
     from hf_helix.tuning.measure.profiler import measure_profile
 
-    made = Workload(shaped_link.llama(options), 2, torch.device("cpu"), link=link)
+    made = Workload(shaped_link.llama(options), HelixConfig(tp_size=2, link=link), torch.device("cpu"))
     window = made.window(options.microbatches, options.batch, options.sequence)
     assert made.mesh.link is not None
     if made.mesh.link.rate is None:
@@ -103,7 +104,7 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
         "computation": one.computation,
         "communication": one.communication,
         "bound": one.bound,
-        "plans": {rule: rows[rule] for rule in PLANS if rule in rows},
+        "plans": {rule: rows[rule] for rule in RULES if rule in rows},
     }
 
 

@@ -196,7 +196,7 @@ def make_runner(units: list[Unit], tp_size: int, rule: str) -> Runner:
     axis = _axis(tp_size)
     mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), None, None, None, None)
     plan = make_plan(rule, rough_profile(stage.layout), model="LlamaForCausalLM", mesh={"tp_size": tp_size})
-    return Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), seed=0)
+    return Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), seed=0)
 
 
 def _axis(tp_size: int) -> Axis:

@@ -22,7 +22,9 @@ from typing import Any
 
 import shaped_link
 
-PLANS = ("sequential", "round_robin", "dhelix", "greedy", "search")
+from hf_helix.config import RULES
+
+PLANS = tuple(rule for rule in RULES if rule != "intra_batch")
 
 
 def main() -> None:
@@ -51,6 +53,7 @@ def work(options: argparse.Namespace) -> None:
     import torch.distributed as dist
     from transformers import PhimoeConfig
 
+    from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
 
     shaped_link.join(options.rank)
@@ -66,8 +69,9 @@ def work(options: argparse.Namespace) -> None:
         pad_token_id=0,
     )
     device = torch.device("cpu")
-    shared = Workload(config, 1, device, ep_size=2, capacity_factor=options.capacity, cross_node=["ep"])
-    whole = Workload(config, 1, device, capacity_factor=options.capacity)
+    capacity = options.capacity
+    shared = Workload(config, HelixConfig(ep_size=2, expert_capacity_factor=capacity, cross_node=("ep",)), device)
+    whole = Workload(config, HelixConfig(expert_capacity_factor=capacity), device)
     results = []
     for rate in options.rates:
         shaped_link.shape(options.rank, rate)
@@ -83,13 +87,13 @@ def work(options: argparse.Namespace) -> None:
 
 def measure(shared: Any, whole: Any, options: argparse.Namespace, rate: int) -> dict[str, Any]:
     """Measure the operators, make the plans, time everything in turn."""
-    from hf_helix.tuning.autotune import planned, predict_window
+    from hf_helix.tuning.candidates import plan_runners, predict_window
     from hf_helix.tuning.measure.overlap import measure_overlap
     from hf_helix.tuning.measure.profiler import measure_profile
 
     window = shared.window(options.microbatches, 1, options.length)
     profile = measure_profile(shared.runner, window, {"link": f"{rate} Mbit/s"})
-    runners = planned(shared.runner, list(PLANS), profile, options.microbatches)
+    runners = plan_runners(shared.runner, list(PLANS), profile, options.microbatches)
     predicted = {rule: predict_window(runner, profile, len(window)) for rule, runner in runners.items()}
     overlaps = measure_overlap({**runners, "dp": whole.runner}, window, options.repeats)
     return {"plans": {name: dataclasses.asdict(found) for name, found in overlaps.items()}, "predicted": predicted}

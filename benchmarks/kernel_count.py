@@ -240,7 +240,7 @@ def _runner(
     sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
     mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), None, None, None, None)
     plan = make_plan("sequential", rough_profile(stage.layout), model=family.model_class, mesh={"tp_size": tp_size})
-    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), 0, products)
+    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0, products)
     return runner, [MicroBatch(lambda: side, (0, 0))]
 
 

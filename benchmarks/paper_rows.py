@@ -26,19 +26,20 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from hf_helix import config
 from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.plans.search import bound
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.planning.program import build_programs
 
-RULES = ("sequential", "round_robin", "dhelix", "greedy", "search")
+RULES = tuple(rule for rule in config.RULES if rule != "intra_batch")
 LAYERS = (8, 24)
 TINY = 1e-6
 BYTES = 2  # of a number

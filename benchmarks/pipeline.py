@@ -34,7 +34,7 @@ import shaped_link
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
 PERIOD = 2_000  # microseconds; short, or a rank would run at full speed for as long as an operator takes
-SCHEDULES = ("1f1b", "w", "dualpipe_v", "auto")
+SCHEDULES = ("1f1b", "folded_1f1b", "dualpipe_v", "auto")
 
 
 def main() -> None:
@@ -135,18 +135,19 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
     from hf_helix.planning.pipeline.scheduler import candidates
     from hf_helix.planning.plans.registry import predict_plan
     from hf_helix.runtime.distributed.agreement import over_ranks
-    from hf_helix.tuning.autotune import planned, tune
+    from hf_helix.tuning.autotune import tune
+    from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.measure.memory import peak_bytes
 
     linear = workload(options, pp, "1f1b")
-    folded = workload(options, pp, "w", linear.mesh)
+    folded = workload(options, pp, "folded_1f1b", linear.mesh)
     batches = {id(made.runner.stage): made.window(count, options.batch, options.sequence) for made in (linear, folded)}
     window = batches[id(folded.runner.stage)]
     chosen, tuning = tune(folded.runner, window, schedules=functools.partial(candidates, "auto"))
     profile = tuning.profile
     assert profile is not None
     runners = {"1f1b": linear.runner}  # under `sequential`: one strand
-    flow = planned(folded.runner, ["search"], profile, count)["search"]
+    flow = plan_runners(folded.runner, ["search"], profile, count)["search"]
     for scheduler in candidates("auto", profile)[:2]:
         runners[scheduler.name] = flow.with_plan(flow.plan, scheduler)
     runners["auto"] = chosen
@@ -177,10 +178,12 @@ def compare(options: argparse.Namespace, pp: int, count: int) -> dict[str, Any]:
 def workload(options: argparse.Namespace, pp: int, schedule: str, mesh: Any = None) -> Any:
     import torch
 
+    from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
 
     config = shaped_link.llama(options, options.vocabulary, heads=8)
-    return Workload(config, options.tp, torch.device("cpu"), pp, schedule, mesh)
+    helix = HelixConfig(tp_size=options.tp, pp_size=pp, schedule=schedule)
+    return Workload(config, helix, torch.device("cpu"), mesh)
 
 
 def timed(runner: Any, window: Any) -> float:

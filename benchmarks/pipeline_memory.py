@@ -138,18 +138,19 @@ def measure(options: argparse.Namespace) -> list[Row]:
     """Every way of running; on every rank the same rows."""
     from hf_helix.planning.pipeline.scheduler import Scheduler, candidates
     from hf_helix.runtime.distributed.agreement import over_ranks
-    from hf_helix.tuning.autotune import planned, tune
+    from hf_helix.tuning.autotune import tune
+    from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.effort import FULL
     from hf_helix.tuning.measure.memory import peak_bytes
     from hf_helix.tuning.measure.profiler import measure_profile
 
     linear = workload(options, "1f1b")
-    folded = workload(options, "w", linear.mesh)
+    folded = workload(options, "folded_1f1b", linear.mesh)
     shape = options.microbatches, options.batch, options.sequence
     windows = {id(made.runner.stage): made.window(*shape) for made in (linear, folded)}
     window = windows[id(folded.runner.stage)]
     profile = measure_profile(folded.runner, window)
-    found = planned(folded.runner, PLANS, profile, options.microbatches)
+    found = plan_runners(folded.runner, PLANS, profile, options.microbatches)
     runners = {BASE: linear.runner, **{f"w, {plan}": runner for plan, runner in found.items()}}
     dualpipe_v = Scheduler("dualpipe_v", options.pp)
     runners["dualpipe_v, greedy"] = folded.runner.with_plan(found["greedy"].plan, dualpipe_v)
@@ -174,6 +175,7 @@ def workload(options: argparse.Namespace, schedule: str, mesh: Any = None) -> An
     import torch
     from transformers import LlamaConfig
 
+    from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
 
     config = LlamaConfig(
@@ -184,7 +186,7 @@ def workload(options: argparse.Namespace, schedule: str, mesh: Any = None) -> An
         num_attention_heads=8,
         num_key_value_heads=8,
     )
-    return Workload(config, 1, torch.device("cpu"), options.pp, schedule, mesh)
+    return Workload(config, HelixConfig(pp_size=options.pp, schedule=schedule), torch.device("cpu"), mesh)
 
 
 # -- the table -----------------------------------------------------------------------------------------------------

@@ -78,20 +78,21 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure the operators of every mode, make the plans, time everything in turn, count bytes."""
     import torch
 
+    from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
     from hf_helix.runtime.distributed.agreement import over_ranks
-    from hf_helix.tuning.autotune import planned
+    from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.measure.memory import peak_bytes
     from hf_helix.tuning.measure.overlap import measure_overlap, time_steps
     from hf_helix.tuning.measure.profiler import measure_profile
 
-    work = Workload(shaped_link.llama(options), 2, torch.device("cpu"))
+    work = Workload(shaped_link.llama(options), HelixConfig(tp_size=2), torch.device("cpu"))
     window = work.window(options.microbatches, options.batch, options.sequence)
     runners: dict[str, dict[str, Any]] = {}
     overlaps, peaks = {}, {}
     for mode in MODES:
         runner = recomputed(work.runner, mode)
-        runners[mode] = planned(runner, options.plans, measure_profile(runner, window), options.microbatches)
+        runners[mode] = plan_runners(runner, options.plans, measure_profile(runner, window), options.microbatches)
         overlaps[mode] = measure_overlap(runners[mode], window, max(1, options.repeats // 2))
         peaks[mode] = {plan: max(over_ranks(peak_bytes(made, window))) for plan, made in runners[mode].items()}
     every = {f"{mode} {plan}": runner for mode, found in runners.items() for plan, runner in found.items()}

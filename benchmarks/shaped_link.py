@@ -39,7 +39,6 @@ DEVICES = ("helix-veth-a", "helix-veth-b")
 MTU = "65535"  # large packets: a real network card does not take the cores' time, and a small packet would
 BURST = "96kb"  # small, or single collectives look faster than the link is
 LOCK = Path(tempfile.gettempdir()) / "hf_helix_shaped_link.lock"
-PLANS = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")
 
 
 def main() -> None:
@@ -275,28 +274,19 @@ class Bench:
         from alternatives import build_models
         from transformers import LlamaForCausalLM
 
-        from hf_helix.checkpoint.shard import cut_parameters
-        from hf_helix.models.builder import Sharing
-        from hf_helix.models.registry import family_of
-        from hf_helix.planning.pipeline.scheduler import Scheduler
-        from hf_helix.planning.plans.registry import make_plan
-        from hf_helix.planning.profile import rough_profile
+        from hf_helix.config import HelixConfig
+        from hf_helix.engine.build import build_runner
+        from hf_helix.engine.microbatches import WindowMaker
+        from hf_helix.planning.graph.recompute import NONE
         from hf_helix.runtime.distributed.mesh import build_mesh
-        from hf_helix.runtime.runner import Runner
-        from hf_helix.runtime.stage import place_units
-        from hf_helix.runtime.streams import make_streams
 
         torch.manual_seed(0)
         self.options = options
         self.model = LlamaForCausalLM(llama(options)).train()
         self.alternatives = build_models(self.model, 2, Path(tempfile.gettempdir()) / "model")  # see start_rank
         mesh = build_mesh(2, "cpu")
-        self.family = family_of(self.model)
-        stage = place_units(self.family.units(self.model, Sharing(mesh.tp)))
-        cut_parameters(stage, mesh)
-        streams = make_streams(torch.device("cpu"))
-        plan = make_plan("sequential", rough_profile(stage.layout), model="bench", mesh={"tp_size": 2})
-        self.runner = Runner(stage, plan, mesh, streams, Scheduler("w", 1), 0)
+        self.maker = WindowMaker(self.model, mesh)
+        self.runner = build_runner(self.model, HelixConfig(tp_size=2), mesh, [NONE] * options.layers).runner
 
     def batches(self, count: int) -> list[dict[str, Any]]:
         """The micro-batches of a window."""
@@ -311,15 +301,10 @@ class Bench:
         """The same, as our runners take them."""
         import torch
 
-        from hf_helix.models.sequence_sharding import SequenceCut
-        from hf_helix.runtime.microbatch import MicroBatch
+        from hf_helix.engine.microbatches import Scale
 
-        scale = torch.tensor(1.0 / (count * self.options.batch * (self.options.sequence - 1)))
-        prepare = functools.partial(self.family.side_inputs, self.model)
-        return [
-            MicroBatch(functools.partial(prepare, batch, SequenceCut(2), scale), (0, place), batch["input_ids"].numel())
-            for place, batch in enumerate(self.batches(count))
-        ]
+        scale = Scale(torch.tensor(1.0 / (count * self.options.batch * (self.options.sequence - 1))))
+        return [self.maker.microbatch(batch, scale, (0, place)) for place, batch in enumerate(self.batches(count))]
 
     def others(self, count: int) -> dict[str, Any]:
         """What one would use instead, for a window."""
@@ -336,8 +321,8 @@ class Bench:
 
     def measure(self, rate: int, count: int) -> dict[str, Any]:
         """Measure the operators, make the plans, time everything in turn."""
-        from hf_helix.planning.plans.registry import RULES
-        from hf_helix.tuning.autotune import planned, predict_window
+        from hf_helix.config import RULES
+        from hf_helix.tuning.candidates import plan_runners, predict_window
         from hf_helix.tuning.effort import BASELINE, CANDIDATES, FULL
         from hf_helix.tuning.measure.overlap import measure_overlap
         from hf_helix.tuning.measure.profiler import measure_profile
@@ -348,8 +333,8 @@ class Bench:
             from hf_helix.planning.profile_file import save_profile
 
             save_profile(profile, self.options.profile.format(rate=rate, microbatches=count))
-        rules = self.options.plans or [rule for rule in PLANS if rule in RULES]
-        runners = planned(self.runner, list(dict.fromkeys([BASELINE, *rules])), profile, count)
+        rules = self.options.plans or RULES
+        runners = plan_runners(self.runner, list(dict.fromkeys([BASELINE, *rules])), profile, count)
         predicted = {rule: predict_window(runner, profile, count) for rule, runner in runners.items()}
         overlaps = measure_overlap({**runners, **others}, window, self.options.repeats)
         # As `tune` does: the best of those that are predicted to be fastest.

@@ -1,9 +1,13 @@
-"""Every option, every check, and the places they are read from.
+"""Every option, with its checks.
 
-In:   keyword arguments, a mapping, a file, or the YAML given to `accelerate launch`.
+In:   keyword arguments, a mapping, or a file.
 Out:  a `HelixConfig`.
 Must hold: nothing is silently ignored: an unknown key, a wrong type or an option that is not built is an error that
-names the option and a value that works. Imports the standard library only (PyYAML and psutil where a file is read).
+names the option and a value that works. Imports the standard library only (PyYAML where a file is read).
+
+A refusal belongs here if the value of an option is wrong for every model and every run. `hf_helix.engine.checks` has
+those that need the model, `integrations/trainer/checks.py` and `integrations/accelerate/checks.py` those of other
+packages' options. Where options come from is in `integrations/accelerate/launcher.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
 AXES = ("tp", "cp", "ep")
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("w", "dualpipe_v", "1f1b", "auto")
+SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
+SCHEDULE_ALIASES = {"w": "folded_1f1b"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +58,23 @@ class HelixConfig:
             line of output. Until then, `greedy`;
             `search`: the searched plan, the fastest or not; measures before the first step;
             `greedy`: list scheduling of all micro-batches of a step (a window); measures nothing;
-            `dhelix`: the paper's paired segments with barriers (section 4.2); measures before the first step;
-            `round_robin`: operators in turn (the paper's Wavelet+);
-            `intra_batch`: one micro-batch at a time, collectives cut into tiles beside their GEMM (MegaScale's way);
             `sequential`: one micro-batch at a time (Megatron's way);
+            to compare with, `dhelix`: the paper's paired segments with barriers (section 4.2; measures before the first
+            step), `round_robin`: operators in turn (the paper's Wavelet+), `intra_batch`: one micro-batch at a time,
+            collectives cut into tiles beside their GEMM (MegaScale's way);
             or the path of a plan saved with `trainer.plan.save(path)` or made with `hf-helix plan`.
         tuning_share: the part of a run's time that measuring and searching may take under `plan="auto"`, from 0 to 1:
             after 2, 4, 8, ... steps, it is decided how thorough they can be in that part of the steps that are left (in
             a loop around Accelerate, which does not say how long it is, as many as there were are expected). 1 measures
             before the first step, however short the run; 0 never measures, and takes only what the cache has.
         schedule: which micro-batch a pipeline rank takes when:
-            `w`: the paper's W-shaped schedule on the fold (section 4.1);
+            `auto`: the fastest schedule on the fold. Until operators are measured, the best of a few by the simulated
+            time of equal layers; once `plan="auto"` measures, `folded_1f1b`, `dualpipe_v` and the best that a search
+            finds for the measured times are timed in real steps. Layers never move between ranks, so `1f1b`, which
+            places them otherwise, is not among them;
+            `folded_1f1b`: the paper's W schedule on the fold (section 4.1); `w` is another name for it;
             `dualpipe_v`: DualPipeV on the fold, with weight gradients in the bubbles;
             `1f1b`: one forward, one backward, every rank with one stretch of layers (Megatron's way);
-            `auto`: with `plan="auto"`, the fastest on the fold that is found with the measured times;
             or the path of a file with a line of actions for each rank, such as `0F0 1F0 (0F1;1B0)OVERLAP_F_B`.
         layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
             `1f1b`); None to spread the work evenly, embedding, head and loss included.
@@ -103,7 +111,7 @@ class HelixConfig:
     ep_size: int = 1
     plan: str = "auto"
     tuning_share: float = 0.05
-    schedule: str = "w"
+    schedule: str = AUTO
     profile: str | None = None
     compile: bool = False
     cuda_graphs: bool = False
@@ -135,8 +143,8 @@ class HelixConfig:
         for name in ("plan", "schedule"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                example = "auto" if name == "plan" else "w"
-                raise TypeError(f"{name} must be a string, such as {example!r}; got {value!r}")
+                raise TypeError(f"{name} must be a string, such as {name}='auto'; got {value!r}")
+        object.__setattr__(self, "schedule", schedule_name(self.schedule))
         for name in ("cache", "compile", "cuda_graphs", "shard_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, such as {name}=True; got {getattr(self, name)!r}")
@@ -259,6 +267,11 @@ class HelixConfig:
                 f"{path}: {', '.join(beside)} stands beside the helix block; put every option into the block"
             )
         return cls.from_mapping(options["parallelism_config"]["helix"], str(path))
+
+
+def schedule_name(name: str) -> str:
+    """Returns the name of a schedule that may be called by another one; anything else as it is."""
+    return SCHEDULE_ALIASES.get(name, name)
 
 
 def has_helix_block(options: Any) -> bool:

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from benchmarks.gpu.models import Batch, batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on
-from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.engine import Engine
+from hf_helix.engine.microbatches import Scale
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.runtime.distributed.mesh import build_mesh
@@ -69,7 +70,7 @@ CASES = (
     Case("tp2", {"tp_size": 2}),
     Case("tp2 greedy", {"tp_size": 2, "plan": "greedy"}),
     Case("cp2", {"cp_size": 2, "plan": "greedy"}),
-    Case("pp2 w", {"pp_size": 2, "schedule": "w", "plan": "greedy"}),
+    Case("pp2 w", {"pp_size": 2, "schedule": "folded_1f1b", "plan": "greedy"}),
     Case("pp2 dualpipe_v", {"pp_size": 2, "schedule": "dualpipe_v", "plan": "greedy"}),
     Case("pp2 1f1b", {"pp_size": 2, "schedule": "1f1b", "plan": "greedy"}),
     Case("dp2", {}),

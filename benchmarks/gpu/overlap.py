@@ -22,6 +22,7 @@ from transformers import LlamaConfig
 from benchmarks.gpu.links import LoneTransport, PacedTransport, Rate, holds
 from benchmarks.gpu.report import Options, Report
 from benchmarks.gpu.timing import Budget, issue_and_run, release
+from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.operators.communication.transport import Axis, Transport
 from hf_helix.planning.profile import Profile
@@ -29,7 +30,7 @@ from hf_helix.report.perfetto import write_perfetto
 from hf_helix.runtime.distributed.mesh import Mesh, Pipe
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.autotune import baseline_runner, planned, predict_window
+from hf_helix.tuning.candidates import baseline_runner, plan_runners, predict_window
 from hf_helix.tuning.measure.overlap import forget_gradients, trace_window
 from hf_helix.tuning.measure.profiler import measure_profile
 
@@ -204,7 +205,7 @@ class Case:
 
     def runners(self, profile: Profile) -> dict[str, Runner]:
         """A runner for every plan."""
-        made = planned(self.runner, PLANS, profile, len(self.window), searching=self._sizes.searching)
+        made = plan_runners(self.runner, PLANS, profile, len(self.window), searching=self._sizes.searching)
         return {"sequential": self.runner, **made}
 
     def times(self, runners: Mapping[str, Runner]) -> dict[str, tuple[float, float]]:
@@ -260,7 +261,7 @@ class Case:
 def lone_workload(sizes: Sizes, device: torch.device) -> Workload:
     """A model with random weights as rank 0 of a tensor-parallel group holds it; products in bf16, weights in fp32."""
     mesh = lone_mesh(sizes.tp_size, device)
-    return Workload(_model(sizes), sizes.tp_size, device, mesh=mesh, products=torch.bfloat16)
+    return Workload(_model(sizes), HelixConfig(tp_size=sizes.tp_size), device, mesh, products=torch.bfloat16)
 
 
 def lone_mesh(tp_size: int, device: torch.device) -> Mesh:

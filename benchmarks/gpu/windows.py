@@ -19,7 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.models import Batch, Made, on, targets
 from hf_helix import HelixConfig
-from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.build import RunOptions
+from hf_helix.engine.engine import Engine
+from hf_helix.engine.microbatches import Scale
 from hf_helix.models.direct_use import Instead
 from hf_helix.operators.communication.transport import Axis, SilentTransport, Transport
 from hf_helix.planning.graph.operator import Kind
@@ -79,7 +81,7 @@ def engine_on(
     # The sizes of a mesh without other ranks are not those of the world, which the configuration is checked against.
     config = HelixConfig(**{"plan": "sequential", "cache": False, **options})
     model = made()
-    engine = Engine(model, config, mesh, seed=0, microbatches=count, instead=INSTEAD, products=products)
+    engine = Engine(model, config, mesh, RunOptions(num_microbatches=count, products=products), INSTEAD)
     model.to(mesh.device)
     model.train()
     try:

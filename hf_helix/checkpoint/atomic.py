@@ -1,9 +1,9 @@
-"""A checkpoint's folder appears only once everything in it is written.
+"""Publishes a checkpoint's folder only once everything in it is written.
 
-In:   the folder that holds the checkpoints.
-Out:  a place to write the next one; then that one under its name.
+In:   the folder that holds the checkpoints, and in it a staging folder with the next one.
+Out:  the checkpoint under its name.
 Must hold: a process that is killed at any moment leaves the last complete checkpoint usable, also where the new one
-replaces one of the same step; what an unfinished save has left goes with the next one. Rank 0 alone calls this.
+replaces one of the same step; the next save deletes what an unfinished one has left. Rank 0 alone calls this.
 """
 
 from __future__ import annotations
@@ -14,40 +14,42 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-PREFIX = "checkpoint"  # the Trainer's
+PREFIX = "checkpoint"  # as the Trainer names them
 STAGING = "_saving"  # pushes to the Hub leave out `_*`
 
 
 def recover(folder: Path, is_complete: Callable[[Path], bool]) -> None:
-    """Clear what an unfinished save has left. A checkpoint that was complete but for its place gets it."""
+    """Deletes what an unfinished save has left. A checkpoint that was complete, but not yet moved, is moved."""
     staging = folder / STAGING
     if not staging.is_dir():
         return
-    for found in staging.glob(f"{PREFIX}-*"):
-        if is_complete(found) and not (folder / found.name).exists():
-            found.rename(folder / found.name)
+    for left in staging.glob(f"{PREFIX}-*"):
+        if is_complete(left) and not (folder / left.name).exists():
+            left.rename(folder / left.name)
     shutil.rmtree(staging)
 
 
-def publish(found: Path, folder: Path, mark: Callable[[], None]) -> None:
-    """Give a checkpoint in the staging folder its place, in one step. One of the same name goes.
+def publish(staged: Path, folder: Path, mark: Callable[[], None]) -> None:
+    """Moves a checkpoint from the staging folder to its place, in one step. It replaces one of the same name.
 
     Args:
-        mark: says in the folder that the checkpoint is complete, once everything else is on the disk.
+        staged: the checkpoint in the staging folder.
+        folder: the folder that holds the checkpoints.
+        mark: writes into the folder that the checkpoint is complete; called once everything else is on the disk.
     """
-    _to_disk(found)
+    _to_disk(staged)
     mark()
-    _to_disk(found)
-    final = folder / found.name
+    _to_disk(staged)
+    final = folder / staged.name
     if final.exists():  # a process that ends here leaves the rest to `recover`
-        final.rename(found.parent / "replaced")
-    found.rename(final)
+        final.rename(staged.parent / "replaced")
+    staged.rename(final)
     _sync(folder)
-    shutil.rmtree(found.parent)
+    shutil.rmtree(staged.parent)
 
 
 def _to_disk(folder: Path) -> None:
-    """What was written survives the machine, not only the process."""
+    """Writes a folder to the disk, so that it survives a crash of the machine and not only of the process."""
     for path in [*folder.rglob("*"), folder]:
         _sync(path)
 

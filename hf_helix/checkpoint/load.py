@@ -1,10 +1,9 @@
-"""Weights for a model that no rank ever has whole: from a checkpoint folder, or drawn at random.
+"""Loads a checkpoint folder into a model that no rank ever has whole.
 
-In:   a model on the meta device, or one that is cut already; its stage and its mesh; a folder of safetensors, or a
-      seed.
+In:   a model on the meta device, or one that is cut already; its stage and its mesh; a folder of safetensors.
 Out:  this rank's slices in its parameters, which stay the same objects, so that units and optimizers keep them.
 Must hold: nothing is written before every rank has found that names, shapes and types fit; the host holds this rank's
-share and, beside it, one tensor (drawn at random: one layer); whatever the layout, the weights are the same.
+share and one more tensor; the weights do not depend on the layout of the ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_helix.checkpoint.materialize import materialize
-from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Reader, Source, match, persistent_tensors, some
+from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Reader, Source, match_tensors, persistent_tensors
+from hf_helix.checkpoint.shard import materialize
+from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED, Placement
+from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import agree_on_success, agree_on_text
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.stage import Stage
@@ -27,80 +28,89 @@ from hf_helix.runtime.stage import Stage
 
 @torch.no_grad()
 def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
-    """Read this rank's slices of every parameter that it holds from a Hugging Face checkpoint. Collective.
+    """Reads this rank's slices of every parameter that it holds from a Hugging Face checkpoint. Collective.
 
     Args:
         model: on the meta device, or cut and real. Values are cast to the types of its parameters.
-        stage: of the units made from this model, before tiling.
+        stage: the units of this model on this rank.
+        mesh: the layout of the ranks.
         folder: with `model.safetensors`, or with several files and their index.
 
     Raises:
         ValueError: on every rank, before anything is written: a file is missing, cut off or no safetensors; tensors
             are missing, unknown, or of another shape or type. Names the file and the tensors.
     """
-    places = places_of(model, stage, mesh)
-    checkpoint = found = None
+    tensors = model_tensors(model, stage, mesh)
+    checkpoint = sources = None
     error: Exception | None = None
     try:
         checkpoint = Checkpoint(Path(folder))
-        found = _sources(model, places, checkpoint)
+        sources = _sources(model, tensors, checkpoint)
     except Exception as problem:
         error = problem
     agree_on_success(error)
     assert checkpoint is not None
-    assert found is not None
+    assert sources is not None
     about = "\n".join(f"{key} {list(shape)} {dtype}" for key, (_, shape, dtype) in checkpoint.tensors.items())
     agree_on_text(about, f"tensors in {folder}")
     materialize(model, stage, mesh)
-    for name, source in found.items():
-        if places[name].mine:
+    for name, source in sources.items():
+        if tensors[name].is_local:
             with checkpoint.reader() as reader:
-                places[name].read(source, name, model.get_parameter_or_buffer(name), model, reader)
-
-
-# -- from a folder -----------------------------------------------------------------------------------------------
+                tensors[name].read(source, name, model.get_parameter_or_buffer(name), model, reader)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A tensor of the model, and what of it this rank holds.
+class ModelTensor:
+    """A tensor of the model, and which slice of it this rank holds.
 
     Attributes:
         name: the first of its names in the model.
-        shape: of the whole; None where this rank holds nothing and cannot know.
-        size, rank: of the axis that it is cut over.
+        shape: of the whole tensor; None where this rank holds nothing and cannot know.
+        is_float: whether it holds floating-point numbers.
+        is_local: whether it belongs to this pipeline rank.
+        placement: how it is cut.
+        axis: the ranks that it is cut over.
     """
 
     name: str
     shape: tuple[int, ...] | None
     is_float: bool
-    mine: bool
-    placement: Placement = COPIED
-    size: int = 1
-    rank: int = 0
+    is_local: bool
+    placement: Placement
+    axis: Axis
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        return self.placement.bounds(self.size, self.rank)
+        """The first and the last index, exclusive, of every block of this rank's slice."""
+        return self.placement.bounds(self.axis.size, self.axis.rank)
 
-    def room(self, dtype: torch.dtype) -> Tensor:
-        """For this rank's slice."""
+    def empty_slice(self, dtype: torch.dtype) -> Tensor:
+        """Memory for this rank's slice."""
         assert self.shape is not None
-        return torch.empty(self.placement.shape(self.shape, self.size, self.rank), dtype=dtype)
+        return torch.empty(self.placement.shape(self.shape, self.axis.size, self.axis.rank), dtype=dtype)
 
     def read(self, source: Source, name: str, out: Tensor, model: Any, reader: Reader) -> None:
-        """This rank's slice from the folder, and no more of it where that can be."""
+        """Reads this rank's slice from the folder, and where possible nothing else of the tensor.
+
+        Args:
+            source: the tensors in the folder that it is made of.
+            name: which of the parameters that the source makes is read.
+            out: this rank's slice, which is filled.
+            model: for the conversion.
+            reader: of the folder.
+        """
         placement = self.placement
         if source.converter is None:
-            self.copy(reader.slice(source.names[0]), out)
+            self.copy_slice(reader.slice(source.names[0]), out)
         elif source.is_stack and placement.dim == 0 and placement.num_fused == 1:
             ((first, last),) = self.bounds
             out.copy_(source.part(first, last).convert(model, reader.tensor)[name])
         else:
-            self.copy(source.convert(model, reader.tensor)[name], out)
+            self.copy_slice(source.convert(model, reader.tensor)[name], out)
 
-    def copy(self, whole: Any, out: Tensor) -> None:
-        """This rank's slice of a tensor, or of anything that reads when it is indexed like one."""
+    def copy_slice(self, whole: Any, out: Tensor) -> None:
+        """Copies this rank's slice of a whole tensor, which may be any object that is read by indexing."""
         dim = self.placement.dim
         if dim is None:
             out.copy_(whole[...])
@@ -110,86 +120,93 @@ class _Place:
             part.copy_(whole[(*[slice(None)] * dim, slice(first, last))])
 
 
-def places_of(model: Any, stage: Stage, mesh: Mesh) -> dict[str, _Place]:
-    """Everything that a checkpoint has, by every name it goes by in the model."""
+def model_tensors(model: Any, stage: Stage, mesh: Mesh) -> dict[str, ModelTensor]:
+    """All tensors that a checkpoint of the model holds, by every name that they have in the model.
+
+    Args:
+        model: on the meta device, or cut.
+        stage: its units on this rank.
+        mesh: the layout of the ranks.
+    """
     owners, placements = stage.owners, stage.all_placements
-    found: dict[int, _Place] = {}
-    places = {}
+    made: dict[int, ModelTensor] = {}
+    by_name = {}
     for name, tensor in persistent_tensors(model).items():
-        if id(tensor) not in found:
-            placement, mine = placements.get(tensor, COPIED), owners.get(tensor, stage.rank) == stage.rank
-            known = tensor.numel() > 0 or mine
-            shape = placement.whole_shape(tensor.shape) if known else None
+        if id(tensor) not in made:
+            placement, is_local = placements.get(tensor, COPIED), owners.get(tensor, stage.rank) == stage.rank
+            has_shape = tensor.numel() > 0 or is_local
+            shape = placement.whole_shape(tensor.shape) if has_shape else None
             axis = mesh.axis_of(placement)
-            found[id(tensor)] = _Place(name, shape, tensor.is_floating_point(), mine, placement, axis.size, axis.rank)
-        places[name] = found[id(tensor)]
-    return places
+            made[id(tensor)] = ModelTensor(name, shape, tensor.is_floating_point(), is_local, placement, axis)
+        by_name[name] = made[id(tensor)]
+    return by_name
 
 
-def _sources(model: Any, places: Mapping[str, _Place], checkpoint: Checkpoint) -> dict[str, Source]:
-    """What each tensor of the model is read from, by one of its names.
+def _sources(model: Any, tensors: Mapping[str, ModelTensor], checkpoint: Checkpoint) -> dict[str, Source]:
+    """The source of every tensor of the model, by one of the tensor's names.
 
     Raises:
-        ValueError: whatever does not fit, all at once.
+        ValueError: names everything that does not fit.
     """
-    sources, unknown = match(model, checkpoint.tensors)
-    found: dict[str, dict[str, Source]] = {place.name: {} for place in places.values()}
+    sources, unknown = match_tensors(model, checkpoint.tensors)
+    by_tensor: dict[str, dict[str, Source]] = {tensor.name: {} for tensor in tensors.values()}
     problems: list[str] = []
     for source in sources:
         for name, shape in _shapes(source, model, checkpoint, problems).items():
-            if name not in places:
+            if name not in tensors:
                 unknown.append(name)
                 continue
-            found[places[name].name][name] = source
+            by_tensor[tensors[name].name][name] = source
             if shape is not None:
-                problems += _misfits(places[name], name, shape, source, checkpoint)
-    missing = [name for name, by in found.items() if not by]
+                problems += _misfits(tensors[name], name, shape, source, checkpoint)
+    missing = [name for name, found in by_tensor.items() if not found]
     if missing:
-        problems.append(f"nothing for {some(missing)}")
+        problems.append(f"nothing for {shorten_list(missing)}")
     if unknown:
-        problems.append(f"the model has no place for {some(unknown)}")
+        problems.append(f"the model has no place for {shorten_list(unknown)}")
     if not problems:
-        problems += _differing(model, places, found, checkpoint)
+        problems += _unequal(model, tensors, by_tensor, checkpoint)
     if problems:
         about = f"the weights in {checkpoint.folder} do not fit this {type(model).__name__}"
         raise ValueError(f"{about}; give the folder that belongs to its config:\n  " + "\n  ".join(problems))
-    return dict(next(iter(by.items())) for by in found.values())
+    return dict(next(iter(found.items())) for found in by_tensor.values())
 
 
 def _shapes(source: Source, model: Any, checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
-    """The shapes of what a source makes, tried on the meta device; None where that fails."""
+    """The shapes of the parameters that a source makes, tried on the meta device; None where that fails."""
     try:
         made = source.convert(model, checkpoint.outline)
     except Exception as error:
-        problems.append(f"{source.target} cannot be made of {some(source.names)}: {error}")
+        problems.append(f"{source.target} cannot be made of {shorten_list(source.names)}: {error}")
         return {source.target: None}
     return {name: tuple(outline.shape) for name, outline in made.items()}
 
 
-def _misfits(place: _Place, name: str, shape: Any, source: Source, checkpoint: Checkpoint) -> list[str]:
-    if place.shape not in (None, shape):
-        return [f"{name} is {list(shape)} there, and {list(place.shape or ())} in the model"]
+def _misfits(tensor: ModelTensor, name: str, shape: Any, source: Source, checkpoint: Checkpoint) -> list[str]:
+    """Problems with the shape and the types of what a source makes."""
+    if tensor.shape not in (None, shape):
+        return [f"{name} is {list(shape)} there, and {list(tensor.shape or ())} in the model"]
     types = {key: checkpoint.tensors[key].dtype for key in source.names}
-    odd = [f"{key} is {dtype}" for key, dtype in types.items() if (dtype in FLOATS) is not place.is_float]
-    return [f"{some(odd)}; numbers must be one of {', '.join(FLOATS)}"] if odd else []
+    odd = [f"{key} is {dtype}" for key, dtype in types.items() if (dtype in FLOATS) is not tensor.is_float]
+    return [f"{shorten_list(odd)}; numbers must be one of {', '.join(FLOATS)}"] if odd else []
 
 
-def _differing(
-    model: Any, places: Mapping[str, _Place], found: Mapping[str, Mapping[str, Source]], checkpoint: Checkpoint
+def _unequal(
+    model: Any,
+    tensors: Mapping[str, ModelTensor],
+    by_tensor: Mapping[str, Mapping[str, Source]],
+    checkpoint: Checkpoint,
 ) -> list[str]:
-    """Of tensors that are one in the model and several in the folder, those that are not equal there."""
+    """Problems with tied weights: tensors that are one in the model, several in the folder, and not equal there."""
     problems = []
-    for name, by in found.items():
-        if len(by) == 1 or not places[name].mine:
+    for name, sources in by_tensor.items():
+        if len(sources) == 1 or not tensors[name].is_local:
             continue
         values = []
-        for other, source in by.items():
+        for other, source in sources.items():
             with checkpoint.reader() as reader:
-                values.append(places[name].room(model.get_parameter_or_buffer(name).dtype))
-                places[name].read(source, other, values[-1], model, reader)
+                values.append(tensors[name].empty_slice(model.get_parameter_or_buffer(name).dtype))
+                tensors[name].read(source, other, values[-1], model, reader)
         if not all(torch.equal(values[0], value) for value in values[1:]):
-            problems.append(f"{' and '.join(by)} differ, and are one in the model; use tie_word_embeddings=False")
+            problems.append(f"{' and '.join(sources)} differ, and are one in the model; use tie_word_embeddings=False")
     return problems
-
-
-# -- at random ---------------------------------------------------------------------------------------------------

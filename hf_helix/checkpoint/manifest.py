@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and whether a run can go on from it.
+"""Describes a checkpoint, and decides whether a run can be resumed from it.
 
 In:   the model, the layout and the optimizer of a run; a checkpoint's folder.
 Out:  `helix_state.json`, written last, so that a folder with it is complete; an error that names what does not fit.
@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hf_helix.checkpoint.optimizer_state import Held
+from hf_helix.checkpoint.optimizer_state import LocalParameter
+from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.version import __version__
@@ -27,21 +28,23 @@ NAME = "helix_state.json"
 FORMAT = 1
 _DATA = (".safetensors", ".distcp", ".metadata", ".pt")  # files that are read, and never edited by hand
 
-# Of every parameter: its shape, its type, whether it is trained, and the optimizer's group that it is in.
+# The shape and type of every parameter, whether it is trained, and its group in the optimizer.
 Parameters = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of `helix_state.json`.
+    """The contents of `helix_state.json`.
 
     Attributes:
-        model: its class.
-        parameters: of the whole model, by name.
-        layout: sizes of dp, pp, cp, tp and ep.
-        samples: what an optimizer step takes, by factors.
-        optimizer: its class; None where the checkpoint holds the model only.
-        files: sizes in bytes of the files that a resumed run reads.
+        model: the name of the model's class.
+        parameters: the parameters of the whole model, by name.
+        layout: the sizes of dp, pp, cp, tp and ep.
+        samples: the factors whose product is the number of samples of an optimizer step.
+        optimizer: the name of the optimizer's class; None where the checkpoint holds the model only.
+        files: the sizes in bytes of the files that a resumed run reads.
+        hf_helix: the version that has written it.
+        format: the version of this form.
     """
 
     model: str
@@ -54,18 +57,18 @@ class Manifest:
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
-        """Into a folder in which everything else is written."""
-        found = (path for path in sorted(folder.rglob("*")) if path.name.endswith(_DATA))
-        files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+        """Writes the manifest into a folder in which everything else is written."""
+        paths = (path for path in sorted(folder.rglob("*")) if path.name.endswith(_DATA))
+        files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
         text = json.dumps(dataclasses.asdict(dataclasses.replace(self, files=files)), indent=1)
         (folder / NAME).write_text(text + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Of a complete checkpoint.
+        """Reads the manifest of a checkpoint, and checks that the checkpoint is complete.
 
         Raises:
-            ValueError: it is none, or one of another version; or files are missing or cut short.
+            ValueError: the folder is no checkpoint, or of another version; or files are missing or cut short.
         """
         if not folder.is_dir():
             raise ValueError(
@@ -85,11 +88,11 @@ class Manifest:
                     f"{path} has format {data['format']}, written by hf_helix {data['hf_helix']}; this one reads "
                     f"format {FORMAT}"
                 )
-            found = cls(**data)
+            manifest = cls(**data)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} cannot be read ({error!r}); resume from another checkpoint") from error
-        found._check_files(folder)
-        return found
+        manifest._check_files(folder)
+        return manifest
 
     def _check_files(self, folder: Path) -> None:
         problems = []
@@ -100,13 +103,15 @@ class Manifest:
             elif path.stat().st_size != size:
                 problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
         if problems:
-            raise ValueError(f"{folder} is damaged: {_few(problems)}; resume from another checkpoint")
+            raise ValueError(f"{folder} is damaged: {shorten_list(problems, limit=3)}; resume from another checkpoint")
 
     def check_run(self, folder: Path, run: Manifest, skips_data: bool) -> None:
-        """Whether a run that describes itself so can go on from here.
+        """Refuses to resume a run from a checkpoint that does not fit it.
 
         Args:
-            skips_data: whether the data go on where they were.
+            folder: of the checkpoint, for the error.
+            run: the description of the run.
+            skips_data: whether the run skips the data that were trained on.
 
         Raises:
             ValueError: says what the checkpoint has and what the run has.
@@ -118,8 +123,8 @@ class Manifest:
             )
         if problems := _differences(self.parameters, run.parameters, ("shape", "dtype", "trained")):
             raise ValueError(
-                f"{folder} was saved from another model, a {self.model} (this one is a {run.model}): {_few(problems)}; "
-                "build the model as it was, or resume from another checkpoint"
+                f"{folder} was saved from another model, a {self.model} (this one is a {run.model}): "
+                f"{shorten_list(problems, limit=3)}; build the model as it was, or resume from another checkpoint"
             )
         if skips_data and math.prod(self.samples.values()) != math.prod(run.samples.values()):
             raise ValueError(
@@ -129,10 +134,10 @@ class Manifest:
             )
 
     def check_optimizer(self, folder: Path, run: Manifest) -> None:
-        """The same of the optimizer, once there is one.
+        """Refuses to resume with another optimizer, or with other groups of parameters.
 
         Raises:
-            ValueError: says which parameters differ.
+            ValueError: names the optimizers, or the parameters that differ.
         """
         if self.optimizer != run.optimizer:
             raise ValueError(
@@ -141,25 +146,32 @@ class Manifest:
             )
         if problems := _differences(self.parameters, run.parameters, ("group",)):
             raise ValueError(
-                f"{folder} has the optimizer's states of another set of parameters: {_few(problems)}; freeze the same "
-                "parameters and give the same groups, or start from its weights with from_pretrained(folder)"
+                f"{folder} has the optimizer's states of another set of parameters: {shorten_list(problems, limit=3)}; "
+                "freeze the same parameters and give the same groups, or start from its weights with "
+                "from_pretrained(folder)"
             )
 
 
 def describe_parameters(
-    held: Mapping[nn.Parameter, Held], mesh: Mesh, optimizer: Optimizer | None = None
+    local: Mapping[nn.Parameter, LocalParameter], mesh: Mesh, optimizer: Optimizer | None = None
 ) -> Parameters:
-    """Every parameter of the model, also those that other pipeline ranks hold. Collective."""
+    """Describes every parameter of the model, also those that other pipeline ranks hold. Collective.
+
+    Args:
+        local: the parameters that this rank holds.
+        mesh: the layout of the ranks.
+        optimizer: whose groups the parameters are in; None before there is one.
+    """
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
     mine: Parameters = {
-        place.name: {
-            "shape": list(place.whole_shape(parameter)),
+        about.name: {
+            "shape": list(about.whole_shape(parameter)),
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "trained": parameter.requires_grad,
             "group": group_of.get(parameter),
         }
-        for parameter, place in held.items()
+        for parameter, about in local.items()
     }
     if mesh.pipe.group is None:
         return mine
@@ -167,18 +179,14 @@ def describe_parameters(
 
 
 def _differences(saved: Parameters, present: Parameters, keys: tuple[str, ...]) -> list[str]:
-    found = [f"it has {name}" for name in saved if name not in present]
-    found += [f"it has no {name}" for name in present if name not in saved]
+    """The parameters that differ, and in what."""
+    problems = [f"it has {name}" for name in saved if name not in present]
+    problems += [f"it has no {name}" for name in present if name not in saved]
     for name in present:
         for key in keys if name in saved else ():
             if saved[name][key] != present[name][key]:
-                found.append(f"{name} has {key} {saved[name][key]}, here {present[name][key]}")
-    return found
-
-
-def _few(problems: list[str], most: int = 3) -> str:
-    more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-    return ", ".join(problems[:most] + more)
+                problems.append(f"{name} has {key} {saved[name][key]}, here {present[name][key]}")
+    return problems
 
 
 def _factors(factors: Mapping[str, int]) -> str:

@@ -1,9 +1,9 @@
-"""An optimizer's states in torch's distributed checkpoint (DCP), in terms of whole parameters.
+"""Saves and loads an optimizer's states with torch's distributed checkpoint (DCP), in terms of whole parameters.
 
 In:   an optimizer over the slices that this rank holds, with the parameters' names and places.
 Out:  a folder to which every rank writes its part; from it, the states of whatever slices another layout has.
 Must hold: what several ranks hold is written once; a state of its parameter's shape is cut as the parameter and lies in
-the folder with its place in the whole, so that any layout finds its part; a state that no other layout could use is
+the folder with its offset in the whole, so that any layout finds its part; a state that no other layout could use is
 refused there by name; the optimizer is left alone until everything has been read.
 """
 
@@ -46,8 +46,14 @@ Offset = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Held:
-    """A parameter as this rank holds it: its name in the model, and its place on the ranks it is cut over."""
+class LocalParameter:
+    """A parameter that this rank holds a slice of.
+
+    Attributes:
+        name: of the parameter in the model.
+        placement: how it is cut.
+        axis: the ranks that it is cut over.
+    """
 
     name: str
     placement: Placement
@@ -55,16 +61,16 @@ class Held:
 
     @property
     def mark(self) -> str:
-        """Marks a state that belongs to this slice alone."""
+        """The suffix of a state that belongs to this slice alone; empty where the parameter is not cut."""
         is_cut = self.placement.dim is not None and self.axis.size > 1
         return f"@{self.axis.rank}of{self.axis.size}" if is_cut else ""
 
     def whole_shape(self, local: Tensor) -> torch.Size:
-        """Of what this rank holds a part of."""
+        """The shape of the whole tensor of a slice."""
         return torch.Size(self.placement.whole_shape(local.shape))
 
     def pieces(self, local: Tensor) -> dict[Offset, Tensor]:
-        """What this rank holds, by its place in the whole; a view for each block that is cut by itself."""
+        """Views of a slice by their offset in the whole tensor, one for each block that is cut by itself."""
         dim = self.placement.dim
         if dim is None:
             return {(0,) * local.dim(): local}
@@ -74,27 +80,33 @@ class Held:
         return {offset: part for offset, part in zip(offsets, parts, strict=True) if part.numel()}
 
 
-def held_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Parameter, Held]:
-    """The parameters that this rank holds, those of other pipeline ranks left out."""
+def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Parameter, LocalParameter]:
+    """The parameters that this rank holds, without those of other pipeline ranks.
+
+    Args:
+        model: the cut model.
+        stage: its units on this rank.
+        mesh: the layout of the ranks.
+    """
     placements, owners = stage.all_placements, stage.owners
     return {
-        parameter: Held(name, placements[parameter], mesh.axis_of(placements[parameter]))
+        parameter: LocalParameter(name, placements[parameter], mesh.axis_of(placements[parameter]))
         for name, parameter in model.named_parameters()
         if owners.get(parameter) == stage.rank
     }
 
 
-class Slice(Tensor):
-    """What DCP takes for the whole tensor, of which this rank writes or reads some pieces (`_Checkpointable`)."""
+class WholeTensor(Tensor):
+    """Stands for a whole tensor in DCP, while this rank writes or reads some pieces of it (`_Checkpointable`)."""
 
     local: Tensor
     _pieces: dict[Offset, Tensor]
 
     @staticmethod
-    def __new__(cls, held: Held, local: Tensor) -> Slice:
-        whole = held.whole_shape(local)
+    def __new__(cls, about: LocalParameter, local: Tensor) -> WholeTensor:
+        whole = about.whole_shape(local)
         made = Tensor._make_wrapper_subclass(cls, whole, dtype=local.dtype, device=local.device)
-        made.local, made._pieces = local, held.pieces(local)
+        made.local, made._pieces = local, about.pieces(local)
         return made
 
     @classmethod
@@ -119,109 +131,119 @@ class Slice(Tensor):
         return self._pieces[tuple(index.offset)]
 
 
-def save_states(optimizer: Optimizer, held: Mapping[nn.Parameter, Held], folder: Path) -> None:
-    """Write the states of an optimizer and the options of its parameter groups. Collective.
+def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
+    """Writes the states of an optimizer and the options of its parameter groups. Collective.
+
+    Args:
+        optimizer: of this rank's slices.
+        local: the parameters that this rank holds, see `local_parameters`.
+        folder: is made if it is not there.
 
     Raises:
         RuntimeError: on every rank, naming the rank that could not write, and why.
     """
-    found: dict[str, Any] = {
+    saved: dict[str, Any] = {
         GROUPS: [
             {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups
         ]
     }
-    inner = stepped(optimizer)
+    inner = stepped_optimizer(optimizer)
     for parameter in _parameters(inner):
-        place = held.get(parameter)
-        for key, value in inner.state.get(parameter, {}).items() if place else ():
-            assert place is not None
+        about = local.get(parameter)
+        for key, value in inner.state.get(parameter, {}).items() if about else ():
+            assert about is not None
             if not isinstance(value, Tensor) or value.dim() == 0:
-                found[f"{place.name}/{key}"] = value
+                saved[f"{about.name}/{key}"] = value
             elif value.shape == parameter.shape:
-                found[f"{place.name}/{key}"] = Slice(place, value)
+                saved[f"{about.name}/{key}"] = WholeTensor(about, value)
             else:
-                found[f"{place.name}/{key}{place.mark}"] = value
+                saved[f"{about.name}/{key}{about.mark}"] = value
     with _failures_named("writing the optimizer's states"):
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        save(found, storage_writer=FileSystemWriter(folder), planner=planner, process_group=control_group())
+        save(saved, storage_writer=FileSystemWriter(folder), planner=planner, process_group=control_group())
 
 
-def load_states(optimizer: Optimizer, held: Mapping[nn.Parameter, Held], folder: Path) -> None:
-    """Give an optimizer the states that `save_states` has written, on whatever layout. Collective.
+def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParameter], folder: Path) -> None:
+    """Loads the states that `save_states` has written, on any layout. Collective.
+
+    Args:
+        optimizer: of this rank's slices.
+        local: the parameters that this rank holds, see `local_parameters`.
+        folder: of the states.
 
     Raises:
         ValueError: a state that only the layout that has written it can use.
         RuntimeError: on every rank, naming the rank that could not read, and why.
     """
-    inner = stepped(optimizer)
+    inner = stepped_optimizer(optimizer)
     parameters = _parameters(inner)
-    wanted: dict[str, Any] = {GROUPS: None}  # what DCP fills
-    found: dict[nn.Parameter, dict[str, Any]] = {}  # the same, by parameter
-    for parameter, key, name, saved in _saved_states(parameters, held, folder):
+    wanted: dict[str, Any] = {GROUPS: None}  # DCP fills it, by the names of states in the folder
+    names_of: dict[nn.Parameter, dict[str, Any]] = {}  # these names, by parameter and state
+    for parameter, key, name, saved in _saved_states(parameters, local, folder):
         if isinstance(saved, BytesStorageMetadata):
             wanted[name] = None
         else:
-            wanted[name] = _room_for(parameter, held[parameter], name, saved)
-        found.setdefault(parameter, {})[key] = name
+            wanted[name] = _empty_state(parameter, local[parameter], name, saved)
+        names_of.setdefault(parameter, {})[key] = name
     with _failures_named("reading the optimizer's states"):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         load(wanted, storage_reader=FileSystemReader(folder), planner=planner, process_group=control_group())
     values = {
-        parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in found.items()
+        parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in names_of.items()
     }
     _put(inner, parameters, values, wanted[GROUPS])
     for group, options in zip(optimizer.param_groups, wanted[GROUPS], strict=True):
         group.update(options)
 
 
-def stepped(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has this rank's states: with ZeRO-1, the one inside."""
+def stepped_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that holds this rank's states: with ZeRO-1, the one inside."""
     return optimizer.optim if isinstance(optimizer, ShardedOptimizer) else optimizer
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the order of the numbers in its `state_dict`."""
+    """The parameters in the order of their numbers in `state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _saved_states(
-    parameters: list[nn.Parameter], held: Mapping[nn.Parameter, Held], folder: Path
+    parameters: list[nn.Parameter], local: Mapping[nn.Parameter, LocalParameter], folder: Path
 ) -> Iterator[tuple[nn.Parameter, str, str, Any]]:
-    """What the folder has for this rank's parameters: parameter, state, name in the folder, description.
+    """The saved states of this rank's parameters: parameter, state, name in the folder, description.
 
     Raises:
         ValueError: a state that is neither cut as its parameter nor of this slice.
     """
-    by_name = {held[parameter].name: parameter for parameter in parameters if parameter in held}
+    by_name = {local[parameter].name: parameter for parameter in parameters if parameter in local}
     for name, saved in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         owner, _, key = name.rpartition("/")
         parameter = by_name.get(owner)
         if parameter is None:
             continue
         key, _, mark = key.partition("@")
-        place = held[parameter]
-        if isinstance(saved, BytesStorageMetadata) or not saved.size or saved.size == place.whole_shape(parameter):
+        about = local[parameter]
+        if isinstance(saved, BytesStorageMetadata) or not saved.size or saved.size == about.whole_shape(parameter):
             yield parameter, key, name, saved
-        elif mark.partition("of")[2] != place.mark.partition("of")[2]:
+        elif mark.partition("of")[2] != about.mark.partition("of")[2]:
             raise ValueError(
                 f"the optimizer's state {key!r} of {owner} has the shape {list(saved.size)}, and the parameter "
-                f"{list(place.whole_shape(parameter))}, so it cannot be cut for another tp_size or ep_size; resume "
+                f"{list(about.whole_shape(parameter))}, so it cannot be cut for another tp_size or ep_size; resume "
                 "with those of the checkpoint"
             )
-        elif mark == place.mark.removeprefix("@"):
+        elif mark == about.mark.removeprefix("@"):
             yield parameter, key, name, saved
 
 
-def _room_for(parameter: nn.Parameter, place: Held, name: str, saved: Any) -> Tensor:
-    """Where DCP puts a state that it reads."""
+def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, saved: Any) -> Tensor:
+    """An empty tensor that DCP reads a state into."""
     dtype = saved.properties.dtype
-    if "@" in name or not saved.size or saved.size != place.whole_shape(parameter):
+    if "@" in name or not saved.size or saved.size != about.whole_shape(parameter):
         return torch.zeros(saved.size, dtype=dtype)
-    return Slice(place, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+    return WholeTensor(about, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
 
 
 def _local(value: Any) -> Any:
-    return value.local if isinstance(value, Slice) else value
+    return value.local if isinstance(value, WholeTensor) else value
 
 
 def _put(
@@ -230,22 +252,22 @@ def _put(
     values: Mapping[nn.Parameter, dict[str, Any]],
     groups: list[dict[str, Any]],
 ) -> None:
-    """As `load_state_dict`, which would round states to the type of the parameter."""
+    """Loads states as `load_state_dict` does, which would round them to the type of the parameter."""
     mine = optimizer.state_dict()["param_groups"]
     numbers = dict(zip(parameters, (number for group in mine for number in group["params"]), strict=True))
-    state = {numbers[parameter]: dict(found) for parameter, found in values.items()}
+    state = {numbers[parameter]: dict(states) for parameter, states in values.items()}
     filled = [{**group, **options} for group, options in zip(mine, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": filled})
-    for parameter, found in values.items():
+    for parameter, states in values.items():
         kept = optimizer.state[parameter]
-        for key, value in found.items():
+        for key, value in states.items():
             if isinstance(value, Tensor) and kept[key].dtype != value.dtype:
                 kept[key] = value.to(kept[key].device)
 
 
 @contextlib.contextmanager
 def _failures_named(what: str) -> Iterator[None]:
-    """DCP's own error, which is no `Exception`, shows tracebacks of every rank."""
+    """Raises a short error for that of DCP, which is no `Exception` and shows tracebacks of every rank."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process

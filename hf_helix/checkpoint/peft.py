@@ -1,8 +1,8 @@
-"""A cut PEFT model <-> PEFT's own files.
+"""Saves the adapters of a cut PEFT model in PEFT's own files, and loads them.
 
 In:   a `PeftModel` whose weights are cut over the ranks; a folder.
 Out:  `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained(base, folder)` loads; or
-      what is in them, in the cut model.
+      their contents in the cut model.
 Must hold: PEFT says what is saved, under which names, and writes it; only that much is gathered. Nothing is loaded
 before every rank has found that it fits.
 """
@@ -26,11 +26,18 @@ from hf_helix.runtime.stage import Stage
 FILE = "adapter_model.safetensors"
 
 Names = dict[str, dict[str, str]]
-"""By adapter: the name of a tensor in its file, and that of the weight in the model."""
+"""For every adapter, the names of its tensors in its file, each with the name of the weight in the model."""
 
 
 def save_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
-    """Write every adapter of a model as `PeftModel.save_pretrained` does. Collective; rank 0 writes."""
+    """Writes every adapter of a model as `PeftModel.save_pretrained` does, on rank 0. Collective.
+
+    Args:
+        model: the cut `PeftModel`.
+        stage: its units on this rank.
+        mesh: the layout of the ranks.
+        folder: is made if it is not there.
+    """
     weights = dict(model.named_parameters(remove_duplicate=False))
     placements, owners, tensors = stage.all_placements, stage.owners, {}
     kept = {name for names in _names(model, list(weights)).values() for name in names.values()}
@@ -48,7 +55,13 @@ def save_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
 
 @torch.no_grad()
 def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> None:
-    """Read what `save_adapters` wrote, from any layout, into the adapters of a cut model. Collective.
+    """Reads what `save_adapters` wrote, on any layout, into the adapters of a cut model. Collective.
+
+    Args:
+        model: the cut `PeftModel`.
+        stage: its units on this rank.
+        mesh: the layout of the ranks.
+        folder: of the adapters.
 
     Raises:
         ValueError: on every rank, before anything is written: a file is missing or damaged, or holds other tensors.
@@ -73,7 +86,7 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
 
 
 def _file(folder: str | Path, adapter: str) -> Path:
-    """Where PEFT puts an adapter."""
+    """The path of the file that PEFT writes for an adapter."""
     return Path(folder, FILE) if adapter == "default" else Path(folder, adapter, FILE)
 
 
@@ -82,26 +95,28 @@ def _check(path: Path, names: dict[str, str], placements: dict[str, Any], weight
         raise ValueError(f"{path} is missing; give a folder to which the adapters of this model were saved")
     try:
         with safe_open(path, "pt") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     except Exception as problem:
         raise ValueError(f"{path} cannot be read ({problem}); give another folder") from problem
-    strange = sorted(found.keys() ^ names.keys())
+    strange = sorted(shapes.keys() ^ names.keys())
     if strange:
-        where = "the model has no place for it" if strange[0] in found else "it is not there"
+        where = "the model has no place for it" if strange[0] in shapes else "it is not there"
         raise ValueError(f"{path} does not fit the adapters of this model: {strange[0]}: {where}")
     for key, name in names.items():
         held = tuple(weights[name].shape)
-        wanted = placements[name].whole_shape(held) if weights[name].numel() else found[key]  # of other ranks: unknown
-        if found[key] != wanted:
-            raise ValueError(f"{path}: {key} is {list(found[key])} there, and {list(wanted)} in the model")
+        # The shape of what other pipeline ranks hold is not known here.
+        wanted = placements[name].whole_shape(held) if weights[name].numel() else shapes[key]
+        if shapes[key] != wanted:
+            raise ValueError(f"{path}: {key} is {list(shapes[key])} there, and {list(wanted)} in the model")
 
 
 def _names(model: Any, names: list[str]) -> Names:
-    """Of all weights those that PEFT keeps: of adapters, of `modules_to_save`, of embeddings that it trained. What rank
-    0 says counts: PEFT may ask the Hub. Collective."""
+    """The weights that PEFT saves: of adapters, of `modules_to_save`, of embeddings that were trained. Rank 0 asks
+    PEFT, which may ask the Hub. Collective.
+    """
     box: list[Names] = [{}]
     if rank() == 0:
-        from peft import get_peft_model_state_dict
+        from peft import get_peft_model_state_dict  # an optional dependency
 
         own = {name: name for name in names}  # it selects by key, whatever the values are
         with names_allowed():

@@ -1,4 +1,4 @@
-"""Models on the meta device, and random weights that every rank draws for what it holds.
+"""Makes models on the meta device, and draws random weights for what each rank holds.
 
 In:   a checkpoint folder's configuration, or a model on the meta device that is cut.
 Out:  the model; parameters and buffers of this rank, on its device.
@@ -20,9 +20,10 @@ from torch.utils import swap_tensors
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from hf_helix.checkpoint.load import places_of
-from hf_helix.checkpoint.materialize import materialize
-from hf_helix.checkpoint.reader import Checkpoint, some
+from hf_helix.checkpoint.load import model_tensors
+from hf_helix.checkpoint.reader import Checkpoint
+from hf_helix.checkpoint.shard import materialize
+from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import agree_on_text
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.stage import Stage
@@ -32,11 +33,12 @@ def outline_of(folder: str | os.PathLike[str], dtype: Any = "auto", **options: A
     """The causal language model of a checkpoint folder on the meta device, else as `from_pretrained` makes it.
 
     Args:
-        dtype: of the parameters; "auto" for what `config.json` names, or else that of the first tensor.
-        options: what `AutoModelForCausalLM.from_config` takes, such as `attn_implementation`.
+        folder: of the checkpoint.
+        dtype: the type of the parameters; "auto" for the one that `config.json` names, or else the first tensor's.
+        options: for `AutoModelForCausalLM.from_config`, such as `attn_implementation`.
 
     Raises:
-        ValueError: it is no folder with a `config.json`.
+        ValueError: the folder has no `config.json`.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():
@@ -56,14 +58,18 @@ def outline_of(folder: str | os.PathLike[str], dtype: Any = "auto", **options: A
 
 @torch.no_grad()
 def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage, mesh: Mesh, seed: int) -> None:
-    """Draw a model on the meta device at random, layer by layer, as its own `_init_weights` does.
+    """Draws random weights for a model on the meta device, layer by layer, with its own `_init_weights`. Collective.
 
-    Every layer, and every module outside of the layers, has random numbers of its own, from `seed` and its name: the
-    weights do not depend on the layout. They are not those that a model made whole gets from this seed, whose modules
-    draw one after the other.
+    Every layer, and every module outside of the layers, has a seed of its own, made from `seed` and its name, so that
+    the weights do not depend on the layout. They differ from those of a model that is made whole with this seed, whose
+    modules draw one after the other.
 
     Args:
+        model: on the meta device.
         layers: the decoder layers of the model, each drawn as a whole.
+        stage: its units on this rank.
+        mesh: the layout of the ranks.
+        seed: of the run, the same on every rank.
 
     Raises:
         ValueError: a module draws weights that another one holds.
@@ -73,39 +79,39 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     pieces = _pieces_of(model, layers)
     _check_pieces(outline, pieces)
     materialize(model, stage, mesh)
-    places = places_of(model, stage, mesh)
-    # One room for all pieces: what is made and freed piece by piece leaves gaps that the allocator does not use again.
-    most = max(sum(weight.numel() for weight in outline.get_submodule(piece).parameters()) for piece in pieces)
-    room = torch.empty(most, dtype=model.dtype)
+    tensors = model_tensors(model, stage, mesh)
+    # One buffer for all pieces: buffers that are made and freed piece by piece would leave gaps in the allocator.
+    sizes = [sum(weight.numel() for weight in outline.get_submodule(piece).parameters()) for piece in pieces]
+    buffer = torch.empty(max(sizes), dtype=model.dtype)
     for piece in pieces:
         names = [name for name, _ in model.get_submodule(piece).named_parameters(piece)]
-        names = [name for name in names if places[name].mine and places[name].name == name]
+        names = [name for name in names if tensors[name].is_local and tensors[name].name == name]
         if not names:
             continue
         with torch.random.fork_rng(devices=[]):
             # `torch.manual_seed` would seed the generators of GPUs as well, which are not set back here.
             own = int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big")
             torch.default_generator.manual_seed(own)
-            _move_in(outline.get_submodule(piece), room).apply(outline._init_weights)
+            _move_into(outline.get_submodule(piece), buffer).apply(outline._init_weights)
         for name in names:
-            places[name].copy(outline.get_parameter(name), model.get_parameter(name))
+            tensors[name].copy_slice(outline.get_parameter(name), model.get_parameter(name))
 
 
 def _pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
-    """The modules that are drawn each by itself: the layers, and outside of them whatever holds parameters."""
-    found: list[str] = []
+    """The names of the modules that are drawn by themselves: layers, and modules outside of them with parameters."""
+    pieces: list[str] = []
     for name, module in model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))
-        if not _is_inside(name, found) and (own or any(module is layer for layer in layers)):
-            found.append(name)
-    return found
+        if not _is_inside(name, pieces) and (own or any(module is layer for layer in layers)):
+            pieces.append(name)
+    return pieces
 
 
-def _move_in(piece: nn.Module, room: Tensor) -> nn.Module:
-    """Give the parameters of a module places in the room, from its start."""
+def _move_into(piece: nn.Module, buffer: Tensor) -> nn.Module:
+    """Makes the parameters of a module views of a buffer, one after the other."""
     start = 0
     for weight in piece.parameters():
-        swap_tensors(weight, nn.Parameter(room[start : start + weight.numel()].view(weight.shape)))
+        swap_tensors(weight, nn.Parameter(buffer[start : start + weight.numel()].view(weight.shape)))
         start += weight.numel()
     return piece
 
@@ -115,7 +121,7 @@ def _is_inside(name: str, pieces: Sequence[str]) -> bool:
 
 
 def _check_pieces(outline: Any, pieces: Sequence[str]) -> None:
-    """Raise ValueError if what encloses the pieces draws some of their weights, too."""
+    """Raises ValueError if a module around the pieces draws some of their weights, too."""
     weights = dict(outline.named_parameters())
     before = {name: weight._version for name, weight in weights.items()}
     for name, module in outline.named_modules():
@@ -124,6 +130,7 @@ def _check_pieces(outline: Any, pieces: Sequence[str]) -> None:
     drawn = [name for name, weight in weights.items() if weight._version != before[name]]
     if drawn:
         raise ValueError(
-            f"{type(outline).__name__}._init_weights draws {some(drawn)} from a module around the layers, so the model "
-            "cannot be drawn layer by layer; save one that is made whole, and start from its folder (weights=...)"
+            f"{type(outline).__name__}._init_weights draws {shorten_list(drawn)} from a module around the layers, so "
+            "the model cannot be drawn layer by layer; save one that is made whole, and start from its folder "
+            "(weights=...)"
         )

@@ -1,11 +1,11 @@
-"""A Hugging Face checkpoint on disk: which tensors lie in which file, and which parameters they become.
+"""Reads a Hugging Face checkpoint: which tensors lie in which file, and which parameters they become.
 
 In:   a folder with `model.safetensors`, or with several files and their index; a Transformers model, whatever its
       device.
 Out:  the tensors' names, shapes and types, read from the files' headers; for every parameter the tensors it is made
       of; slices of them.
-Must hold: names and conversions are those of `from_pretrained`; of a tensor only what is asked for is read, and no file
-stays mapped into memory.
+Must hold: names and conversions are those of `from_pretrained`; only the requested part of a tensor is read, and no
+file stays mapped into memory.
 """
 
 from __future__ import annotations
@@ -32,15 +32,23 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from hf_helix.planning.text import shorten_list
+
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Types of numbers, by safetensors' names and by torch's."""
+"""Floating-point types: the name in safetensors, and the name in torch."""
 
 
-class Stored(NamedTuple):
-    """A tensor in a file; the type as safetensors writes it, such as "BF16"."""
+class StoredTensor(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        file: the path of the file.
+        shape: of the whole tensor.
+        dtype: the type by its name in safetensors, such as "BF16".
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -48,38 +56,42 @@ class Stored(NamedTuple):
 
 
 class Checkpoint:
-    """The safetensors of a folder.
+    """The safetensors files of a folder.
+
+    Attributes:
+        folder: of the checkpoint.
+        tensors: every tensor, by its name on disk.
 
     Raises:
-        ValueError: there are none; or a file is missing, cut off, or has not what the index says. Names the file.
+        ValueError: there are none; or a file is missing, cut off, or lacks tensors of the index. Names the file.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         for path, promised in _files(folder):
-            with _opened(path) as file:
-                found = set(file.keys())
-                absent = sorted(promised - found)
+            with _open_safetensors(path) as file:
+                present = set(file.keys())
+                absent = sorted(promised - present)
                 if absent:
-                    raise ValueError(f"{path} has no {some(absent)}, which {folder / INDEX_NAME} says it has")
-                for key in sorted(found):
+                    raise ValueError(f"{path} has no {shorten_list(absent)}, which {folder / INDEX_NAME} says it has")
+                for key in sorted(present):
                     about = file.get_slice(key)
-                    self.tensors[key] = Stored(path, tuple(about.get_shape()), about.get_dtype())
+                    self.tensors[key] = StoredTensor(path, tuple(about.get_shape()), about.get_dtype())
 
     @property
     def dtype(self) -> str:
-        """Of the first tensor of numbers, by torch's name for it; that of a model whose configuration names none."""
+        """The type of the first floating-point tensor by its name in torch, for configurations that name none."""
         first = min(key for key, stored in self.tensors.items() if stored.dtype in FLOATS)
         return FLOATS[self.tensors[first].dtype]
 
     def outline(self, key: str) -> Tensor:
-        """A stand-in on the meta device, to see what a conversion makes of it."""
+        """A tensor of the same shape on the meta device, to try a conversion with."""
         return torch.empty(self.tensors[key].shape, device="meta")
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
-        """For a few tensors. At the end its files are closed, and their pages leave this process."""
+        """A reader for a few tensors. At the end its files are closed, and their pages leave this process."""
         with contextlib.ExitStack() as stack:
             yield Reader(self.tensors, stack)
 
@@ -87,34 +99,34 @@ class Checkpoint:
 class Reader:
     """Reads tensors of a checkpoint, see `Checkpoint.reader`."""
 
-    def __init__(self, tensors: dict[str, Stored], stack: contextlib.ExitStack) -> None:
+    def __init__(self, tensors: dict[str, StoredTensor], stack: contextlib.ExitStack) -> None:
         self._tensors = tensors
         self._stack = stack
         self._open: dict[Path, Any] = {}
 
     def slice(self, key: str) -> Any:
-        """What reads the elements that it is indexed with."""
+        """A tensor that reads only the elements that it is indexed with."""
         return self._file(key).get_slice(key)
 
     def tensor(self, key: str) -> Tensor:
-        """All of it."""
+        """The whole tensor."""
         return self._file(key).get_tensor(key)
 
     def _file(self, key: str) -> Any:
         path = self._tensors[key].file
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(_opened(path))
+            self._open[path] = self._stack.enter_context(_open_safetensors(path))
         return self._open[path]
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a parameter is made of; with some conversions, what several are.
+    """The tensors on disk that a parameter is made of; with some conversions, several parameters.
 
     Attributes:
-        target: the (first) parameter.
-        keys: names on disk: of a single tensor under its own name, else by the patterns that the converter goes by.
-        converter: Transformers' way from these to the parameter; None for a tensor that is the parameter.
+        target: the name of the (first) parameter.
+        keys: names on disk: a single tensor's under its own name, else by the patterns of the converter.
+        converter: Transformers' conversion of the tensors to the parameter; None for a tensor that is the parameter.
     """
 
     target: str
@@ -123,12 +135,12 @@ class Source:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors on disk."""
+        """The names of the tensors on disk."""
         return [key for keys in self.keys.values() for key in keys]
 
     @property
     def is_stack(self) -> bool:
-        """Whether tensors are stacked along dimension 0, such as those of experts, so that a part needs only a part."""
+        """Whether tensors are stacked along dimension 0, as of experts, so that a slice needs only some of them."""
         if self.converter is None:
             return False
         first, *others = self.converter.operations
@@ -136,11 +148,11 @@ class Source:
         return isinstance(first, MergeModulelist) and first.dim == 0 and joined
 
     def part(self, first: int, last: int) -> Source:
-        """Of a stack, what makes these entries."""
+        """The source of the entries `first` to `last`, exclusive, of a stack."""
         return replace(self, keys={pattern: keys[first:last] for pattern, keys in self.keys.items()})
 
     def convert(self, model: Any, tensor_of: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The parameters by name, from the tensors on disk."""
+        """Converts the tensors on disk to parameters, by name."""
         if self.converter is None:
             return {self.target: tensor_of(self.names[0])}
         converter = copy.deepcopy(self.converter)  # it collects what it is given
@@ -151,8 +163,15 @@ class Source:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def match(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
-    """Which tensors on disk make which parameters, as `from_pretrained` would have it; and those that make none.
+def match_tensors(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
+    """Finds the parameters that tensors on disk are made into, as `from_pretrained` does.
+
+    Args:
+        model: the Transformers model.
+        keys: the names of the tensors on disk.
+
+    Returns:
+        The source of every parameter, and the names of tensors that no parameter is made of.
 
     Raises:
         ValueError: two tensors for one parameter.
@@ -176,31 +195,25 @@ def match(model: Any, keys: Iterable[str]) -> tuple[list[Source], list[str]]:
         if source.keys and (pattern is None or source.converter is None):
             raise ValueError(f"{source.names[0]} and {key} would both be {name}; leave one of them out of the folder")
         source.keys.setdefault(pattern or key, []).append(key)
-    # Transformers knows of tensors that older versions have saved and nobody needs.
+    # Transformers knows tensors that older versions have saved and no model needs.
     info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(unknown))
     model._adjust_missing_and_unexpected_keys(info)
     return list(sources.values()), sorted(info.unexpected_keys)
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, Any]:
-    """What `model.state_dict()` holds, under the same names and in the same order; of a cut model, what is here."""
-    found = {}
+    """The tensors of `model.state_dict()`, with their names and in their order; of a cut model, this rank's slices."""
+    tensors = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {**module._parameters, **module._buffers}
         for name, tensor in own.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
-
-
-def some(names: list[str], most: int = 6) -> str:
-    """The first few of them."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+                tensors[f"{prefix}.{name}" if prefix else name] = tensor
+    return tensors
 
 
 def _files(folder: Path) -> list[tuple[Path, set[str]]]:
-    """The files of a checkpoint, each with the tensors that the index says it has."""
+    """The files of a checkpoint, each with the names of its tensors by the index."""
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME
     if single.is_file():
         return [(single, set())]
@@ -212,14 +225,14 @@ def _files(folder: Path) -> list[tuple[Path, set[str]]]:
             raise ValueError(f"{index} is no index of safetensors: {error!r}; save the model again") from error
         missing = [str(folder / file) for file in files if not (folder / file).is_file()]
         if missing:
-            raise ValueError(f"{some(missing)} is missing, which {index} names; copy the whole folder")
+            raise ValueError(f"{shorten_list(missing)} is missing, which {index} names; copy the whole folder")
         return [(folder / file, {key for key, place in places.items() if place == file}) for file in files]
     if not folder.is_dir():
         raise ValueError(
             f"{folder} is no folder on this host; download a model first, `hf download NAME --local-dir {folder}`"
         )
     others = sorted(path.name for pattern in ("pytorch_model*.bin", "*.pth") for path in folder.glob(pattern))
-    also = f", only {some(others)}, which cannot be read in slices" if others else ""
+    also = f", only {shorten_list(others)}, which cannot be read in slices" if others else ""
     raise ValueError(
         f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}{also}; make them with "
         "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
@@ -227,7 +240,7 @@ def _files(folder: Path) -> list[tuple[Path, set[str]]]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

@@ -1,7 +1,8 @@
-"""A safetensors file that several processes write together, each the parts of tensors that it has.
+"""How the bytes of one safetensors file are laid out, and how processes write it together.
 
-In:   names, types and shapes of whole tensors; later, slices of them.
-Out:  the bytes that `safetensors.torch.save_file` would write, and where each tensor begins in the file.
+In:   names, types and shapes of whole tensors; later, the slices that each process holds.
+Out:  a file with the bytes that `safetensors.torch.save_file` would write: eight bytes with the length of the header,
+      the header (JSON with type, shape and position of every tensor), then the tensors one after the other.
 Must hold: nothing is kept in memory but the header; a slice goes from the tensor that holds it to its places in the
 file without a copy (from a GPU: with one); no two slices write the same byte, so their order does not matter.
 """
@@ -38,12 +39,12 @@ TYPES = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What lies where in a file.
+    """Which tensor lies where in a file.
 
     Attributes:
-        header: its first bytes.
-        starts: where each tensor begins, by name.
-        size: of the file.
+        header: the first bytes of the file, the length of the JSON included.
+        starts: the byte in the file at which each tensor begins, by name.
+        size: of the file, in bytes.
     """
 
     header: bytes
@@ -67,7 +68,7 @@ class FileLayout:
         return cls(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)
 
     def create(self, path: Path) -> None:
-        """Make a file of this size with the header, and nothing else in it yet."""
+        """Makes a file of the full size that holds the header only."""
         with path.open("wb") as file:
             file.write(self.header)
             file.truncate(self.size)
@@ -76,17 +77,19 @@ class FileLayout:
 def write_slice(
     file: int, start: int, whole: Sequence[int], value: Tensor, placement: Placement, size: int, rank: int
 ) -> None:
-    """Write what a rank holds of a tensor to its places in a file.
+    """Writes a rank's slice of a tensor to its places in a file.
 
     A slice along the first dimension is one piece of the file; along another one it is a piece for each index of the
     dimensions before.
 
     Args:
         file: a descriptor that is open for writing.
-        start: where the tensor begins in the file.
-        whole: its shape.
+        start: the byte in the file at which the tensor begins.
+        whole: the shape of the whole tensor.
         value: the slice.
-        placement, size, rank: how the tensor is cut, over how many, and which slice this is.
+        placement: how the tensor is cut.
+        size: how many slices it has.
+        rank: which of them this is.
     """
     value = value.detach().cpu()
     dim = placement.dim
@@ -103,12 +106,12 @@ def write_slice(
 
 def _bytes(rows: Tensor) -> np.ndarray:
     """The bytes of each row, in the memory of the tensor."""
-    found: np.ndarray = rows.view(torch.uint8).numpy()
-    return found
+    array: np.ndarray = rows.view(torch.uint8).numpy()
+    return array
 
 
 def _write(file: int, data: np.ndarray, place: int) -> None:
-    """All of it: the system may write less at a time, at most 2 GiB."""
+    """Writes all of the data: the system may write less at a time, at most 2 GiB."""
     left = data.data
     while left:
         count = os.pwrite(file, left, place)

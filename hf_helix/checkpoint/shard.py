@@ -1,6 +1,6 @@
-"""Whole parameters <-> slices.
+"""Cuts parameters into this rank's slices, and makes single tensors whole again.
 
-In:   a whole model on every rank; later, the cut one.
+In:   a model that is whole on every rank, or on the meta device; later, the cut one.
 Out:  parameters cut in place under their own names, those of other pipeline ranks emptied; single tensors whole again.
 Must hold: names and types never change; ranks start from the same weights, rank 0's.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from hf_helix.operators.unit import Placement
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
@@ -20,11 +21,11 @@ from hf_helix.runtime.stage import Stage
 
 
 def cut_parameters(stage: Stage, mesh: Mesh) -> None:
-    """Keep this rank's slice of every parameter that it holds, in place, and nothing of the others.
+    """Keeps this rank's slice of every parameter that it holds, in place, and nothing of the others. Collective.
 
-    Rank 0's values count, as with DDP: where another rank starts from other weights (a model initialised at random
-    without a common seed), it gets rank 0's. Parameters of other pipeline ranks stay in the model under their names,
-    empty and not trained.
+    Rank 0's values count, as with DDP: a rank that starts from other weights (a model initialised at random without a
+    common seed) gets rank 0's. Parameters of other pipeline ranks stay in the model under their names, empty and not
+    trained.
     """
     placements = stage.all_placements
     if world_size() > 1:
@@ -39,15 +40,64 @@ def cut_parameters(stage: Stage, mesh: Mesh) -> None:
             parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
 
 
-def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
-    """The uncut tensor on the first of the ranks that hold a copy together, None on the others. Collective over these.
+@torch.no_grad()
+def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
+    """Gives the parameters and buffers that this rank holds memory on its device, where they are on the meta device.
 
-    It lies in the host's memory, and goes over it: between devices, every pair of ranks would need a communicator of
-    NCCL, half a gigabyte of the device that is never freed.
+    Parameters are cut and not filled yet, those of other pipeline ranks empty; buffers are as the model makes them.
 
     Args:
-        value: this rank's slice of a parameter, or of its gradient; on ranks that do not hold it, anything.
+        model: is changed in place; parameters and buffers that are real already stay as they are.
+        stage: its units on this rank.
+        mesh: the layout of the ranks.
+
+    Raises:
+        ValueError: a buffer that no checkpoint has and that the model does not make.
+    """
+    for name, module in model.named_modules():
+        _materialize_buffers(model, name, module, mesh.device)
+    owners = stage.owners
+    for parameter, placement in stage.all_placements.items():
+        if not parameter.is_meta:
+            continue
+        mine, axis = owners[parameter] == stage.rank, mesh.axis_of(placement)
+        shape = placement.shape(parameter.shape, axis.size, axis.rank) if mine else (0,)
+        value = torch.empty(shape, dtype=parameter.dtype, device=mesh.device)
+        # `parameter.data = value` is refused from one device to another.
+        swap_tensors(parameter, nn.Parameter(value, requires_grad=mine and parameter.requires_grad))
+
+
+def _materialize_buffers(model: Any, name: str, module: nn.Module, device: torch.device) -> None:
+    """Makes the buffers of a module as `from_pretrained` does: `_init_weights` fills them, such as rope's."""
+    absent = {key: buffer for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+    if not absent:
+        return
+    made = {key: torch.empty_like(buffer, device=device) for key, buffer in absent.items()}
+    module._buffers.update(made)
+    versions = {key: buffer._version for key, buffer in made.items()}
+    model._init_weights(module)  # its parameters are on the meta device still, so nothing is drawn
+    for key, buffer in made.items():
+        if key in module._non_persistent_buffers_set and buffer._version == versions[key]:
+            raise ValueError(
+                f"{name}.{key} is in no checkpoint, and {type(model).__name__} does not make it in _init_weights, so "
+                "the model cannot start on the meta device; make it with from_pretrained(folder)"
+            )
+
+
+def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owner: int = 0) -> Tensor | None:
+    """Joins the slices of a parameter. Collective over the ranks that hold a copy of it together.
+
+    The tensor is sent through the memory of the hosts, and lies there: between devices, every pair of ranks would need
+    a communicator of NCCL, which takes half a gigabyte of the device and is never freed.
+
+    Args:
+        value: this rank's slice of a parameter, or of its gradient; not read on ranks that do not hold it.
+        placement: how the parameter is cut.
+        mesh: the layout of the ranks.
         owner: the pipeline rank that holds it.
+
+    Returns:
+        The whole tensor on the first of these ranks, None on the others.
     """
     pipe = mesh.pipe
     whole = join_slices(value.detach(), placement, mesh) if pipe.rank == owner and value is not None else None
@@ -68,10 +118,17 @@ def whole_parameter(value: Tensor | None, placement: Placement, mesh: Mesh, owne
 
 
 def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | None:
-    """The uncut tensor on the first rank of the axis it is cut over, None on the others. Collective over it.
+    """Joins the slices of a tensor on the host, see `whole_parameter`. Collective over the axis that it is cut over.
 
-    It lies in the host's memory, and goes over it, see `whole_parameter`. The first rank allocates the whole once, and
-    one slice where slices do not lie in one piece.
+    The first rank allocates the whole tensor once, and one slice where slices do not lie in one piece.
+
+    Args:
+        value: this rank's slice.
+        placement: how the tensor is cut.
+        mesh: the layout of the ranks.
+
+    Returns:
+        The whole tensor on the first rank of the axis, None on the others.
     """
     axis = mesh.axis_of(placement)
     if axis.group is None or placement.dim is None:
@@ -94,14 +151,14 @@ def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | Non
 
 
 def is_cut(stage: Stage, mesh: Mesh) -> bool:
-    """Whether this rank holds a part of the model only. The same on every rank."""
+    """Whether a rank holds only a part of the model. The same on every rank."""
     return mesh.pipe.size > 1 or any(
         placement.dim is not None and mesh.axis_of(placement).size > 1 for placement in stage.all_placements.values()
     )
 
 
 def _align_with_rank_0(parameters: list[nn.Parameter], device: torch.device) -> None:
-    """Broadcast the parameters if any rank's differ from rank 0's."""
+    """Broadcasts the parameters if any rank's differ from rank 0's."""
     mine = torch.stack([_fingerprint(parameter) for parameter in parameters]).to(device)
     theirs = mine.clone()
     dist.broadcast(theirs, src=0)
@@ -115,7 +172,7 @@ def _align_with_rank_0(parameters: list[nn.Parameter], device: torch.device) -> 
 
 
 def _fingerprint(parameter: nn.Parameter) -> Tensor:
-    """Two numbers that other values would hardly share: the sum, and a sum weighted by place."""
+    """Two numbers that tell values apart: their sum, and their sum weighted by position."""
     flat = parameter.detach().reshape(-1).double()
     weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=flat.dtype, device=flat.device)
     return torch.stack((flat.sum(), flat @ weights))

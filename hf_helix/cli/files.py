@@ -11,8 +11,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_helix.config import AUTO
+
 if TYPE_CHECKING:
-    from hf_helix.planning.pipeline.schedule_file import Schedule
+    from hf_helix.planning.pipeline.actions import Schedule
     from hf_helix.planning.profile import Profile
 
 
@@ -69,8 +71,9 @@ def made_for(profile: Profile) -> tuple[str, dict[str, int]]:
         ) from error
 
 
-def schedule_for(profile: Profile, microbatches: int, name: str = "w") -> Schedule:
+def schedule_for(profile: Profile, microbatches: int, name: str = AUTO) -> Schedule:
     """The schedule of a window on the ranks that a profile is for."""
-    from hf_helix.planning.pipeline.scheduler import Scheduler, stage_costs
+    from hf_helix.planning.pipeline.costs import stage_costs
+    from hf_helix.planning.pipeline.scheduler import Scheduler
 
     return Scheduler(name, profile.layout.num_ranks, stage_costs(profile))(microbatches)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.files import made_for, profile_of, schedule_for
 from hf_helix.cli.options import add_parser
-from hf_helix.config import RECOMPUTE, RULES
+from hf_helix.config import AUTO, RECOMPUTE, RULES
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
-    from hf_helix.planning.pipeline.schedule_file import Schedule
+    from hf_helix.planning.pipeline.actions import Schedule
     from hf_helix.planning.plans.plan import Plan
     from hf_helix.planning.profile import Profile
 
@@ -41,8 +41,10 @@ def add_command(commands: Commands) -> None:
     rule = f"the rule whose plan is saved; {FASTEST}: whichever is predicted to be fastest"
     parser.add_argument("--rule", choices=(FASTEST, *RULES), default=FASTEST, help=rule)
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches in the window that is predicted")
-    order = "the order of micro-batches in a pipeline: w, dualpipe_v, 1f1b, auto, or the path of an action file"
-    parser.add_argument("--schedule", default="w", help=order)
+    order = (
+        "the order of micro-batches in a pipeline: auto, folded_1f1b, dualpipe_v, 1f1b, or the path of an action file"
+    )
+    parser.add_argument("--schedule", default=AUTO, help=order)
     recompute = "plan as if the profile had been measured with this `--recompute`"
     parser.add_argument("--recompute", choices=RECOMPUTE[1:], help=recompute)
     parser.add_argument("--output", type=Path, default=Path("plan.json"), help="where the plan is written")

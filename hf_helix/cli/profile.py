@@ -8,16 +8,15 @@ Must hold: it starts as many processes as the mesh needs, unless a launcher did.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.cli.files import configuration_file, schedule_for
+from hf_helix.cli.files import configuration_file
 from hf_helix.cli.options import add_parser
-from hf_helix.config import AXES, RECOMPUTE
+from hf_helix.config import AUTO, AXES, RECOMPUTE
 from hf_helix.planning.profile_file import save_profile
 
 if TYPE_CHECKING:
@@ -36,14 +35,16 @@ layout, the machine and the shapes that it was measured with. On several hosts, 
       -m hf_helix profile --model Qwen/Qwen3-0.6B --tp_size 2
 """
 
+OF_CONFIG = (
+    *("tp_size", "pp_size", "cp_size", "ep_size", "expert_capacity_factor", "cross_node", "schedule", "recompute"),
+)
+"""The options that are those of `HelixConfig`."""
+
 HANDED_ON = (
     *("model", "tp_size", "pp_size", "cp_size", "ep_size", "expert_capacity_factor", "schedule", "recompute"),
     *("batch_size", "sequence_length", "microbatches", "output", "trace"),
 )
 """The options that the processes of the measurement are started with."""
-
-CTAS, PEERS = "NCCL_MAX_CTAS", "NCCL_MAX_P2P_NCHANNELS"  # of collectives; of what goes from rank to rank
-CHANNELS = f"{CTAS} and {PEERS}"
 
 SIZES = {
     "tp_size": "ranks that share every layer (tensor and sequence parallelism)",
@@ -65,8 +66,10 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--expert_capacity_factor", type=float, help=capacity)
     hosts = "axes whose ranks are on different hosts; left out, the names of the hosts decide"
     parser.add_argument("--cross_node", nargs="+", choices=AXES, help=hosts)
-    order = "the order of micro-batches in a pipeline: w, dualpipe_v, 1f1b, or the path of an action file"
-    parser.add_argument("--schedule", default="w", help=order)
+    order = (
+        "the order of micro-batches in a pipeline: auto, folded_1f1b, dualpipe_v, 1f1b, or the path of an action file"
+    )
+    parser.add_argument("--schedule", default=AUTO, help=order)
     parser.add_argument("--batch_size", type=int, default=1, help="sequences in a micro-batch")
     parser.add_argument("--sequence_length", type=int, default=512, help="tokens in a sequence")
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches in the window that is timed")
@@ -76,8 +79,6 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("profile.json"), help="where the profile is written")
     parser.add_argument("--trace", type=Path, help="also write a Perfetto trace of a window, under the plan `greedy`")
-    channels = f"measure once for each of these values of {CHANNELS}, and keep the one with the shortest window"
-    parser.add_argument("--nccl_channels", type=int, nargs="+", help=channels)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -87,16 +88,12 @@ def run(options: argparse.Namespace) -> None:
     Scheduler(options.schedule, options.pp_size)  # refused once, not by every process
     options.model = configuration_file(options.model)
     if "WORLD_SIZE" in os.environ:
-        if options.nccl_channels:
-            raise ValueError("--nccl_channels starts its own processes; call hf-helix without a launcher")
         _measure(options)
-    elif options.nccl_channels:
-        _choose_channels(options)
     else:
-        _launch(options, {})
+        _launch(options)
 
 
-def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
+def _launch(options: argparse.Namespace) -> None:
     words = [f"--{name}={getattr(options, name)}" for name in HANDED_ON if getattr(options, name) is not None]
     if options.bf16:
         words.append("--bf16")
@@ -106,26 +103,10 @@ def _launch(options: argparse.Namespace, environment: dict[str, str]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     code = subprocess.call(
         [*launcher, "-m", "hf_helix", "profile", *words],
-        env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
+        env={"OMP_NUM_THREADS": "1", **os.environ},
     )
     if code:
         sys.exit(code)
-
-
-def _choose_channels(options: argparse.Namespace) -> None:
-    from hf_helix.planning.plans.search import greedy, predict
-    from hf_helix.planning.profile_file import load_profile
-
-    best, shortest = "", float("inf")
-    for channels in options.nccl_channels:
-        _launch(options, {CTAS: str(channels), PEERS: str(channels)})
-        profile = load_profile(options.output)
-        seconds = predict(greedy(profile), profile, schedule_for(profile, options.microbatches)).seconds
-        print(f"{CTAS}={channels}: a window is predicted to take {seconds * 1e3:,.1f} ms")
-        if seconds < shortest:
-            best, shortest = options.output.read_text(), seconds
-    options.output.write_text(best)
-    print(f"kept in {options.output}: {json.loads(best)['about'].get(CTAS)} channels")
 
 
 def _measure(options: argparse.Namespace) -> None:
@@ -133,6 +114,7 @@ def _measure(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
     from hf_helix.runtime.environment import check_environment, load_eagerly
     from hf_helix.tuning.measure.profiler import measure_profile
@@ -147,22 +129,10 @@ def _measure(options: argparse.Namespace) -> None:
         for notice in check_environment(options.pp_size):
             print(notice, file=sys.stderr)
     dist.init_process_group("nccl" if cuda else "gloo")
-    work = Workload(
-        options.model,
-        options.tp_size,
-        device,
-        options.pp_size,
-        options.schedule,
-        cp_size=options.cp_size,
-        ep_size=options.ep_size,
-        capacity_factor=options.expert_capacity_factor,
-        cross_node=options.cross_node,
-        products=torch.bfloat16 if options.bf16 else None,
-        recompute=options.recompute,
-    )
+    config = HelixConfig(**{name: getattr(options, name) for name in OF_CONFIG})
+    work = Workload(options.model, config, device, products=torch.bfloat16 if options.bf16 else None)
     window = work.window(options.microbatches, options.batch_size, options.sequence_length)
     about = {**work.about, "shapes": ", ".join(batch.shape for batch in window)}
-    about |= {name: os.environ[name] for name in (CTAS, PEERS) if name in os.environ}
     with progress_bar(dist.get_rank() == 0) as progress:
         profile = measure_profile(
             work.runner, window, about, progress=lambda share: progress("measuring operators", share)
@@ -179,10 +149,10 @@ def _write_trace(path: Path, work: Any, window: Any, profile: Profile) -> None:
     from hf_helix.report.perfetto import write_perfetto
     from hf_helix.runtime.distributed.agreement import over_ranks
     from hf_helix.runtime.distributed.mesh import rank
-    from hf_helix.tuning.autotune import planned
+    from hf_helix.tuning.candidates import plan_runners
     from hf_helix.tuning.measure.overlap import trace_window
 
-    runner = planned(work.runner, ["greedy"], profile, len(window))["greedy"]
+    runner = plan_runners(work.runner, ["greedy"], profile, len(window))["greedy"]
     trace_window(runner, window)  # warms up
     spans = over_ranks(trace_window(runner, window).spans)
     if rank() == 0:

@@ -67,7 +67,9 @@ def add_command(commands: Commands) -> None:
     parser.add_argument(
         "--output", type=Path, help="draw a picture instead of text: a path ending in .svg, .png or .pdf"
     )
-    schedule = "draw this schedule: w, dualpipe_v, 1f1b, auto, or the path of an action file; `all` compares them"
+    schedule = (
+        "draw this schedule: auto, folded_1f1b, dualpipe_v, 1f1b, or the path of an action file; `all` compares them"
+    )
     parser.add_argument("--schedule", help=schedule)
     parser.add_argument("--pp", type=int, default=DEFAULTS["pp"], help="pipeline ranks of the schedule")
     parser.add_argument("--layers", type=int, help="layers of the model; left out, two for each rank")
@@ -163,15 +165,15 @@ def _show_strips(plans: Sequence[Plan], profile: Profile, options: argparse.Name
 
 
 def _show_schedule(options: argparse.Namespace) -> None:
-    from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF
-    from hf_helix.planning.pipeline.select import AUTO
+    from hf_helix.config import AUTO
+    from hf_helix.planning.pipeline.named import PLACEMENT_OF
     from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
 
     if options.pp < 1:
         raise ValueError(f"--pp {options.pp} must be at least 1, such as --pp 4")
     if options.schedule == "all":
         if options.output is not None:
-            raise ValueError("--schedule all is a table; for a picture name one schedule, such as --schedule w")
+            raise ValueError("--schedule all is a table; for a picture name one schedule, such as --schedule auto")
         print(text_comparison(dict(_simulated(name, options) for name in (*PLACEMENT_OF, AUTO))))
         return
     label, simulated = _simulated(options.schedule, options)
@@ -185,7 +187,7 @@ def _show_schedule(options: argparse.Namespace) -> None:
 
 def _simulated(name: str, options: argparse.Namespace) -> tuple[str, Simulated]:
     """A schedule by name or file, and its label, run on a clock with the times of the command line."""
-    from hf_helix.planning.pipeline.select import simulate_layers
+    from hf_helix.planning.pipeline.scheduler import simulate_layers
 
     times = {key: getattr(options, key) for key in (*PARTS, "transfer", "gain")}
     label, simulated = simulate_layers(name, options.pp, options.microbatches, options.layers, **times)

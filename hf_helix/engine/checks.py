@@ -1,8 +1,13 @@
-"""What cannot be run: models, declarations and batches, refused by name.
+"""Refuses models, declarations and batches that cannot be run, by name.
 
 In:   a model, the placements of a family's declaration, a batch.
 Out:  nothing, or an error that says what was given and what works.
 Must hold: nothing is changed before it is refused.
+
+A refusal belongs here if it is about the model, the weights or a batch, under the Trainer and in a loop alike. Other
+places: `hf_helix.config` for the value of an option, `integrations/trainer/checks.py` for arguments of a Trainer,
+`integrations/accelerate/checks.py` for an `Accelerator`, `models/model_code.py` for changed methods of a model, and a
+family's `check` for its sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(model: Any, additions: Additions, weights: str | Path | None = None) -> None:
-    """Refuse models that are not whole, plain and in fp32 or bf16, or that additions and weights do not suit.
+    """Refuses models that are not whole, plain and in fp32 or bf16, or that additions and weights do not suit.
+
+    Args:
+        model: the model as it was given.
+        additions: what the run adds to the mathematics of the model.
+        weights: the folder that its weights are read from, if one was given.
 
     Raises:
         ValueError: says what the model is and how to load it.
@@ -66,10 +76,11 @@ def check_model(model: Any, additions: Additions, weights: str | Path | None = N
 
 
 def check_sizes(model: Any, config: HelixConfig) -> None:
-    """Refuse a `tp_size` that does not divide the processes or the model's heads, with values that divide both.
+    """Refuses a `tp_size` that does not divide the processes or the model's heads, and says which values do.
 
     Args:
-        model: that will be cut, if it is there already and is of a known family; anything else is looked at later.
+        model: the model that will be cut; one of an unknown family, or none, is refused later.
+        config: the options of the run.
 
     Raises:
         ValueError: names the values that work.
@@ -97,7 +108,7 @@ def check_sizes(model: Any, config: HelixConfig) -> None:
 
 
 def limits_of(base: Any) -> Limits:
-    """How far ids, labels and positions may reach: the rows of the tables of a model that is whole."""
+    """Returns how far ids, labels and positions may reach: the rows of the tables of a whole model."""
     rope = getattr(base.config, "rope_parameters", None) or {}
     is_plain = rope.get("rope_type", "default") == "default"  # others are for longer sequences than those trained on
     return Limits(
@@ -109,7 +120,7 @@ def limits_of(base: Any) -> Limits:
 
 
 def say_what_surprises(model: Any) -> None:
-    """Warn on rank 0 of what is right and may not be meant."""
+    """Warns on rank 0 of what is right and may not be meant."""
     if rank() != 0:
         return
     if any(parameter.requires_grad and parameter.dtype is torch.bfloat16 for parameter in model.parameters()):
@@ -117,6 +128,18 @@ def say_what_surprises(model: Any) -> None:
             "the trained weights are torch.bfloat16, and so are gradients and the optimizer's states, as in the stock "
             "Trainer; for fp32 weights load the model with dtype=torch.float32, and train with bf16=True"
         )
+
+
+def say_random_start(model: Any, weights: str | Path | None, seed: int) -> None:
+    """Warns on rank 0 of a model that starts at random, because nobody has said where its weights are.
+
+    Args:
+        model: the model that will be cut.
+        weights: the folder that its weights are read from; None if there is none.
+        seed: the seed of random weights.
+    """
+    if rank() == 0 and weights is None and any(parameter.is_meta for parameter in model.parameters()):
+        logger.warning(f"the model is on the meta device, without weights: it starts at random, seed={seed}")
 
 
 def _check_device(model: Any, weights: str | Path | None) -> None:
@@ -141,7 +164,11 @@ def _check_device(model: Any, weights: str | Path | None) -> None:
 
 
 def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placement]) -> None:
-    """Refuse a family's declaration that leaves parameters out: they would be neither trained nor saved.
+    """Refuses a family's declaration that leaves parameters out: they would be neither trained nor saved.
+
+    Args:
+        model: the whole model.
+        placements: the parameters that operators of the declaration hold.
 
     Raises:
         ValueError: names them.
@@ -155,11 +182,12 @@ def check_placements(model: Any, placements: Mapping[torch.nn.Parameter, Placeme
 
 
 def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
-    """Refuse to train nothing, or what was frozen when the model was cut: its gradient is not in the plan.
+    """Refuses to train nothing, or what was frozen when the model was cut: its gradient is not in the plan.
 
     Args:
-        stage: of the model.
-        was_trained: whether any weight was trained then, on any rank.
+        model: the cut model.
+        stage: the part of it that this rank holds.
+        was_trained: whether any weight was trained when the model was cut, on any rank.
 
     Raises:
         ValueError: names the first such weight, and what to do.
@@ -188,7 +216,7 @@ def check_trained(model: Any, stage: Stage, was_trained: bool) -> None:
 
 
 def check_batch(batch: Mapping[str, Any]) -> None:
-    """Refuse batches that cannot be trained on.
+    """Refuses batches that cannot be trained on.
 
     Raises:
         ValueError: says what the batch holds and what makes the missing part.

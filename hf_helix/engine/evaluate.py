@@ -1,7 +1,7 @@
 """What evaluation does before and after the runner.
 
-In:   a batch; what a rank found of it: logits of its tokens and its slice of the vocabulary, figures of its samples.
-Out:  the batch in pieces that run beside each other; whole logits; the figures of every sample once.
+In:   a batch; the logits that a rank has computed, of its tokens and its slice of the vocabulary.
+Out:  the batch in pieces that run beside each other; the logits of all tokens and of the whole vocabulary.
 Must hold: every rank of a group that shares the batch gets the same.
 """
 
@@ -20,10 +20,15 @@ from hf_helix.operators.vocab_parallel import IGNORED
 from hf_helix.runtime.runner import Runner
 
 
-def pieces_of(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, Any]]:
-    """The rows of a batch in as many micro-batches as keep every rank of the pipeline and two strands busy."""
+def split_rows(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, Any]]:
+    """Splits the rows of a batch into as many micro-batches as keep every rank of the pipeline and two strands busy.
+
+    Args:
+        batch: tensors with one row for each sequence, and others, which every piece gets as they are.
+        runner: the runner that evaluates them.
+    """
     mesh, rows = runner.mesh, len(batch["input_ids"])
-    most = min(rows, runner.scheduler.most or rows)
+    most = min(rows, runner.scheduler.max_microbatches or rows)
     count = min(most, 2 * mesh.pipe.size) if mesh.batch_group is not None else 1
     if count < 2:
         return [batch]
@@ -37,16 +42,22 @@ def pieces_of(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, Any
 
 
 def count_targets(batch: Mapping[str, Any]) -> Tensor:
-    """The number of tokens of a batch that count in its loss; a scalar."""
+    """Returns the number of tokens of a batch that count in its loss, as a scalar."""
     targets = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
     return (targets != IGNORED).sum()
 
 
 def whole_logits(logits: Tensor, runner: Runner, head: nn.Parameter, cut: SequenceCut) -> Tensor:
-    """[tokens, batch, slice] of every rank to [batch, sequence, vocabulary]. Collective.
+    """Gathers the logits of every rank. Collective over the ranks that share the batch.
 
     Args:
-        head: the weight that made them.
+        logits: those of this rank [tokens, batch, slice of the vocabulary].
+        runner: the runner that computed them.
+        head: the weight of the head.
+        cut: how the sequence is shared out.
+
+    Returns:
+        All logits [batch, sequence, vocabulary], the sequence padded as it was cut.
     """
     tp, cp = runner.mesh.tp, runner.mesh.cp
     if tp.size > 1:

@@ -12,8 +12,12 @@ from typing import Any
 from torch import nn
 
 
-class Sizes:
-    """The sizes of the parameters of a whole model, by name."""
+class ParameterCounts:
+    """The numbers of parameters of a whole model.
+
+    Args:
+        model: a whole model, before it is cut.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -22,7 +26,12 @@ class Sizes:
         self._embeddings = {f"{name}.weight" for name in tables}
 
     def count(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """As `PreTrainedModel.num_parameters` of the whole model."""
+        """Returns what `PreTrainedModel.num_parameters` returns for the whole model.
+
+        Args:
+            only_trainable: leave frozen parameters out.
+            exclude_embeddings: leave the tables of embeddings out.
+        """
         now = dict(self._model.named_parameters())
 
         def counts(name: str) -> bool:
@@ -34,11 +43,11 @@ class Sizes:
         return sum(numel for name, (numel, _) in self._whole.items() if counts(name))
 
     def trainable_and_all(self) -> tuple[int, int]:
-        """As `PeftModel.get_nb_trainable_parameters` of the whole model."""
+        """Returns what `PeftModel.get_nb_trainable_parameters` returns for the whole model."""
         return self.count(only_trainable=True), self.count()
 
     def put_on(self, model: Any) -> None:
-        """Let the methods of a cut model that count parameters count the whole ones."""
+        """Lets the methods of a cut model that count parameters count those of the whole model."""
         model.num_parameters = self.count
         if hasattr(model, "get_nb_trainable_parameters"):
             model.get_nb_trainable_parameters = self.trainable_and_all

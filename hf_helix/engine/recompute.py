@@ -30,7 +30,7 @@ _WITHOUT_EFFECT: Mapping[str, Sequence[Any]] = {
 
 
 def asked_by(args: Any) -> dict[str, Any] | None:
-    """The options of activation checkpointing if training arguments ask for it, under either name."""
+    """Returns the options of activation checkpointing if training arguments ask for it, under either of its names."""
     for name in _NAMES:
         if getattr(args, name, None):
             return dict(getattr(args, f"{name}_kwargs", None) or {})
@@ -38,7 +38,7 @@ def asked_by(args: Any) -> dict[str, Any] | None:
 
 
 def problems_of(args: Any, config: HelixConfig) -> list[str]:
-    """Why training arguments cannot be honoured, one text each."""
+    """Returns why training arguments cannot be honoured, one text for each reason."""
     given = asked_by(args)
     if given is None:
         return []
@@ -53,11 +53,12 @@ def problems_of(args: Any, config: HelixConfig) -> list[str]:
 
 
 def modes_of(layers: Sequence[nn.Module], given: Mapping[str, Any] | None, config: HelixConfig) -> list[str]:
-    """The mode of every layer.
+    """Returns the recompute mode of every layer.
 
     Args:
-        layers: of the model; `model.gradient_checkpointing_enable()` leaves its mark on them.
-        given: see `asked_by`.
+        layers: the decoder layers, on which `model.gradient_checkpointing_enable()` leaves its mark.
+        given: the options of activation checkpointing, see `asked_by`; None where they are not asked for.
+        config: the options of the run.
 
     Raises:
         ValueError: what was switched on in the model contradicts the configuration, or is not built.
@@ -74,8 +75,15 @@ def modes_of(layers: Sequence[nn.Module], given: Mapping[str, Any] | None, confi
 
 
 def recompute_units(units: Sequence[Unit], modes: Sequence[str]) -> list[Unit]:
-    """The units with every layer recomputed by its mode. Where some layers are and some are not, those get a name of
-    their own, since units of one name have equal graphs."""
+    """Returns the units with every layer recomputed by its mode.
+
+    Where modes differ, the layers that are recomputed get a name of their own, since units of one name have equal
+    graphs.
+
+    Args:
+        units: the units of the whole model.
+        modes: the mode of every layer.
+    """
     left = iter(modes)
     suffix = "_again" if len(set(modes)) > 1 else ""
     return [unit.recomputed(next(left), suffix) if unit.graphs.forward.repeats else unit for unit in units]

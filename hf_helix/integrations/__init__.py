@@ -1,1 +1,4 @@
-"""The doors: the Trainer of Transformers, and Accelerate."""
+"""The doors: the Trainer of Transformers, and Accelerate.
+
+Imports go one way: trainer/ imports accelerate/ (launcher, checks, loop, plugin), which imports nothing of trainer/.
+"""

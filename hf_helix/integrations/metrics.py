@@ -12,11 +12,13 @@ from hf_helix.runtime.distributed.mesh import Mesh, world_size
 
 
 def gather_samples(data: Any, mesh: Mesh, state: Any) -> Any:
-    """What was found of samples, over the data-parallel ranks, each sample once. Collective over them.
+    """Gathers values of samples over the data-parallel ranks, each sample once. Collective over them.
 
     Args:
-        data: tensors, or lists, tuples and mappings of them; samples along the first dimension.
-        state: Accelerate's, which knows whether the data loader has ended and how many samples its last batch holds.
+        data: tensors, or lists, tuples and mappings of them, with samples along the first dimension.
+        mesh: the layout of the ranks.
+        state: Accelerate's gradient state, which knows whether the data loader has ended and how many samples its last
+            batch holds.
     """
     if isinstance(data, (tuple, list)):
         return type(data)(gather_samples(item, mesh, state) for item in data)
@@ -27,14 +29,14 @@ def gather_samples(data: Any, mesh: Mesh, state: Any) -> Any:
         blocks = [torch.empty_like(data) for _ in range(mesh.dp_size)]
         dist.all_gather(blocks, data, group=mesh.dp_group)
         data = torch.cat([block[None] if block.dim() == 0 else block for block in blocks])
-    # The last batch was filled up with samples from the start.
-    most = _remainder(state) if state.end_of_dataloader else 0
-    return data[:most] if most > 0 else data
+    # The last batch was filled up with samples from the start of the data set.
+    count = _remainder(state) if state.end_of_dataloader else 0
+    return data[:count] if count > 0 else data
 
 
 def _remainder(state: Any) -> int:
-    """The samples of the last batch, of all ranks. Where rank 0 hands out batches to ranks that share them (Accelerate
-    1.15), Accelerate has counted a copy for each rank.
+    """The samples in the last batch of all ranks. Where rank 0 hands out batches that ranks share, Accelerate 1.15
+    counts every copy.
     """
     is_copied = getattr(state.active_dataloader, "submesh_tp", None) is not None
     return state.remainder // world_size() if is_copied else state.remainder

@@ -1,7 +1,8 @@
-"""Optimizers: which ones update every element by itself, so that they may hold parameters that are cut.
+"""Refuses optimizers that look beyond single elements where parameters are cut.
 
 In:   a configuration, and the optimizer of a Trainer or of a loop.
 Out:  nothing, or an error that names the optimizer, the reason and one that works.
+Must hold: an optimizer that is let pass updates a slice as it would update it in the whole parameter.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def cuts_of(config: HelixConfig, tensorwise: bool = False) -> str:
     """Why an optimizer that looks beyond single elements cannot be used; empty if it can.
 
     Args:
-        tensorwise: it looks at one whole tensor at a time.
+        config: the options.
+        tensorwise: whether it looks at one whole tensor at a time.
     """
     sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size} | ({} if tensorwise else {"pp_size": config.pp_size})
     given = [f"{name}={size}" for name, size in sizes.items() if size > 1]
@@ -95,7 +97,7 @@ def _check_optimizer_class(option: str, kind: Any, config: HelixConfig) -> None:
 
 
 def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig, instead: str) -> None:
-    """An optimizer that was made before the model is cut."""
+    """Refuses an optimizer that was made before the model is cut, and cannot take the slices over."""
     kind = type(optimizer)
     _check_optimizer_class(option, kind, config)
     if optimizer.state and cuts_of(config):
@@ -116,13 +118,15 @@ def _is_elementwise(kind: Any) -> bool:
 
 
 def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
-    """Refuse an optimizer of a loop that cannot go on with a part of the model.
+    """Refuses an optimizer of a loop that cannot go on with a part of the model.
 
     Args:
-        model: whose parameters it must hold; None where it is not given.
+        optimizer: as the script has made it.
+        model: the model whose parameters it must hold; None where the script gives none.
+        config: the options.
 
     Raises:
-        ValueError: says which can.
+        ValueError: says which optimizers can.
     """
     _check_new_optimizer("optimizer", optimizer, config, "HelixTrainer")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,9 +1,9 @@
-"""What a cut model no longer does itself: it is not called, and does not say, save or take its weights.
+"""Refuses direct use of a cut model: calling it, and saving, loading or reading its state.
 
-In:   a cut model, which to anybody who calls it directly is an ordinary Transformers or PEFT model.
-Out:  the same, whose methods raise and say what to call, where they would work on one rank's part.
-Must hold: no part of a tensor is given away as if it were the tensor; who reads single parameters still can. The
-refusals go with copies of the model, and keep it from being pickled.
+In:   a cut model, which scripts hold as an ordinary Transformers or PEFT model.
+Out:  the same model, whose methods raise and say what to call where they would work on one rank's slices.
+Must hold: no slice is returned as if it were the whole tensor; single parameters can still be read. Copies of the model
+refuse, too, and it cannot be pickled.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import nn
 
 
 class Instead(NamedTuple):
-    """What to call.
+    """What to call instead of a cut model and its methods.
 
     Attributes:
-        calling: instead of the model.
-        saving: to save it; every rank calls it with a folder.
+        calling: what runs the model.
+        saving: what saves it; every rank calls it with a folder.
     """
 
     calling: str
@@ -29,7 +29,7 @@ class Instead(NamedTuple):
 
 
 def refuse_calls(model: nn.Module, instead: Instead) -> None:
-    """Keep a model from being called. The signature stays: the Trainer chooses columns by it."""
+    """Makes calls of a model an error. The signature stays: the Trainer chooses columns of the data set by it."""
 
     @functools.wraps(model.forward)
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -43,9 +43,9 @@ def refuse_calls(model: nn.Module, instead: Instead) -> None:
 
 
 def refuse_parts(model: nn.Module, instead: Instead) -> None:
-    """Keep a model and its modules from giving one rank's part for the whole, and from taking the whole.
+    """Makes saving, loading and reading the state of a model and of its modules an error.
 
-    Refused on every rank alike: a method that gathered the whole would wait for ever for a rank that does not call it.
+    These methods do not gather the whole instead: they would wait for ever for a rank that does not call them.
     """
     for module in model.modules():
         module.register_state_dict_pre_hook(_RefusalOfNames("state_dict()", instead.saving))
@@ -57,7 +57,7 @@ def refuse_parts(model: nn.Module, instead: Instead) -> None:
 
 @contextlib.contextmanager
 def names_allowed() -> Iterator[None]:
-    """While `state_dict()` of modules is asked for its names alone, as PEFT does where it is given the tensors."""
+    """Allows `state_dict()` of modules, for PEFT, which reads only its names where it is given the tensors."""
     global _names_allowed
     _names_allowed = True
     try:
@@ -70,7 +70,7 @@ _names_allowed = False
 
 
 class _Refusal:
-    """A method or hook that raises. It stays itself in copies, and cannot be pickled."""
+    """A method or hook that raises. Copies of the model share it, and it cannot be pickled."""
 
     def __init__(self, what: str, saving: str) -> None:
         self._what = what
@@ -93,7 +93,7 @@ class _Refusal:
 
 
 class _RefusalOfNames(_Refusal):
-    """The same of `state_dict()`, see `names_allowed`."""
+    """The refusal of `state_dict()`, see `names_allowed`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if not _names_allowed:

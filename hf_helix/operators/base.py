@@ -41,8 +41,8 @@ class Precision:
 
     Attributes:
         device: the type of the device, such as "cuda".
-        products: of matrix products, as under `torch.autocast`; None where values keep the types they have.
-        weights: in the type of the products.
+        products: the type of matrix products, as under `torch.autocast`; None where values keep the types they have.
+        weights: copies of weights in the type of the products.
     """
 
     device: str = "cpu"
@@ -50,11 +50,11 @@ class Precision:
     weights: CastWeights = field(default_factory=CastWeights)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """In which torch computes so by itself."""
+        """Returns the context in which torch computes in these types by itself."""
         return nullcontext() if self.products is None else torch.autocast(self.device, self.products)
 
     def cast_for_matmul(self, value: Tensor) -> Tensor:
-        """A value as matrix products take it."""
+        """Returns a value in the type of matrix products."""
         return value if self.products is None or value.dtype is self.products else value.to(self.products)
 
 
@@ -64,11 +64,11 @@ class Call:
 
     Attributes:
         side: tensors of the micro-batch that carry no gradient (masks, positions, labels), by name.
-        seed: for operators that draw random numbers; does not depend on the plan.
-        training: False when nothing need be kept: there will be no backward, or it runs the operator again.
-        precision: of the forward pass; backward follows the types that it left.
-        saved: whatever forward left for backward.
-        shared: what the host knows of the micro-batch that other operators ask for, too, by what keeps it there.
+        seed: the seed of operators that draw random numbers; it does not depend on the plan.
+        training: False when forward need not save anything: there will be no backward, or it runs forward again.
+        precision: the types of the forward pass; backward follows the types of what forward saved.
+        saved: whatever forward saved for backward.
+        shared: what the host knows of the micro-batch and several operators read, by the object that keeps it there.
     """
 
     side: Mapping[str, Any]
@@ -81,9 +81,8 @@ class Call:
 
 @contextmanager
 def explicit_gradients() -> Iterator[None]:
-    """Around operators: nothing is recorded for autograd, but where an operator asks for it; and what autograd then
-    runs backward runs in the calling thread. For a GPU it otherwise has a thread of its own, which the caller waits
-    for."""
+    """Returns the context in which operators run. Autograd records nothing unless an operator enables it. What it
+    recorded runs backward in the calling thread; for a GPU otherwise in another one, which the caller waits for."""
     with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
         yield
 

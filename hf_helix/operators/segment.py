@@ -41,13 +41,13 @@ def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inp
 
 
 def cast_for_matmul(value: Tensor) -> Tensor:
-    """A value as matrix products take it under the autocast that is on, if there is any."""
+    """Returns a value in the type of matrix products under the autocast that is enabled; as it is without autocast."""
     device = value.device.type
     return value.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else value
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether a call of a module, or backward through it, calls hooks as well."""
+    """Returns whether a call of a module, or a backward pass through it, also calls hooks."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

@@ -28,7 +28,7 @@ class Placement:
 
     Attributes:
         dim: the dimension along which it is cut; None for a copy on every rank.
-        length: of that dimension in the whole parameter.
+        length: the length of that dimension in the whole parameter.
         sums_gradient: a copy whose gradient each rank sees only for its part of the sequence, of the heads or of the
             features, to be summed.
         num_fused: matrices that lie side by side along that dimension and are cut each by itself, such as queries, keys
@@ -43,38 +43,44 @@ class Placement:
     over: str = TP
 
     def bounds(self, size: int, rank: int) -> list[tuple[int, int]]:
-        """Where in that dimension the slices lie that a rank holds, one for each block."""
+        """Returns where the slices of a rank begin and end in that dimension, one for each fused matrix."""
         length = self.length // self.num_fused
         first, last = cut_bounds(length, size, rank)
         return [(block * length + first, block * length + last) for block in range(self.num_fused)]
 
     def shape(self, whole: Sequence[int], size: int, rank: int) -> tuple[int, ...]:
-        """Of what a rank holds of a parameter of this shape."""
+        """Returns the shape of what a rank holds of a parameter."""
         held = list(whole)
         if self.dim is not None:
             held[self.dim] = sum(last - first for first, last in self.bounds(size, rank))
         return tuple(held)
 
     def whole_shape(self, held: Sequence[int]) -> tuple[int, ...]:
-        """Of the whole parameter, from that of any part."""
+        """Returns the shape of the whole parameter, from that of any part."""
         whole = list(held)
         if self.dim is not None:
             whole[self.dim] = self.length
         return tuple(whole)
 
     def slices(self, whole: Tensor, size: int, rank: int) -> list[Tensor]:
-        """What a rank holds of a parameter that is cut: a view for each block."""
+        """Returns what a rank holds of a parameter that is cut: a view for each fused matrix.
+
+        Args:
+            whole: the parameter.
+            size: how many ranks it is cut over.
+            rank: the rank among these.
+        """
         assert self.dim is not None
         return [whole.narrow(self.dim, first, last - first) for first, last in self.bounds(size, rank)]
 
     def cut(self, whole: Tensor, size: int, rank: int) -> Tensor:
-        """The same in one piece, with memory of its own; of a copy, the whole."""
+        """Returns the slices of a rank in one piece, with memory of its own; the whole parameter if it is not cut."""
         if self.dim is None or size == 1:
             return whole
         return torch.cat(self.slices(whole, size, rank), self.dim)
 
     def paste(self, whole: Tensor, part: Tensor, size: int, rank: int) -> None:
-        """Put what a rank holds into its places in the whole."""
+        """Copies what a rank holds to its places in the whole parameter."""
         assert self.dim is not None
         for place, block in zip(self.slices(whole, size, rank), part.chunk(self.num_fused, self.dim), strict=True):
             place.copy_(block)

@@ -44,11 +44,12 @@ def lookup(ids: Tensor, weight: Tensor, first_row: int, num_rows: int, padding_r
 
 
 def noisy(embeddings: Tensor, alpha: float, length: int) -> Tensor:
-    """NEFTune (arXiv 2310.05914): uniform noise on every element, within alpha / sqrt(length * hidden).
+    """Returns embeddings with the noise of NEFTune (arXiv 2310.05914): uniform, within alpha / sqrt(length * hidden).
 
     Args:
         embeddings: [tokens of this rank, batch, hidden].
-        length: of the sequence as the collator made it, before it was cut or filled up.
+        alpha: the strength of the noise, `neftune_noise_alpha`.
+        length: the length of the sequence as the collator made it, before it was cut or padded.
     """
     bound = alpha / math.sqrt(length * embeddings.shape[-1])
     return embeddings + torch.empty_like(embeddings).uniform_(-bound, bound)

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from hf_helix.planning.graph.operator import Operator, Part
 from hf_helix.planning.layout import Key, Layout
-from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
 
 def action_instructions(layout: Layout, place: Place, action: Action) -> list[Instruction]:
     """What an action runs in a unit: of a backward in two halves, only its half."""
-    made = unit_instructions(layout, place, action.direction == "F")
-    parts = _PARTS[action.direction]
+    made = unit_instructions(layout, place, action.computation_type == "F")
+    parts = _PARTS[action.computation_type]
     return [instruction for instruction in made if instruction.operator and instruction.operator.part in parts]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hf_helix.planning.graph.pair import GraphPair
 
@@ -33,21 +34,24 @@ class Layout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared", tuple(tuple((unit, name) for unit, name in row) for row in self.shared))
         object.__setattr__(self, "ranks", tuple(self.ranks))
-        homes = {unit: self.ranks[stage] if self.ranks else 0 for stage, chunk in self.chunks.items() for unit in chunk}
-        object.__setattr__(self, "_homes", homes)
+
+    @cached_property
+    def _homes(self) -> dict[int, int]:
+        """Returns the pipeline rank of each unit that a rank holds."""
+        return {unit: self.ranks[stage] if self.ranks else 0 for stage, chunk in self.chunks.items() for unit in chunk}
 
     @property
     def num_ranks(self) -> int:
-        """Of the pipeline."""
+        """Returns the number of pipeline ranks."""
         return max(self.ranks, default=0) + 1
 
     def rank_of(self, unit: int) -> int:
         """The pipeline rank that holds a unit."""
-        return self._homes.get(unit, 0)  # type: ignore[attr-defined]
+        return self._homes.get(unit, 0)
 
     def units_of(self, rank: int) -> list[int]:
         """The units of a pipeline rank in forward order."""
-        return [unit for unit, home in sorted(self._homes.items()) if home == rank]  # type: ignore[attr-defined]
+        return [unit for unit, home in sorted(self._homes.items()) if home == rank]
 
     def transfers(self, unit: int) -> bool:
         """Whether a unit is a way between ranks."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hf_helix.planning.graph.operator import Kind, Operator
 from hf_helix.planning.layout import Layout
@@ -69,31 +70,36 @@ class Profile:
     bare: Mapping[Name, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_kinds", {name: op.kind for name, op in named_operators(self.layout)})
         check_times(self.layout, self.times, self.pairs)
         for name in [*self.like, *self.like.values()]:
             if name not in self.times:
                 raise ValueError(f"the profile names {join_name(name)!r}, which is not an operator of these graphs")
+
+    @cached_property
+    def _kinds(self) -> dict[Name, Kind]:
+        return {name: op.kind for name, op in named_operators(self.layout)}
+
+    @cached_property
+    def _slowdowns(self) -> tuple[dict[tuple[Name, Name], float], dict[tuple[Kind, Kind], float]]:
+        """Returns the slowdown of every measured pair, and their mean for every pair of kinds."""
         measured: dict[tuple[Name, Name], float] = {}
         by_kind: dict[tuple[Kind, Kind], list[tuple[float, float]]] = {}
         for (a, b), pair in self.pairs.items():
             for name, other, seconds, rest in ((a, b, pair.first, pair.second), (b, a, pair.second, pair.first)):
                 factor = measured[name, other] = slowdown_of(self.times[name], seconds, rest)
                 by_kind.setdefault((self.kind(name), self.kind(other)), []).append((factor, self.times[name]))
-        object.__setattr__(self, "_measured", measured)
-        object.__setattr__(self, "_by_kind", {kinds: _weighted_mean(found) for kinds, found in by_kind.items()})
+        return measured, {kinds: _weighted_mean(found) for kinds, found in by_kind.items()}
 
     def kind(self, name: Name) -> Kind:
-        """Of an operator."""
-        return self._kinds[name]  # type: ignore[attr-defined]
+        """Returns the kind of an operator."""
+        return self._kinds[name]
 
     def slowdown(self, name: Name, other: Name) -> float:
         """How many times longer the first takes while the second runs beside it."""
         key = (self.like.get(name, name), self.like.get(other, other))
-        found = self._measured.get(key)  # type: ignore[attr-defined]
-        if found is None:
-            found = self._by_kind.get((self.kind(name), self.kind(other)), 1.0)  # type: ignore[attr-defined]
-        return found
+        measured, by_kind = self._slowdowns
+        found = measured.get(key)
+        return by_kind.get((self.kind(name), self.kind(other)), 1.0) if found is None else found
 
     def overlap_efficiency(self, name: Name, other: Name) -> float:
         """OEF, the paper's equation 1: 1 where the shorter is hidden, 0 where nothing is gained, below 0 a loss."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Key, Layout
-from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
+from hf_helix.planning.pipeline.actions import Schedule, Slot
 from hf_helix.planning.plans.plan import Plan
 
 

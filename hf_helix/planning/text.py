@@ -1,13 +1,14 @@
-"""Text forms: JSON that people can read, and the first line in which two texts differ.
+"""Text forms: JSON that people can read, lists cut short for errors, and the first line in which two texts differ.
 
 In:   mappings, lists and plain values.
 Out:  text of short lines.
-Must hold: it is JSON of the same data.
+Must hold: the JSON holds the same data.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -40,3 +41,9 @@ def first_difference(mine: str, theirs: str) -> str:
         if a != b:
             return f"line {number + 1}: {a.strip()!r} against {b.strip()!r}"
     return ""
+
+
+def shorten_list(items: Sequence[str], limit: int = 6) -> str:
+    """The first few items for an error message, such as "a, b and 3 more"."""
+    rest = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + rest

@@ -21,16 +21,16 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Speeds of links that are predicted, in parts of the one that was measured on."""
 
 
-def format_comparison(found: Comparison) -> str:
-    """A table of the plans, the one in use last, with the bound that no plan can beat."""
-    kept = found.overlaps[found.kept]
+def format_comparison(comparison: Comparison) -> str:
+    """Returns a table of the plans, the one in use last, with the bound that no plan can beat."""
+    kept = comparison.overlaps[comparison.kept]
     where = f", over an emulated link of {kept.link}; everything else is real" if kept.link else ""
     lines = [
         f"measured: a window of {kept.tokens:,} tokens under each plan, all in turn{where}",
         f"  {'plan':<12} {'window':>11} {'gain':>7} {'hidden':>8} {'overlapped':>11} {'of the bound':>13}",
     ]
-    base = found.overlaps.get(BASELINE)
-    for rule, overlap in sorted(found.overlaps.items(), key=lambda item: item[0] == found.kept):
+    base = comparison.overlaps.get(BASELINE)
+    for rule, overlap in sorted(comparison.overlaps.items(), key=lambda item: item[0] == comparison.kept):
         gain = f"{base.step / overlap.step:.2f}x" if base is not None else ""
         lines.append(
             f"  {rule:<12} {overlap.step * 1e3:8,.1f} ms {gain:>7} {overlap.hidden_fraction:8.0%} "
@@ -40,39 +40,39 @@ def format_comparison(found: Comparison) -> str:
         f"  computation alone takes {kept.computation * 1e3:,.1f} ms, communication alone "
         f"{kept.communication * 1e3:,.1f} ms: no plan can beat {kept.bound * 1e3:,.1f} ms"
     )
-    return "\n".join([*lines, *_without_link(found)])
+    return "\n".join([*lines, *_without_link(comparison)])
 
 
-def _without_link(found: Comparison) -> list[str]:
+def _without_link(comparison: Comparison) -> list[str]:
     """One line on the machine as it is."""
-    if BASELINE not in found.bare or found.kept == BASELINE:
+    if BASELINE not in comparison.bare or comparison.kept == BASELINE:
         return []
-    one, two = found.bare[BASELINE], found.bare[found.kept]
+    one, two = comparison.bare[BASELINE], comparison.bare[comparison.kept]
     gain = one / two
     verdict = "a gain" if gain > 1.02 else "a loss" if gain < 0.98 else "no gain"
     return [
-        f"  without the emulated link, measured: {BASELINE} {one * 1e3:,.1f} ms, {found.kept} {two * 1e3:,.1f} ms "
+        f"  without the emulated link, measured: {BASELINE} {one * 1e3:,.1f} ms, {comparison.kept} {two * 1e3:,.1f} ms "
         f"({gain:.2f}x, {verdict}): transfers between processes of one machine run on the cores that compute"
     ]
 
 
-def speeds_around(found: Comparison) -> list[LinkSpeed]:
-    """Links slower and faster than the one that was measured on; none where it was not emulated."""
-    here = link_of(found.profile)
+def speeds_around(comparison: Comparison) -> list[LinkSpeed]:
+    """Returns links slower and faster than the one that was measured on; none where it was not emulated."""
+    here = link_of(comparison.profile)
     if here.rate is None:
         return []
     return [LinkSpeed(float(f"{here.rate * factor:.3g}"), here.latency) for factor in FACTORS]
 
 
-def predict_around(found: Comparison) -> list[Predicted]:
-    """What the rules of a comparison would make of slower and faster links."""
-    return predict_speeds(found.profile, found.schedule, speeds_around(found), found.plans)
+def predict_around(comparison: Comparison) -> list[Predicted]:
+    """Predicts the plans of the compared rules on slower and faster links."""
+    return predict_speeds(comparison.profile, comparison.schedule, speeds_around(comparison), comparison.plans)
 
 
-def format_speeds(predicted: Sequence[Predicted], found: Comparison) -> str:
-    """A row for every link, what was measured marked."""
-    here, kept = link_of(found.profile), found.kept
-    others = [rule for rule in found.overlaps if rule != kept]
+def format_speeds(predicted: Sequence[Predicted], comparison: Comparison) -> str:
+    """Returns a table with a row for every link; what was measured is marked."""
+    here, kept = link_of(comparison.profile), comparison.kept
+    others = [rule for rule in comparison.overlaps if rule != kept]
     lines = [
         "predicted for slower and faster links, with plans for each, from the operators as they were measured here:",
         f"  {'emulated link':<16} {'communication':>13} " + " ".join(f"{rule:>11}" for rule in (*others, kept))
@@ -82,8 +82,8 @@ def format_speeds(predicted: Sequence[Predicted], found: Comparison) -> str:
     for row in predicted:
         lines.append(_row(str(row.speed), row.communication / row.computation, dict(row.plans), others, kept))
         if row.speed == here:
-            measured = {rule: overlap.step for rule, overlap in found.overlaps.items()}
-            alone = found.overlaps[kept]
+            measured = {rule: overlap.step for rule, overlap in comparison.overlaps.items()}
+            alone = comparison.overlaps[kept]
             lines.append(_row("  measured", alone.communication / alone.computation, measured, others, kept))
     return "\n".join(lines)
 
@@ -94,25 +94,25 @@ def _row(name: str, share: float, seconds: dict[str, float], others: Sequence[st
     return f"  {name:<16} {share:13.2f} {times}{gains}"
 
 
-def strips_of(found: Comparison) -> list[Strip]:
-    """The picture's halves: without overlap, and under the plan in use."""
-    return strips(found.profile, [found.plans[rule] for rule in dict.fromkeys((BASELINE, found.kept))])
+def strips_of(comparison: Comparison) -> list[Strip]:
+    """Returns the halves of the picture: without overlap, and under the plan in use."""
+    return strips(comparison.profile, [comparison.plans[rule] for rule in dict.fromkeys((BASELINE, comparison.kept))])
 
 
-def text_of(found: Comparison, width: int = 100) -> str:
-    """The picture for a terminal."""
-    return f"two decoder layers ({note_of(found.profile)}):\n{text_strips(strips_of(found), width)}"
+def text_of(comparison: Comparison, width: int = 100) -> str:
+    """Returns the picture for a terminal."""
+    return f"two decoder layers ({note_of(comparison.profile)}):\n{text_strips(strips_of(comparison), width)}"
 
 
-def save_comparison(found: Comparison, folder: str | Path) -> list[Path]:
-    """Write the plan, the profile, and the picture as SVG and PNG; returns the files.
+def save_comparison(comparison: Comparison, folder: str | Path) -> list[Path]:
+    """Writes the plan, the profile, and the picture as SVG and PNG; returns the files.
 
     Raises:
         ImportError: matplotlib is missing; the others are there then.
     """
     paths = [Path(folder, f"plan.{suffix}") for suffix in ("json", "svg", "png")]
-    found.plans[found.kept].save(paths[0])
-    save_profile(found.profile, Path(folder, "profile.json"))
+    comparison.plans[comparison.kept].save(paths[0])
+    save_profile(comparison.profile, Path(folder, "profile.json"))
     for path in paths[1:]:
-        draw_strips(strips_of(found), path, note_of(found.profile))
+        draw_strips(strips_of(comparison), path, note_of(comparison.profile))
     return [*paths, Path(folder, "profile.json")]

@@ -34,23 +34,30 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """Forward and backward of one token: in linears, and in attention per token of the sequence."""
+    """Floating-point operations of forward and backward of one token.
+
+    Attributes:
+        linear: those in linears.
+        attention_per_length: those in attention, for each token of the sequence.
+    """
 
     linear: float
     attention_per_length: float
 
     def full(self, length: int) -> float:
-        """Attention counted as non-causal."""
+        """Returns the operations of a token in a sequence of `length`, with attention counted as non-causal."""
         return self.linear + self.attention_per_length * length
 
     def causal(self, length: int) -> float:
-        """Attention counted as causal."""
+        """Returns the operations of a token in a sequence of `length`, with attention counted as causal."""
         return self.linear + self.attention_per_length * length / 2
 
 
 def token_flops(model: Any) -> TokenFlops:
-    """Of a decoder model before it is cut: 6 per weight that a token meets, 4 per frozen one, and 12 per head dimension
-    and position attended to. Of a mixture of experts a token meets `num_experts_per_tok`.
+    """Returns the work of a token in a decoder model, before the model is cut.
+
+    It is 6 per weight that a token meets, 4 per frozen one, and 12 per head dimension and position attended to. In a
+    mixture of experts a token meets `num_experts_per_tok` of them.
     """
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     kept = [module.original_module for module in model.modules() if hasattr(module, "original_module")]  # by PEFT
@@ -67,6 +74,6 @@ def token_flops(model: Any) -> TokenFlops:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 peak of a device by its name; None where it is not known."""
+    """Returns the dense bf16 peak of a device in TFLOP/s, by its name; None where it is not known."""
     words = f" {device_name.replace('-', ' ')} "
     return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)

@@ -23,13 +23,22 @@ LEAST_COMMUNICATION = 0.05  # in parts of a window's time, which varies by about
 
 
 def short_entries(figures: Mapping[str, float]) -> dict[str, float]:
-    """What of the figures a log line shows: two at most."""
+    """Returns those of the figures that a log line shows: two at most."""
     return {name: figures[name] for name in SHORT if name in figures}
 
 
 @dataclass
 class _Since:
-    """What was seen since the last log."""
+    """What was counted since the last log.
+
+    Attributes:
+        started: when the first window began, by `time.perf_counter`; 0 before that.
+        tokens: tokens of all windows, over the data-parallel ranks.
+        length: tokens of the longest sequence.
+        trace: the trace of the window that was traced.
+        traced_tokens: tokens of that window, over the data-parallel ranks.
+        traced_seconds: seconds that it took.
+    """
 
     started: float = 0.0
     tokens: int = 0
@@ -43,10 +52,10 @@ class LiveScore:
     """Collects windows between two logs.
 
     Args:
-        flops: of the model; None where they cannot be counted.
-        ranks: processes that share the work.
-        batches: data-parallel ranks, each with windows of its own.
-        peak: dense peak of a device in TFLOP/s; None where it is not known.
+        flops: the work of a token; None where it cannot be counted.
+        ranks: the number of processes that share the work.
+        batches: the number of data-parallel ranks, each with windows of its own.
+        peak: the dense peak of a device in TFLOP/s; None where it is not known.
     """
 
     def __init__(self, flops: TokenFlops | None, ranks: int, batches: int, peak: float | None) -> None:
@@ -58,11 +67,17 @@ class LiveScore:
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the next window should be traced: the first after each log."""
+        """Whether the next window should be traced, which is the first after each log."""
         return self._since.trace is None
 
     def add(self, tokens: int, length: int, train: Callable[[], Any]) -> Any:
-        """Train a window and count it."""
+        """Trains a window and counts it; returns what `train` returns.
+
+        Args:
+            tokens: tokens of the window on this rank.
+            length: tokens of its longest sequence.
+            train: trains it.
+        """
         since = self._since
         since.started = since.started or time.perf_counter()
         result = train()
@@ -71,12 +86,18 @@ class LiveScore:
         return result
 
     def add_trace(self, trace: Trace, tokens: int, seconds: float) -> None:
-        """What a traced window showed."""
+        """Keeps what a traced window showed.
+
+        Args:
+            trace: the spans of its operators.
+            tokens: tokens of the window on this rank.
+            seconds: seconds that it took.
+        """
         since = self._since
         since.trace, since.traced_tokens, since.traced_seconds = trace, tokens * self._batches, seconds
 
     def entries(self, alone: Overlap | None) -> dict[str, float]:
-        """The figures since the last log, which are then forgotten.
+        """Returns the figures since the last log, and forgets them.
 
         Args:
             alone: computation and communication alone, measured at the start; None where nothing was.
@@ -88,15 +109,15 @@ class LiveScore:
 
     def _speed(self, since: _Since, seconds: float) -> dict[str, float]:
         rate = since.tokens / seconds
-        found = {"helix/tokens_per_second": rate}
+        figures = {"helix/tokens_per_second": rate}
         if self._flops is not None:
             causal, full = (
                 count(since.length) * rate / self._ranks / 1e12 for count in (self._flops.causal, self._flops.full)
             )
-            found["helix/tflops_per_device"] = causal
+            figures["helix/tflops_per_device"] = causal
             if self._peak is not None:
-                found.update({"helix/mfu": causal / self._peak, "helix/mfu_full_attention": full / self._peak})
-        return {name: float(f"{value:.5g}") for name, value in found.items()}
+                figures.update({"helix/mfu": causal / self._peak, "helix/mfu_full_attention": full / self._peak})
+        return {name: float(f"{value:.5g}") for name, value in figures.items()}
 
 
 def _overlap(since: _Since, alone: Overlap | None) -> dict[str, float]:
@@ -105,13 +126,13 @@ def _overlap(since: _Since, alone: Overlap | None) -> dict[str, float]:
     if trace is None or not busy:
         return {}
     exposed = busy - trace.beside()
-    found = {"helix/overlapped_fraction": trace.beside() / busy}
+    figures = {"helix/overlapped_fraction": trace.beside() / busy}
     if alone is not None and alone.communication:
         share = since.traced_tokens / alone.tokens  # windows differ in length, what was measured had its own
         communication = share * alone.communication
         exposed = max(0.0, since.traced_seconds - share * alone.computation)
         if communication >= LEAST_COMMUNICATION * since.traced_seconds:
             # Where communication slows computation down by more than it takes itself, nothing is hidden.
-            found["helix/hidden_fraction"] = max(0.0, 1 - exposed / communication)
-    found["helix/exposed_ms"] = exposed * 1e3
-    return {name: round(value, 4) for name, value in found.items()}
+            figures["helix/hidden_fraction"] = max(0.0, 1 - exposed / communication)
+    figures["helix/exposed_ms"] = exposed * 1e3
+    return {name: round(value, 4) for name, value in figures.items()}

@@ -85,7 +85,7 @@ def _cells(simulated: Simulated, rank: int, columns: int) -> Iterator[str]:
 
 def _cell(simulated: Simulated, slot: Slot, size: int) -> str:
     """The longest name of a slot that fits, drawn out."""
-    letters = [a.direction.lower() if chunk_of(simulated, a) else a.direction for a in slot.actions]
+    letters = [a.computation_type.lower() if chunk_of(simulated, a) else a.computation_type for a in slot.actions]
     full = "".join(f"{letter}{a.microbatch}" for letter, a in zip(letters, slot.actions, strict=True))
     short = "X" if slot.fused else letters[0]
     return f"{full if len(full) <= size else short:─<{size}}"
@@ -130,7 +130,7 @@ def _draw_action(
 
     start, top, end, tall = box
     edge = min(0.6, 0.12 * points * (end - start))  # a fixed one would hide what is short
-    colour, ink = _colour(action.direction, chunk_of(simulated, action))
+    colour, ink = _colour(action.computation_type, chunk_of(simulated, action))
     name = f"rank{simulated.ranks[action.stage]}:{action}"
     patch = Rectangle((start, top), end - start, tall, facecolor=colour, edgecolor="white", linewidth=edge, gid=name)
     axes.add_patch(patch)
@@ -169,7 +169,7 @@ def _head_and_legend(figure: Figure, simulated: Simulated, title: str, height: f
     right = f"{simulated.bubble:.1%} bubble;  shares: activations of a micro-batch on an average rank"
     figure.text(1 - 0.15 / WIDTH, 1 - 0.16 / height, right, ha="right", va="center", color=FAINT, fontsize=7)
     actions = [action for slots in simulated.schedule for slot in slots for action in slot.actions]
-    used = {(action.direction.replace("I", "B"), chunk_of(simulated, action)) for action in actions}
+    used = {(action.computation_type.replace("I", "B"), chunk_of(simulated, action)) for action in actions}
     labels = {
         MEANING[letter] + ("" if letter == "W" else f", chunk {chunk}"): _colour(letter, chunk)[0]
         for letter in MEANING

@@ -1,7 +1,7 @@
-"""The scorecard: what overlap is worth, in a few lines that tell the truth.
+"""The scorecard: what overlap is worth under one plan, in a few lines.
 
-In:   an `Overlap` and the plan it was measured with, or what `plan="auto"` measured.
-Out:  text: a sentence for everybody, a paragraph with all figures, a card.
+In:   an `Overlap` and the rule of the plan it was measured with.
+Out:  text. What `plan="auto"` has found is put into words in `hf_helix.tuning.verdict`.
 Must hold: overlapped and hidden are always printed together, beside the bound; a loss is printed as a loss.
 """
 
@@ -12,7 +12,12 @@ from hf_helix.tuning.verdict import in_ms
 
 
 def format_scorecard(overlap: Overlap, rule: str) -> str:
-    """A short report of one window."""
+    """Returns a short report of one window.
+
+    Args:
+        overlap: the measurement.
+        rule: the rule of the plan that it was measured with.
+    """
     lines = [
         f"plan {rule}: {overlap.tokens_per_second:,.0f} tokens/s, {in_ms(overlap.step)} a window of "
         f"{overlap.tokens:,} tokens (optimizer not counted)",
@@ -40,7 +45,7 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
 
 
 def _overlapped(overlap: Overlap) -> list[str]:
-    """Nothing where only gradients are summed: no plan orders that."""
+    """The line of the overlapped fraction, or one that says that only gradients are summed, which no plan orders."""
     if not (overlap.overlapped_by_kind or overlap.overlapped_fraction):
         return ["                                    (only the sums of gradients)"]
     return [f"  overlapped           {overlap.overlapped_fraction:12.0%}   of communication ran beside computation"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_helix.operators.base import Precision
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Key
-from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
+from hf_helix.planning.pipeline.actions import Schedule, Slot
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.program import build_programs, validate_program

@@ -141,7 +141,7 @@ def _check_single(stage: Stage) -> None:
         if any(owners[parameter] != stage.layout.rank_of(index) for parameter in unit.placements):
             raise ValueError(
                 f"{unit.label} shares a weight with a unit on another pipeline rank (tied embeddings), and every "
-                "weight lives on one; use a schedule on the fold, such as schedule='w', or tie_word_embeddings=False"
+                "weight lives on one; use a schedule on the fold, such as schedule='auto', or tie_word_embeddings=False"
             )
 
 

@@ -1,11 +1,13 @@
 """What was measured once, kept on disk, so that the next run of the same case starts at once.
 
-In:   what a case is (hardware, versions, model, mesh, shapes, options), and a `Tuning` with its plan.
+In:   a cache key (hardware, versions, model, mesh, shapes, options), and a `TuningResult` with its plan.
 Out:  the same, read back.
-Must hold: another case never finds it; a file is whole or not there; what cannot be read is measured anew.
+Must hold: a result is found by its own key only; a file is whole or not there; what cannot be read, such as a file of
+an older format, is measured anew.
 
-One folder per case under `$HELIX_CACHE` (by default `hf_helix` in Hugging Face's cache), with `profile.json`,
-`plan.json` and `tuning.json`: files for people, too, and for `HelixConfig(profile=..., plan=...)`.
+There is one folder for each key under `$HELIX_CACHE` (by default `hf_helix` in Hugging Face's cache), with
+`profile.json`, `plan.json` and `tuning.json`. People can read them, and `HelixConfig(profile=..., plan=...)` takes the
+first two.
 """
 
 from __future__ import annotations
@@ -22,92 +24,105 @@ from typing import Any
 
 from huggingface_hub.constants import HF_HOME
 
+from hf_helix.planning.profile import Profile
 from hf_helix.planning.profile_file import load_profile, profile_json
 from hf_helix.planning.text import format_json
-from hf_helix.tuning.autotune import Tuning
 from hf_helix.tuning.measure.overlap import Overlap
+from hf_helix.tuning.result import TuningResult
 
 CACHE_VARIABLE = "HELIX_CACHE"
 FORMAT = "hf_helix.tuning/2"
 
 
 def cache_root() -> Path:
-    """The folder that holds all cases."""
+    """Returns the folder that holds all results."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path(HF_HOME, "hf_helix"))
 
 
-def case_folder(case: Mapping[str, str]) -> Path:
-    """Where a case is kept."""
-    digest = hashlib.sha256(json.dumps(dict(case), sort_keys=True).encode()).hexdigest()
+def result_folder(cache_key: Mapping[str, str]) -> Path:
+    """Returns the folder of the result of a key, whether it is there or not."""
+    digest = hashlib.sha256(json.dumps(dict(cache_key), sort_keys=True).encode()).hexdigest()
     return cache_root() / digest[:20]
 
 
-def store(case: Mapping[str, str], tuning: Tuning, plan_text: str) -> Path:
-    """Keep a tuning; returns the folder."""
-    folder = case_folder(case)
+def store(cache_key: Mapping[str, str], result: TuningResult, plan_text: str) -> Path:
+    """Writes a result and its plan; returns the folder.
+
+    Args:
+        cache_key: what the result is found by.
+        result: what was measured.
+        plan_text: the plan that is kept, as JSON.
+    """
+    folder = result_folder(cache_key)
     folder.mkdir(parents=True, exist_ok=True)
     data = {
         "format": FORMAT,
-        "case": dict(case),
-        "measured": tuning.measured,
-        "kept": tuning.kept,
-        "bound": tuning.bound,
-        "gradient_bytes": tuning.gradient_bytes,
-        "ranks": tuning.ranks,
-        "schedule": tuning.schedule,
-        "effort": tuning.effort,
-        "predicted": dict(tuning.predicted),
-        "overlaps": {rule: dataclasses.asdict(overlap) for rule, overlap in tuning.overlaps.items()},
+        "case": dict(cache_key),
+        "measured": result.measured,
+        "kept": result.kept,
+        "bound": result.bound,
+        "gradient_bytes": result.gradient_bytes,
+        "ranks": result.ranks,
+        "schedule": result.schedule,
+        "effort": result.effort,
+        "predicted": dict(result.predicted),
+        "overlaps": {rule: dataclasses.asdict(overlap) for rule, overlap in result.overlaps.items()},
     }
-    _write_files(folder, tuning, plan_text)
+    _write_files(folder, result, plan_text)
     _write(folder / "tuning.json", format_json(data) + "\n")
     return folder
 
 
-def export(folder: Path, tuning: Tuning, plan_text: str) -> None:
-    """Write what was found for people: `tuning.txt`, beside `plan.json` and `profile.json` for `hf-helix show`."""
+def export(folder: Path, result: TuningResult, plan_text: str) -> None:
+    """Writes a result for people: `tuning.txt`, with `plan.json` and `profile.json` for `hf-helix show`.
+
+    Args:
+        folder: where the files are written; it is made if it is not there.
+        result: what was measured.
+        plan_text: the plan that is kept, as JSON.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    _write_files(folder, tuning, plan_text)
-    _write(folder / "tuning.txt", f"{tuning}\n")
+    _write_files(folder, result, plan_text)
+    _write(folder / "tuning.txt", f"{result}\n")
 
 
-def load(case: Mapping[str, str]) -> tuple[Tuning, str] | None:
-    """The tuning and the plan of a case; None where there is none that can be read."""
-    folder = case_folder(case)
+def load(cache_key: Mapping[str, str]) -> tuple[TuningResult, str] | None:
+    """Returns the result of a key and its plan as JSON; None where there is none that can be read."""
+    folder = result_folder(cache_key)
     try:
         data = json.loads((folder / "tuning.json").read_text())
-        if data["format"] != FORMAT or data["case"] != dict(case):
+        if data["format"] != FORMAT or data["case"] != dict(cache_key):
             return None
         profile = load_profile(folder / "profile.json") if (folder / "profile.json").is_file() else None
-        return _tuning(data, profile), (folder / "plan.json").read_text()
+        return _parse_result(data, profile), (folder / "plan.json").read_text()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def today() -> str:
-    """The date, for figures."""
+    """Returns the date as text."""
     return time.strftime("%Y-%m-%d")
 
 
-def _tuning(data: Mapping[str, Any], profile: Any) -> Tuning:
-    overlaps = {rule: _overlap(figures) for rule, figures in data["overlaps"].items()}
+def _parse_result(data: Mapping[str, Any], profile: Profile | None) -> TuningResult:
+    overlaps = {rule: _parse_overlap(figures) for rule, figures in data["overlaps"].items()}
     if data["kept"] not in overlaps:
         raise ValueError(f"no figures of the plan that was kept, {data['kept']!r}")
     keys = ("kept", "predicted", "bound", "measured", "gradient_bytes", "ranks", "schedule", "effort")
     figures = {key: data[key] for key in keys}
-    return Tuning(overlaps=overlaps, profile=profile, **figures)
+    return TuningResult(overlaps=overlaps, profile=profile, **figures)
 
 
-def _overlap(figures: Mapping[str, Any]) -> Overlap:
+def _parse_overlap(figures: Mapping[str, Any]) -> Overlap:
     times = [figures[key] for key in ("step", "computation", "communication")]
     if not all(isinstance(seconds, float) and math.isfinite(seconds) and seconds >= 0 for seconds in times):
         raise ValueError(f"impossible times: {times}")
     return Overlap(**figures)
 
 
-def _write_files(folder: Path, tuning: Tuning, plan_text: str) -> None:
-    if tuning.profile is not None:
-        _write(folder / "profile.json", profile_json(tuning.profile))
+def _write_files(folder: Path, result: TuningResult, plan_text: str) -> None:
+    if result.profile is not None:
+        _write(folder / "profile.json", profile_json(result.profile))
     _write(folder / "plan.json", plan_text)
 
 

@@ -9,19 +9,20 @@ emulated link they are timed without it, too; training is left as it was found.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_helix.operators.communication.emulated_link import bare
-from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.profile import Profile
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.autotune import baseline_runner, planned
+from hf_helix.tuning.candidates import baseline_runner, plan_runners
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.measure.overlap import Overlap, measure_overlap, time_steps
 from hf_helix.tuning.measure.profiler import measure_profile
+from hf_helix.tuning.progress import Progress
 
 PAPER = "dhelix"
 
@@ -32,11 +33,11 @@ class Comparison:
 
     Attributes:
         kept: the rule of the plan in use.
-        overlaps: by rule, a window under its plan.
-        plans: by rule.
-        profile: the times of operators that the plans were made with.
-        schedule: of the window.
-        bare: by rule, seconds of a window without the emulated link; empty where there is none.
+        overlaps: by rule, the measurement of a window under its plan.
+        plans: the plans by rule.
+        profile: the operator times that the plans were made with.
+        schedule: the schedule of the window.
+        bare: by rule, the seconds of a window without the emulated link; empty where there is none.
     """
 
     kept: str
@@ -47,7 +48,7 @@ class Comparison:
     bare: Mapping[str, float] = field(default_factory=dict)
 
     def gain(self, rule: str = BASELINE) -> float:
-        """How many times as fast the plan in use is as another."""
+        """Returns how many times as fast the plan in use is as that of another rule."""
         return self.overlaps[rule].step / self.overlaps[self.kept].step
 
 
@@ -57,20 +58,23 @@ def compare(
     rules: Sequence[str] = (BASELINE, PAPER),
     profile: Profile | None = None,
     repeats: int = 5,
-    progress: Callable[[float], object] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
-    """Time a window under the plan of every rule and under the runner's own. Collective; call it without gradients.
+    """Times a window under the plan of every rule and under the runner's own. Collective; call it without gradients.
 
     Args:
-        rules: to compare with, see `hf_helix.planning.plans.registry`.
-        profile: to plan with; None to measure.
+        runner: a runner under the plan in use.
+        window: the micro-batches that are timed.
+        rules: the rules to compare with, see `hf_helix.planning.plans.registry`.
+        profile: the operator times to plan with; None to measure them.
         repeats: how often each plan is timed.
+        progress: called while plans are timed.
     """
     if profile is None:
         profile = measure_profile(baseline_runner(runner, len(window)), window)
     kept = runner.plan.rule
     others = [rule for rule in dict.fromkeys(rules) if rule != kept]
-    runners = {**planned(runner, others, profile, len(window)), kept: runner}
+    runners = {**plan_runners(runner, others, profile, len(window)), kept: runner}
     overlaps = measure_overlap(runners, window, repeats, progress)
     without: dict[str, float] = {}
     if runner.mesh.link is not None:

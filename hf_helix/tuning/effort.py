@@ -26,20 +26,20 @@ CANDIDATES = RULES
 
 # What the estimates go by; from Llama models of 4 and 8 layers on two ranks.
 INSTRUCTION_SECONDS = 2e-6  # for an instruction of a search to be ordered and simulated, on one core
-DHELIX_SECONDS = 3.0  # for the paper's pairing of two layers
+DHELIX_SECONDS = 5.0  # for the paper's pairing of two layers
 PAIR_OPERATORS = 10  # operators that run for one repeat of a pair: its forwards, and the shorter one several times
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How thorough tuning is.
+    """How thorough a tuning is.
 
     Attributes:
-        name: for the cache.
-        rules: whose plans are made.
-        timed: how many of them are timed in real windows besides the baseline, the most promising first.
+        name: what the cache knows it by.
+        rules: the rules whose plans are made.
+        timed: how many of these plans are timed in real windows besides the baseline, the most promising first.
         repeats: how often each is timed.
-        searching: the length of a search, in parts of the longest.
+        searching: the length of a search, as a share of the longest.
     """
 
     name: str
@@ -56,17 +56,23 @@ EFFORTS = (QUICK, SHORT, FULL)
 
 
 def tuning_budget(steps_left: int, seconds_per_step: float, share: float) -> float:
-    """Seconds that tuning may take."""
+    """Returns the seconds that tuning may take.
+
+    Args:
+        steps_left: how many optimizer steps the run has left.
+        seconds_per_step: how long each takes.
+        share: the share of that time that tuning may take, from 0 to 1.
+    """
     return share * steps_left * seconds_per_step
 
 
 def affordable(budget: float, cost: Callable[[Effort], float], done: str = "") -> Effort | None:
-    """The most thorough effort that costs no more than `budget`; None if that is no more than what was done already.
+    """Returns the most thorough effort that costs no more than a budget; None if no better one than before does.
 
     Args:
-        budget: in seconds.
-        cost: an estimate of the seconds that an effort takes.
-        done: the name of an effort that was made already.
+        budget: the seconds that tuning may take.
+        cost: returns an estimate of the seconds that an effort takes.
+        done: the name of the effort that was made already; empty if none was.
     """
     names = [effort.name for effort in EFFORTS]
     better = EFFORTS[names.index(done) + 1 :] if done in names else EFFORTS
@@ -82,19 +88,20 @@ def tuning_cost(
     profiled: bool = True,
     on_gpu: bool = False,
 ) -> float:
-    """An estimate of the seconds that tuning takes.
+    """Returns an estimate of the seconds that tuning takes.
 
     Args:
-        layout: of the model on the ranks of the pipeline.
-        window_seconds: of the window that is measured.
-        num_instructions: that a rank issues for it.
-        schedules: that are to choose from.
-        profiled: whether operators are measured; not if a profile is given.
+        effort: how thorough the tuning is.
+        layout: the units of the model on the ranks of the pipeline.
+        window_seconds: the seconds that the timed window takes.
+        num_instructions: how many instructions a rank issues for it.
+        schedules: how many schedules there are to choose from.
+        profiled: whether operators are measured, which they are not if a profile is given.
         on_gpu: whether the device is held until the host has issued what is measured.
     """
     compared = min(effort.timed, len(effort.rules) * schedules - 1) + 1
-    # Every round has the plans, and about as much for computation alone and communication alone. Then one trace each,
-    # and candidates that are close are timed again.
+    # In every round each plan runs once, and computation alone and communication alone take about as long. Then every
+    # plan is traced once, and candidates that are close are timed again.
     windows = (effort.repeats + 1) * (compared + 1 + schedules) + compared + (2 * effort.repeats + 1) * compared
     seconds = windows * window_seconds
     if profiled:
@@ -108,7 +115,7 @@ def tuning_cost(
 
 
 def num_pairs(layout: Layout) -> int:
-    """About how many pairs of operators of the layers the profiler measures."""
+    """Returns about how many pairs of operators of the layers the profiler measures."""
     operators = [op for (unit, _), op in named_operators(layout) if layout.graphs[unit].forward.repeats]
     computing = sum(op.kind is Kind.COMPUTE for op in operators)
     # Collectives that move the same are measured once: about one forward and one backward of each kind.
@@ -119,15 +126,15 @@ def num_pairs(layout: Layout) -> int:
 class Pace:
     """Counts the steps of a run, and says how long one takes after 2, 4, 8, ... of them.
 
-    The first step is not counted in the time: it makes what is made on first use.
+    The time of the first step does not count: it makes what is made on first use.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
 
     Attributes:
-        steps_done: before the step that has begun last.
-        seconds_per_step: the mean over the steps since it was found before; 0 as long as it is not known.
-        seconds_paused: what was spent in `paused`, which is no part of any step.
+        steps_done: how many steps were done before the one that has begun last.
+        seconds_per_step: the mean over the steps since the last time that it was computed; 0 as long as it is unknown.
+        seconds_paused: seconds that were spent in `paused`, which are part of no step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -139,7 +146,7 @@ class Pace:
         self._since = (0, 0.0)
 
     def begin_step(self, synchronize: Callable[[], object]) -> bool:
-        """Call it when a step begins; whether there is a new pace. On every rank after the same steps.
+        """Returns whether `seconds_per_step` is new, on every rank after the same steps. Call it when a step begins.
 
         Args:
             synchronize: waits for the device; called before the clock is read.
@@ -157,7 +164,7 @@ class Pace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do something else between two steps."""
+        """Does something else between two steps, which does not count as part of any."""
         start = self._clock()
         try:
             yield

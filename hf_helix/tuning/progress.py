@@ -11,11 +11,27 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Show = Callable[[str, float], None]
+Progress = Callable[[float], object]
+"""Called with the share of the work that is done, from 0 to 1."""
+
+StageProgress = Callable[[str, float], object]
+"""Called with the name of the stage that is under way, and the share of it that is done, from 0 to 1."""
+
+
+def stage_progress(progress: StageProgress | None, stage: str, part: int = 0, num_parts: int = 1) -> Progress | None:
+    """Returns what to call with the progress of one part of a stage.
+
+    Args:
+        progress: called with the progress of the stage; None where nobody wants to know.
+        stage: the name of the stage.
+        part: the number of this part, counted from 0.
+        num_parts: how many parts of equal length the stage has.
+    """
+    return None if progress is None else lambda share: progress(stage, (part + share) / num_parts)
 
 
 @contextmanager
-def progress_bar(is_shown: bool = True, prefix: str = "hf_helix") -> Iterator[Show]:
+def progress_bar(is_shown: bool = True, prefix: str = "hf_helix") -> Iterator[StageProgress]:
     """Show how far work of one or more stages has come.
 
     Args:
@@ -35,7 +51,7 @@ def progress_bar(is_shown: bool = True, prefix: str = "hf_helix") -> Iterator[Sh
 
 
 @contextmanager
-def _bar(prefix: str) -> Iterator[Show]:
+def _bar(prefix: str) -> Iterator[StageProgress]:
     from tqdm.auto import tqdm
 
     # Stages differ in how fast they advance, so an estimate of the time that is left would mislead.
@@ -50,7 +66,7 @@ def _bar(prefix: str) -> Iterator[Show]:
         yield show
 
 
-def _lines(prefix: str) -> Show:
+def _lines(prefix: str) -> StageProgress:
     begun: set[str] = set()
 
     def show(stage: str, share: float) -> None:

@@ -1,6 +1,6 @@
 """What tuning found, in words.
 
-In:   a `Tuning`.
+In:   a `TuningResult`.
 Out:  one sentence for the log; a paragraph with all figures and reasons.
 Must hold: where overlap gains nothing, the sentence says so and why.
 """
@@ -10,32 +10,32 @@ from __future__ import annotations
 import os
 
 from hf_helix.runtime.distributed.mesh import Mesh, world_size
-from hf_helix.tuning.autotune import Tuning
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.measure.overlap import Overlap
+from hf_helix.tuning.result import TuningResult
 
 SMALL = 1.05  # a gain below this is explained
 
 
-def format_verdict(tuning: Tuning, contention: str = "") -> str:
+def format_verdict(result: TuningResult, contention: str = "") -> str:
     """What was chosen and what it gains, in one sentence; where it gains nothing, the reason.
 
     Args:
-        tuning: what was measured.
+        result: what was measured.
         contention: who shares the cores with communication; empty where devices have their own.
     """
-    kept, baseline = tuning.overlaps[tuning.kept], _baseline(tuning)
-    plan = f"plan {_named(tuning.kept)}"
+    kept, baseline = result.overlaps[result.kept], _baseline(result)
+    plan = f"plan {_named(result.kept)}"
     where = f" on an emulated link of {kept.link}" if kept.link else ""
     if baseline is None:
         return f"{plan}, as asked for{where}: {_worth(kept)}"
     reason = _reason(kept, contention)
-    if tuning.kept == baseline:
+    if result.kept == baseline:
         return f"{plan}: overlap gains nothing here{where}, because {reason}"
     without = "without overlap"
-    if tuning.kept.split(" on ")[0] == BASELINE:
+    if result.kept.split(" on ")[0] == BASELINE:
         without = f"with {_named(baseline)}"
-    gain = tuning.overlaps[baseline].step / kept.step
+    gain = result.overlaps[baseline].step / kept.step
     small = f"; overlap gains little here, because {reason}" if gain < SMALL else ""
     return f"{plan}, {gain:.2f}x as fast as {without}{where}{small}"
 
@@ -49,7 +49,7 @@ def contention_of(mesh: Mesh) -> str:
 
 
 def _named(label: str) -> str:
-    """`search`, or `search` on the schedule `w`."""
+    """`search`, or `search` on the schedule `dualpipe_v`."""
     return " on the schedule ".join(f"`{part}`" for part in label.split(" on "))
 
 
@@ -72,33 +72,33 @@ def _reason(overlap: Overlap, contention: str) -> str:
     return "computation beside communication loses as much time as it hides"
 
 
-def format_tuning(tuning: Tuning, share_of_step: float = 1.0) -> str:
+def format_tuning(result: TuningResult, share_of_step: float = 1.0) -> str:
     """What was chosen and why, in one paragraph.
 
     Args:
         share_of_step: the part of an optimizer step's micro-batches that was timed.
     """
-    kept = tuning.overlaps[tuning.kept]
-    others = ", ".join(_timed(rule, tuning) for rule in tuning.overlaps)
-    baseline = _baseline(tuning)
+    kept = result.overlaps[result.kept]
+    others = ", ".join(_timed(rule, result) for rule in result.overlaps)
+    baseline = _baseline(result)
     gain = ""
-    if baseline is not None and tuning.kept != baseline:
-        gain = f", {tuning.overlaps[baseline].step / kept.step:.2f} times as fast as {baseline}"
-    when = f" (measured {tuning.measured})" if tuning.measured else ""
+    if baseline is not None and result.kept != baseline:
+        gain = f", {result.overlaps[baseline].step / kept.step:.2f} times as fast as {baseline}"
+    when = f" (measured {result.measured})" if result.measured else ""
     when += f" on an emulated link of {kept.link}" if kept.link else ""
     sentences = [
-        f"Plan {tuning.kept} is kept{gain}{when}.",
+        f"Plan {result.kept} is kept{gain}{when}.",
         f"A window takes: {others}; its computation alone {in_ms(kept.computation)}{_bubbles(kept)}{_alone(kept)}.",
         _hidden(kept),
-        *_why_small(tuning),
-        *_alternative(tuning, share_of_step),
+        *_why_small(result),
+        *_alternative(result, share_of_step),
     ]
     return " ".join(sentences)
 
 
-def _baseline(tuning: Tuning) -> str | None:
+def _baseline(result: TuningResult) -> str | None:
     """What gains are told against: without overlap, on the first schedule where there was a choice."""
-    return next((name for name in tuning.overlaps if name.split(" on ")[0] == BASELINE), None)
+    return next((name for name in result.overlaps if name.split(" on ")[0] == BASELINE), None)
 
 
 def _bubbles(overlap: Overlap) -> str:
@@ -127,10 +127,10 @@ def _bound(overlap: Overlap) -> str:
     return f", and no plan can beat {in_ms(overlap.bound)}" if overlap.bound <= overlap.step else ""
 
 
-def _timed(rule: str, tuning: Tuning) -> str:
-    predicted = tuning.predicted.get(rule)
+def _timed(rule: str, result: TuningResult) -> str:
+    predicted = result.predicted.get(rule)
     said = f" (predicted {in_ms(predicted)})" if predicted is not None else ""
-    return f"{rule} {in_ms(tuning.overlaps[rule].step)}{said}"
+    return f"{rule} {in_ms(result.overlaps[rule].step)}{said}"
 
 
 def _by_kind(overlap: Overlap) -> str:
@@ -139,13 +139,13 @@ def _by_kind(overlap: Overlap) -> str:
     return f" ({', '.join(f'{kind} {share:.0%}' for kind, share in overlap.overlapped_by_kind.items())})"
 
 
-def _why_small(tuning: Tuning) -> list[str]:
+def _why_small(result: TuningResult) -> list[str]:
     """The reason, where there is little or no gain."""
-    kept, baseline = tuning.overlaps[tuning.kept], _baseline(tuning)
-    if baseline is None or not kept.communication or tuning.overlaps[baseline].step >= SMALL * kept.step:
+    kept, baseline = result.overlaps[result.kept], _baseline(result)
+    if baseline is None or not kept.communication or result.overlaps[baseline].step >= SMALL * kept.step:
         return []
     start = f"The gain over {baseline} is small"
-    if tuning.kept.split(" on ")[0] == BASELINE:
+    if result.kept.split(" on ")[0] == BASELINE:
         start = "No plan that overlaps is faster here"
     share = kept.communication / (kept.computation + kept.communication)
     if share < 0.1:
@@ -155,12 +155,12 @@ def _why_small(tuning: Tuning) -> list[str]:
     return [f"{start}: communication is {share:.0%} of the work, and computation waits for it."]
 
 
-def _alternative(tuning: Tuning, share_of_step: float) -> list[str]:
+def _alternative(result: TuningResult, share_of_step: float) -> list[str]:
     """Where another layout would be faster, say so."""
-    kept = tuning.overlaps[tuning.kept]
+    kept = result.overlaps[result.kept]
     step = kept.step / share_of_step
-    other = kept.computation / share_of_step + tuning.gradient_seconds
-    if tuning.ranks == 1 or kept.bubble_fraction or other >= step:  # fewer micro-batches make a pipeline wait more
+    other = kept.computation / share_of_step + result.gradient_seconds
+    if result.ranks == 1 or kept.bubble_fraction or other >= step:  # fewer micro-batches make a pipeline wait more
         return []
     return [
         f"Data parallelism alone would take about {in_ms(other)} a step instead of {in_ms(step)} (an estimate "

@@ -18,7 +18,7 @@ from support.parity import KINDS, LENGTHS
 
 from hf_helix.cli.models import AXES
 
-BOTH = ("w", "dualpipe_v")
+BOTH = ("folded_1f1b", "dualpipe_v")
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Case:
         lengths: of the sequences, in turn.
         schedules: of the pipeline, run one after the other.
         options: more of `HelixConfig`.
+        without: what named plans must not use, see `hf_helix.planning.graph.operator.ablation`.
     """
 
     name: str
@@ -44,8 +45,9 @@ class Case:
     count: int = 3
     rows: int = 2
     lengths: Sequence[int] = LENGTHS
-    schedules: Sequence[str] = ("w",)
+    schedules: Sequence[str] = ("folded_1f1b",)
     options: Mapping[str, Any] = field(default_factory=dict)
+    without: Sequence[str] = ()
     slow: bool = False
 
     @property

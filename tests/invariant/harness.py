@@ -7,30 +7,30 @@ Must hold: the cases of a class share one run of the unsplit model; cases that f
 
 from __future__ import annotations
 
-import functools
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from invariant.classes import Case
-from invariant.orders import random_plan
+from invariant.orders import random_orders, random_plan
+from support.ablations import ablated
+from support.graphs import ORDER_BLOCK
 from support.parity import compare_window, unsplit
 from support.pipeline_jobs import make, runner_of, whole_gradients, window_of
 from support.tuning_jobs import hasty
 
 from hf_helix import HelixTrainer
-from hf_helix.planning.plans.baselines.intra_batch import tile_profile
-from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
 from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.runner import Runner
 
 RANDOM = "random"
 OWN = "the run's own"  # the plan that the options name
 USUAL = ("sequential", RANDOM)
-NAMED = ("sequential", "round_robin", "greedy", "search", "dhelix", RANDOM)
+NAMED = ("sequential", "round_robin", "greedy", "search", "dhelix")
 
 ClusterOf = Callable[[int], Any]
 Result = Mapping[str, Any]
@@ -60,7 +60,7 @@ def run(
         "training": dict(training or {}),
     }
     batches = {"kind": case.kind, "count": case.count, "rows": case.rows, "lengths": case.lengths}
-    shape = {"schedules": case.schedules, "orders": orders, "seed": seed}
+    shape = {"schedules": case.schedules, "orders": orders, "seed": seed, "without": case.without}
     ranks = cluster_of(case.ranks).run(
         "invariant.harness:windows", folder=str(folder), given=given, batches=batches, **shape
     )
@@ -104,14 +104,16 @@ def windows(
     schedules: Sequence[str],
     orders: Sequence[str],
     seed: int,
+    without: Sequence[str],
 ) -> list[dict[str, Any]]:
     """A window for each schedule and order.
 
     Args:
         given: what `make` takes.
         batches: what `window_of` takes.
-        orders: names of plans; `OWN`; `RANDOM`. A number behind a slash cuts collectives into so many tiles.
+        orders: names of plans; `OWN`; `RANDOM`. A number behind a rule of blocks cuts collectives into so many tiles.
         seed: of the random order.
+        without: what named plans must not use, see `ablate`.
 
     Returns:
         For each schedule what the first order gives, see `_window`; for each other order what differs from it.
@@ -119,7 +121,10 @@ def windows(
     trainer = _trainer_of(folder, given)
     found = []
     for schedule in schedules:
-        first, *others = (_window(trainer, order, schedule, seed, batches, order == orders[0]) for order in orders)
+        with hasty():
+            runners = [_runner_of(trainer, order, schedule, seed) for order in orders]
+            runners = [ablated(runner, without) if without else runner for runner in runners]
+        first, *others = (_window(trainer, runner, batches, runner is runners[0]) for runner in runners)
         differing = {order: _differing(other, first) for order, other in zip(orders[1:], others, strict=True)}
         assert first.pop("parts")
         found.append({**first, "differing": differing})
@@ -139,34 +144,33 @@ def _trainer_of(folder: str, given: dict[str, Any]) -> HelixTrainer:
     return trainer
 
 
-def _window(trainer: Any, order: str, schedule: str, seed: int, batches: dict[str, Any], whole: bool) -> dict[str, Any]:
+def _window(trainer: Any, runner: Runner, batches: dict[str, Any], whole: bool) -> dict[str, Any]:
     """Losses, what routers counted, this rank's parts of the gradients and, if asked for, whole gradients (on rank 0).
 
     Of tiled graphs also the loss of the first micro-batch in evaluation.
     """
-    with hasty():
-        runner = _runner_of(trainer, order, schedule, seed)
     window = window_of(trainer, **batches)
     losses = [loss.item() for loss in runner.train_window(window)]
     meters = [m.read(trainer.helix.mesh.device).tolist() for unit in runner.stage.model.values() for m in unit.meters]
-    evaluated = runner.evaluate(window[:1])[0].item() if runner.plan.tiles > 1 else None
+    evaluated = runner.evaluate(window[:1])[0].item() if isinstance(runner.plan, IntraBatchPlan) else None
     parts = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
     gradients = whole_gradients(trainer) if whole else {}
     trainer.model.zero_grad()
     return {"losses": losses, "meters": meters, "evaluated": evaluated, "parts": parts, "gradients": gradients}
 
 
-def _runner_of(trainer: Any, order: str, schedule: str, seed: int) -> Any:
+def _runner_of(trainer: Any, order: str, schedule: str, seed: int) -> Runner:
     if order == OWN:
         return trainer.helix.runner
     rule, _, tiles = order.partition("/")
     if rule != RANDOM and not tiles:
         return runner_of(trainer, rule, schedule)
     runner = runner_of(trainer, "sequential", schedule)
-    profile = tile_profile(rough_profile(runner.layout), int(tiles or 1))
-    order_all = functools.partial(random_plan, seed) if rule == RANDOM else functools.partial(make_plan, rule)
-    plan = order_all(profile, model=runner.plan.model, mesh=runner.plan.mesh)
-    return runner.with_plan(replace(plan, tiles=int(tiles or 1)))
+    profile, made_for = rough_profile(runner.layout), {"model": runner.plan.model, "mesh": runner.plan.mesh}
+    if not tiles:
+        return runner.with_plan(random_plan(seed, profile, **made_for))
+    order_block = random_orders(seed) if rule == RANDOM else ORDER_BLOCK[rule]
+    return runner.with_plan(IntraBatchPlan.of_tiles(rule, order_block, profile, **made_for, tiles=int(tiles)))
 
 
 def _differing(found: Result, first: Result) -> list[str]:

@@ -7,12 +7,15 @@ Must hold: the same plan for the same seed, on every rank.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping
 
 from hf_helix.planning.graph.operator import Graph
-from hf_helix.planning.plans.list_scheduler import Flow
-from hf_helix.planning.plans.plan import BARRIER, Order, Plan, block_plan, entries, graphs_digest
+from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan, Order, OrderBlock, entries
+from hf_helix.planning.plans.list_scheduler import Priorities
+from hf_helix.planning.plans.plan import Plan, graphs_digest
+from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.profile import Profile
 
 BARRIERS = 0.05  # of all places
@@ -21,10 +24,15 @@ MILLISECOND = 1e-3
 
 def random_plan(seed: int, profile: Profile, *, model: str, mesh: Mapping[str, int]) -> Plan:
     """Even seeds order every block, odd ones the window as a whole."""
-    draw = random.Random(seed)
     if seed % 2:
-        return Plan("random", model, mesh, graphs_digest(profile.layout.graphs), {}, random_flow(draw, profile))
-    return block_plan("random", lambda *block: random_order(draw, *block), profile, model=model, mesh=mesh)
+        graphs, priorities = graphs_digest(profile.layout.graphs), random_priorities(seed, profile)
+        return PriorityPlan("random", model, dict(mesh), graphs, priorities)
+    return BlockPlan.of("random", random_orders(seed), profile, model=model, mesh=mesh)
+
+
+def random_orders(seed: int) -> OrderBlock:
+    """A rule that draws the order of every block."""
+    return functools.partial(random_order, random.Random(seed))
 
 
 def random_order(draw: random.Random, forward: Graph | None, backward: Graph | None, _: Profile) -> Order:
@@ -46,8 +54,9 @@ def random_order(draw: random.Random, forward: Graph | None, backward: Graph | N
     return tuple(order)
 
 
-def random_flow(draw: random.Random, profile: Profile) -> Flow:
+def random_priorities(seed: int, profile: Profile) -> Priorities:
     """Times and priorities that have nothing to do with the operators."""
+    draw = random.Random(seed)
     times = {name: draw.uniform(0.01, 1.0) * MILLISECOND for name in profile.times}
-    bias = {name: draw.uniform(-3.0, 3.0) * MILLISECOND for name in profile.times}
-    return Flow(times, bias, draw.randint(0, 3))
+    priority = {name: draw.uniform(-3.0, 3.0) * MILLISECOND for name in profile.times}
+    return Priorities(times, priority, draw.randint(0, 3))

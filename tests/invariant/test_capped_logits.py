@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.jobs import build
 from support.models import VOCABULARY, sequences
-from support.more_jobs import build
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_helix import register_model

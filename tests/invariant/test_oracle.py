@@ -10,17 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import llama
-from support.pipeline_jobs import Batch, batches_of, items_in, runner_of, whole_gradients, window_of
-from support.pipeline_more_jobs import Step, build, steps_of
+from support.pipeline_jobs import (
+    Batch,
+    Step,
+    batches_of,
+    items_in,
+    runner_of,
+    steps_of,
+    trainer_of,
+    whole_gradients,
+    window_of,
+)
 from support.schedules import every_size
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from hf_helix.planning.pipeline.actions import Action, Slot, format_schedule
-from hf_helix.planning.pipeline.named import one_f_one_b, w_schedule
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule, folded_1f1b, one_f_one_b
 from hf_helix.planning.pipeline.placement import stage_ranks
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule
 from hf_helix.runtime.trace import Trace
 
 
@@ -44,7 +52,8 @@ def check(cluster: Any, folder: Any, schedule: str, counts: tuple[int, ...], tie
 
 
 @pytest.mark.parametrize(
-    ("schedule", "tied"), [("w", False), ("w", True), ("dualpipe_v", False), ("dualpipe_v", True), ("1f1b", False)]
+    ("schedule", "tied"),
+    [("folded_1f1b", False), ("folded_1f1b", True), ("dualpipe_v", False), ("dualpipe_v", True), ("1f1b", False)],
 )
 def test_two_ranks_run_as_torch_runs_them(schedule: str, tied: bool, cluster_of: Any, tmp_path: Any) -> None:
     counts = (2, 3) if schedule == "1f1b" else (2, 1, 1, 2)
@@ -62,11 +71,11 @@ def test_four_ranks_run_as_torch_runs_them(schedule: str, cluster_of: Any, tmp_p
 def test_w_is_1f1b_over_units(num_ranks: int, num_microbatches: int) -> None:
     """Unit k takes F of k down beside B of k-P on the other chunk, then both up: paper, section 4.1."""
     over_units = one_f_one_b(num_ranks, num_microbatches + num_ranks)
-    for rank, slots in enumerate(w_schedule(num_ranks, num_microbatches)):
+    for rank, slots in enumerate(folded_1f1b(num_ranks, num_microbatches)):
         expected = []
         for unit in (action for slot in over_units[rank] for action in slot.actions):
             ahead, behind = rank, 2 * num_ranks - 1 - rank
-            if unit.direction == "B":
+            if unit.computation_type == "B":
                 ahead, behind = behind, ahead
             forward = Action(ahead, "F", unit.microbatch) if unit.microbatch < num_microbatches else None
             backward = Action(behind, "B", unit.microbatch - num_ranks) if unit.microbatch >= num_ranks else None
@@ -108,7 +117,7 @@ def both(
     """
     model = {"num_hidden_layers": sum(counts), **model}
     helix = {"pp_size": size, "schedule": schedule, "layers_per_stage": list(counts)}
-    trainer = build(folder, helix, model)
+    trainer = trainer_of(folder, helix, model)
     found = []
     for count in window_sizes:
         theirs = through_torch(model, counts, schedule, batches_of(count))

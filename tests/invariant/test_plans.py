@@ -13,7 +13,7 @@ from invariant.classes import BIASED, CASES, EAGER, MHA, TIED, Case, parameters
 from invariant.harness import NAMED, OWN, RANDOM, Result, assert_same_bits, check, run
 from support.parity import compare_window, unsplit
 
-from hf_helix.config import ABLATIONS
+from hf_helix.planning.graph.ablation import ABLATIONS
 
 ODD = (17, 9, 13)
 
@@ -41,7 +41,7 @@ ODD = (17, 9, 13)
     ),
 )
 def test_every_plan_gives_the_same_bits(case: Case, cluster_of: Any, tmp_path: Path) -> None:
-    check(cluster_of, tmp_path, case, NAMED)
+    check(cluster_of, tmp_path, case, (*NAMED, RANDOM))
 
 
 def test_a_plan_from_a_file_gives_the_same_bits(cluster_of: Any, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ TILED = [
     [pytest.param(*each, id=each[0].name, marks=[pytest.mark.slow] * each[0].slow) for each in TILED],
 )
 def test_tiles_change_nothing_but_rounding(case: Case, tiles: int, cluster_of: Any, tmp_path: Path) -> None:
-    rules = ("sequential", "round_robin", "greedy", RANDOM) if tiles > case.sizes["tp"] else ("intra_batch", RANDOM)
+    rules = ("sequential", "round_robin", "dhelix", RANDOM) if tiles > case.sizes["tp"] else ("intra_batch", RANDOM)
     orders = [rule if rule == "intra_batch" else f"{rule}/{tiles}" for rule in rules]
     whole, tiled = (run(cluster_of, tmp_path, case, each)[0][0] for each in (("sequential",), orders))
     compare_window([tiled], unsplit(case.model, case.count, case.kind, case.lengths), 1)
@@ -85,7 +85,7 @@ def test_dropout_does_not_depend_on_tiles(cluster_of: Any, tmp_path: Path) -> No
     case = Case("llama dropout", {**LAYERS, "attention_dropout": 0.2}, "tp2", "left", count=2, lengths=ODD)
     whole = run(cluster_of, tmp_path, case, ("sequential",))[0][0]
     for without in ((), *((name,) for name in ABLATIONS)):
-        ablated = replace(case, options={"without": without})
+        ablated = replace(case, without=without)
         assert_nearly_same(run(cluster_of, tmp_path, ablated, ("intra_batch",))[0][0], whole)
 
 
@@ -109,7 +109,7 @@ def test_no_ablation_changes_a_bit(without: tuple[str, ...], count: int, cluster
     """With dropout, whose numbers depend on no plan either."""
     model = {"attention_dropout": 0.2, "num_hidden_layers": 4}
     case = Case("llama dropout", model, "tp2", "left", count=count, lengths=ODD)
-    ablated = replace(case, options={"without": without})
+    ablated = replace(case, without=without)
     whole, found = (run(cluster_of, tmp_path, each, NAMED)[0][0] for each in (case, ablated))
     assert_same_bits(found, whole)
 
@@ -119,7 +119,7 @@ def events_of(cluster_of: Any, tmp_path: Path) -> Callable[..., list[tuple[str, 
     """What a window without some overlap issues and waits for."""
 
     def events(*without: str) -> list[tuple[str, str]]:
-        job = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "greedy", "without": without}}
+        job = {"folder": str(tmp_path), "helix": {"tp_size": 2, "plan": "greedy"}, "without": without}
         return cluster_of(2).run("window_gradients", num_microbatches=2, traced=True, **job)[0]["events"]
 
     return events

@@ -16,7 +16,7 @@ from hf_helix.cli.models import layout_name
 SECONDS = 120
 """That a configuration may take, with the start of its processes."""
 
-SCHEDULES = ("w", "dualpipe_v", "1f1b", "auto")
+SCHEDULES = ("folded_1f1b", "dualpipe_v", "1f1b", "auto")
 
 
 def random_layout(draw: random.Random, most_ranks: int) -> str:

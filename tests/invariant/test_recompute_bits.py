@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ CASES = {
     ),
     "cp": Case("llama", LLAMA, "cp2", "packed", count=2, lengths=ODD),
     "bf16": Case("llama", LLAMA, "tp2", "dense", count=2, lengths=ODD),
-    "pp": Case("llama", PIPELINE, "pp2", "dense", count=4, lengths=ODD, schedules=("w", "dualpipe_v")),
+    "pp": Case("llama", PIPELINE, "pp2", "dense", count=4, lengths=ODD, schedules=("folded_1f1b", "dualpipe_v")),
 }
 
 
@@ -92,7 +93,7 @@ def test_a_layer_keeps_what_its_mode_says(cluster_of: Any, tmp_path: Path) -> No
         assert layer["selective"] < 0.6 * layer["none"]
         assert one_strand["full"] < one_strand["selective"] < one_strand["none"]
         assert two_strands["full"] < two_strands["selective"] < two_strands["none"]
-        # A flow may be a layer ahead, and have two layers' worth of what ran again.
+        # A priority plan may be a layer ahead, and have two layers' worth of what ran again.
         assert all(two_strands[mode] <= one_strand[mode] + 2 * layer["none"] for mode in MODES)
 
 
@@ -166,7 +167,10 @@ def test_what_runs_again_is_measured(cluster_of: Any, tmp_path: Path) -> None:
         assert rank["like"]["layer", "B.mlp.gather.again"] == rank["like"].get(
             ("layer", "F.mlp.gather"), ("layer", "F.mlp.gather")
         )
-        assert any(a[1] == "B.mlp.up.again" for a, _ in rank["pairs"])
+        times, again = rank["times"], ("layer", "B.mlp.up.again")
+        paired = [times[name] for name, _ in rank["pairs"] if name in rank["computing"]]
+        # What is short beside communication is left out, on a busy machine perhaps this.
+        assert any(name == again for name, _ in rank["pairs"]) or times[again] <= min(paired, default=math.inf)
         assert rank["about"]["recompute"] == "full"
         assert rank["same_parameters"]
         assert rank["gradients"] == 0
@@ -202,7 +206,7 @@ def peaks(folder: str, helix: dict[str, Any], model: dict[str, Any], plans: Sequ
         trainer = make(folder, {**helix, "plan": "sequential", "recompute": mode}, model)
         trainer.model.train()
         for plan in plans:
-            runner = runner_of(trainer, plan, window.get("schedule", "w"))
+            runner = runner_of(trainer, plan, window.get("schedule", "folded_1f1b"))
             found[plan][mode] = peak_bytes(runner, window_of(trainer, window["count"], 1, (window["length"],)))
         trainer.helix.runner.executor.streams.close()
     return found
@@ -232,5 +236,5 @@ def train_and_measure(
     return found | {
         "again": sorted({".".join(label.split(".")[:2]) for label in again}),
         "memory": trainer.measure_memory(),
-        "about": dict(trainer.helix.tuner._about),
+        "about": dict(trainer.helix.tuner.fingerprint),
     }

@@ -14,7 +14,7 @@ from hf_helix.tuning.measure.overlap import _moved_by
 def measured(folder: str, helix: dict[str, Any], model: dict[str, Any], length: int, count: int) -> dict[str, Any]:
     """The most bytes of activations alive on this rank, and what it sends round the ring, in a window."""
     trainer = make(folder, helix, model)
-    runner = runner_of(trainer, "sequential", "w")
+    runner = runner_of(trainer, "sequential", "folded_1f1b")
     window = window_of(trainer, count, rows=1, lengths=(length,))
     moved = _moved_by(runner, window)
     found = {

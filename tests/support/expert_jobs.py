@@ -89,7 +89,7 @@ def windows(
     trainer.model.train()
     found = []
     for plan in plans:
-        runner = runner_of(trainer, plan, "w")
+        runner = runner_of(trainer, plan, "folded_1f1b")
         window = window_of(trainer, 3, rows, lengths)
         losses = [loss.item() for loss in runner.train_window(window)]
         capped = trainer.helix_config.expert_capacity_factor is not None

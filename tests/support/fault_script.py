@@ -25,7 +25,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
 from hf_helix.checkpoint import atomic as staging
-from hf_helix.checkpoint import save as saving
+from hf_helix.checkpoint import draft as saving
 from hf_helix.runtime.executor import Executor
 
 OUT = "out"

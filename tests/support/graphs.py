@@ -13,12 +13,14 @@ from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair, transfer_grap
 from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Schedule, build_schedule
+from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.plans.baselines.dhelix import dhelix
-from hf_helix.planning.plans.baselines.interleave import round_robin, sequential
+from hf_helix.planning.plans.baselines.round_robin import round_robin
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import graphs_digest
 from hf_helix.planning.plans.priority_plan import PriorityPlan
+from hf_helix.planning.plans.sequential import sequential
 from hf_helix.planning.profile import Name, Profile, named_operators
 
 
@@ -130,7 +132,7 @@ def layers_only(layer: GraphPair, num_layers: int) -> Layout:
 
 def schedule_of(num_microbatches: int) -> Schedule:
     """The W schedule on one rank."""
-    return build_schedule("w", 1, num_microbatches)
+    return build_schedule("folded_1f1b", 1, num_microbatches)
 
 
 def pipeline_of(graphs: Mapping[str, GraphPair], counts: Sequence[int], ranks: Sequence[int]) -> Layout:

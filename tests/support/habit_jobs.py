@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.models import arguments, llama, sequences
-from support.more_jobs import Stream, tokenizer
+from support.jobs import Stream
+from support.models import arguments, llama, sequences, word_tokenizer
 from support.trainer_jobs import padded
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, default_data_collator, logging
 from transformers.trainer_callback import ExportableState
@@ -771,7 +771,7 @@ def the_best_checkpoint(make: Make) -> Any:
 @habit
 def tokens_of_the_tokenizer(make: Make) -> Any:
     """The model learns its special tokens, its padding is not counted, and it is saved, also from a collator."""
-    mine = tokenizer()
+    mine = word_tokenizer()
     mine.add_special_tokens({"eos_token": "<end>", "bos_token": "<start>"})
     rows = sequences(4, lengths=(17, 9), padding="right")
     rows = [{name: row[name] for name in ("input_ids", "labels")} for row in rows]
@@ -827,7 +827,7 @@ def steps_of_the_accelerator(make: Make) -> Any:
     path = make.folder / "accelerator.json"
     path.write_text(json.dumps({"use_seedable_sampler": False, "gradient_accumulation_kwargs": {"num_steps": 3}}))
     trainer = make(rows=12, accelerator_config=str(path))
-    assert make.helix is None or trainer.helix.tuner._microbatches == 3
+    assert make.helix is None or trainer.helix.tuner.num_microbatches == 3
     return trained(trainer), trainer.args.gradient_accumulation_steps, trainer.accelerator.use_seedable_sampler
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from support.ablations import ablated
 from support.models import arguments, llama, sequences, tiny
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.shard import whole_parameter
@@ -160,3 +161,87 @@ def cut_twice(folder: str) -> None:
     model = llama()
     for _ in range(2):
         HelixTrainer(model=model, args=arguments(folder), helix_config=HelixConfig(tp_size=2))
+
+
+# -- the Trainer's other services --------------------------------------------------------------------------------
+
+
+def build(folder: str, helix: dict[str, Any] | None, training: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    """A HelixTrainer, or a stock one where `helix` is None, with whatever the Trainer takes."""
+    common = {"args": arguments(folder, **(training or {})), **options}
+    return Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+
+
+def predict(
+    folder: str, helix: dict[str, Any] | None, count: int, model: dict[str, Any] | None = None, **data: Any
+) -> dict[str, Any]:
+    """Logits, labels and metrics of a data set, by way of `predict` and of `evaluate`."""
+    seen = []
+
+    def metrics(found: Any) -> dict[str, float]:
+        logits = torch.from_numpy(found.predictions)
+        seen.append(found.label_ids.copy())
+        return {"samples": len(logits), "mean": logits[found.label_ids != -100].mean().item()}
+
+    dataset = sequences(count, seed=9, **data)
+    trainer = build(folder, helix, model=llama(**(model or {})), eval_dataset=dataset, compute_metrics=metrics)
+    output = trainer.predict(dataset)
+    evaluated = trainer.evaluate()
+    drop = ("runtime", "_per_second", "preparation_time")
+    return {
+        "predictions": output.predictions,
+        "label_ids": output.label_ids,
+        "seen": seen,
+        "predicted": {name: value for name, value in output.metrics.items() if not name.endswith(drop)},
+        "evaluated": {name: value for name, value in evaluated.items() if not name.endswith(drop)},
+    }
+
+
+class Recorder(TrainerCallback):
+    """Every event with the step it came in, and what was logged."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        return lambda args, state, control, **_: self.events.append((name, state.global_step))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def train_with(
+    folder: str,
+    helix: dict[str, Any] | None,
+    training: dict[str, Any],
+    streamed: bool = False,
+    from_init: bool = False,
+    data: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train on a list or a stream, with a model or what makes one, and record what callbacks see."""
+    rows, recorder = sequences(60, **(data or {})), Recorder()
+    changes = model or {}
+    made: dict[str, Any] = {"model_init": lambda: llama(**changes)} if from_init else {"model": llama(**changes)}
+    trainer = build(
+        folder, helix, training, train_dataset=Stream(rows) if streamed else rows, callbacks=[recorder], **made
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "losses": [entry["loss"] for entry in logs],
+        "norms": [float(entry["grad_norm"]) for entry in logs],
+        "tokens": [entry.get("num_input_tokens_seen") for entry in logs],
+        "seen": trainer.state.num_input_tokens_seen,
+        "events": recorder.events,
+        "counts": Counter(name for name, _ in recorder.events),
+    }

@@ -75,7 +75,7 @@ def start_in_every_way(
         for parameter in other.parameters():
             parameter.fill_(7.0)
     again = trainer_of(folder, helix, other)
-    load_parameters(again.model, again.runner.stage, again.mesh, source)
+    load_parameters(again.model, again.helix.runner.stage, again.helix.mesh, source)
     found = {"named": named, "meta": meta, "again": again}
     return {
         "differences": {how: differences(held(trainer.model), expected) for how, trainer in found.items()},

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
+from support.jobs import Stream
 from support.models import llama, sequences
-from support.more_jobs import Stream
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 

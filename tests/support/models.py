@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -21,6 +23,7 @@ from transformers import (
     PhimoeForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -215,3 +218,10 @@ def arguments(folder: str, **changes: Any) -> TrainingArguments:
         **changes,
     }
     return TrainingArguments(**options)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Of a vocabulary of two words."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0, "a": 1}, "[PAD]")), pad_token="[PAD]"
+    )

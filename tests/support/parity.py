@@ -103,7 +103,7 @@ def check(
     options = {key: changes.pop(key) for key in OPTIONS if key in changes}
     model = {"num_hidden_layers": max(2, 2 * pp), **changes}
     helix = {"cp_size": cp, "tp_size": tp, "pp_size": pp, "plan": "sequential", **options}
-    cases = [(plan, "w", 3) for plan in plans]
+    cases = [(plan, "folded_1f1b", 3) for plan in plans]
     given = {"folder": str(folder), "helix": helix, "model": model, "cases": cases, "lengths": LENGTHS, "kind": kind}
     ranks = cluster.run(job, **given)
     wanted = expected(model, 3 * dp, kind)

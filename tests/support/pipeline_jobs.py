@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,17 @@ from torch import Tensor
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint.shard import whole_parameter
-from hf_helix.planning.pipeline.scheduler import Scheduler, stage_costs
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.pipeline.costs import stage_costs
+from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.runner import Runner
 
 Batch = dict[str, Tensor]
+Step = tuple[str, int, int, str, str]
+"""A computation that ran: part, micro-batch, virtual stage, unit, operator. The part is F, W, or I for any other."""
 
 
 def batches_of(
@@ -126,4 +130,30 @@ def whole_gradients(trainer: Any) -> dict[str, Any]:
             continue
         whole = whole_parameter(parameter.grad, placements[parameter], trainer.helix.mesh, owners[parameter])
         found[name] = None if whole is None else whole.float().numpy().copy()
+    return found
+
+
+def trainer_of(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> HelixTrainer:
+    """A trainer whose model is in training."""
+    trainer = make(folder, {"plan": "sequential", **helix}, model)
+    trainer.model.train()
+    return trainer
+
+
+def steps_of(runner: Runner, events: Iterable[tuple[str, str]]) -> list[Step]:
+    """The computations of a trace in the order in which they ran."""
+    layout = runner.layout
+    stages = {unit: stage for stage, chunk in layout.chunks.items() for unit in chunk}
+    units = {unit.label: index for index, unit in runner.stage.units.items()}
+    found = []
+    for verb, label in events:
+        if verb != "run":
+            continue
+        strand, _, rest = label.partition(".")
+        name = next(name for name in units if rest.startswith(f"{name}."))
+        operator = rest.removeprefix(f"{name}.")
+        pair = layout.graphs[layout.units[units[name]]]
+        part = (pair.forward if strand[0] == "F" else pair.backward)[operator].part
+        letter = part.value if part in (Part.F, Part.W) else "I"
+        found.append((letter, int(strand[1:]), stages[units[name]], name, operator))
     return found

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from support import jobs, more_jobs, pipeline_jobs, script
+from support import jobs, pipeline_jobs, script
 from support.models import arguments, llama, sequences, tiny
 from support.tuning_jobs import hasty
 from torch import Tensor
@@ -102,21 +102,19 @@ def save_untrained(folder: str, helix: dict[str, Any], model: dict[str, Any], ow
 
 
 def predict(folder: str, helix: dict[str, Any] | None, count: int, **data: Any) -> dict[str, Any]:
-    """As `more_jobs.predict`, with enough layers."""
-    with mock.patch.object(more_jobs, "llama", functools.partial(llama, **model_of())):
-        return more_jobs.predict(folder, helix, count, **data)
+    """As `jobs.predict`, with enough layers."""
+    return jobs.predict(folder, helix, count, model_of(), **data)
 
 
 def train_with(folder: str, helix: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
-    """As `more_jobs.train_with`, with enough layers."""
-    with mock.patch.object(more_jobs, "llama", functools.partial(llama, **model_of())):
-        return more_jobs.train_with(folder, helix, **options)
+    """As `jobs.train_with`, with enough layers."""
+    return jobs.train_with(folder, helix, model=model_of(), **options)
 
 
 # -- what ranks get ------------------------------------------------------------------------------------------------
 
 
-class OwnLength(more_jobs.Stream):
+class OwnLength(jobs.Stream):
     """A stream that ends at another place on every data-parallel rank."""
 
     def __init__(self, rows: list[dict[str, Any]], lengths: Sequence[int], ranks_per_batch: int) -> None:
@@ -129,8 +127,8 @@ def samples_of(folder: str, helix: dict[str, Any] | None, count: int, streamed: 
     options: dict[str, Any] = {"max_steps": steps, "gradient_accumulation_steps": 2}
     if streamed:
         options["accelerator_config"] = {"dispatch_batches": False}
-    dataset: Any = more_jobs.Stream(rows) if streamed else rows
-    trainer = more_jobs.build(folder, helix, options, model=llama(**model_of()), train_dataset=dataset)
+    dataset: Any = jobs.Stream(rows) if streamed else rows
+    trainer = jobs.build(folder, helix, options, model=llama(**model_of()), train_dataset=dataset)
     seen: list[list[int]] = []
     prepare = trainer._prepare_inputs
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, Slot
+from hf_helix.planning.pipeline.actions import Schedule, Slot
+from hf_helix.planning.pipeline.named import PLACEMENT_OF
 
 SIZES = [(ranks, batches) for ranks in range(1, 5) for batches in range(1, 10)]
 every_size = pytest.mark.parametrize(("num_ranks", "num_microbatches"), SIZES)
@@ -34,7 +35,7 @@ def slots_by_part(schedule: Schedule) -> dict[str, tuple[int, int]]:
     for rank, slots in enumerate(schedule):
         for number, slot in enumerate(slots):
             for action in slot.actions:
-                for part in action.direction.replace("B", "IW"):
+                for part in action.computation_type.replace("B", "IW"):
                     name = f"{action.stage}{part}{action.microbatch}"
                     assert name not in found, name
                     found[name] = rank, number
@@ -71,7 +72,7 @@ def live_activations(slots: list[Slot]) -> int:
     for slot in slots:
         live += slot.forward is not None
         most = max(most, live)
-        live -= slot.backward is not None and slot.backward.direction in "BW"
+        live -= slot.backward is not None and slot.backward.computation_type in "BW"
     return most
 
 
@@ -79,7 +80,7 @@ def oracle_can_run(schedule: Schedule, num_stages: int, num_microbatches: int) -
     for slots in schedule:
         seen: dict[tuple[int, str], int] = {}
         for action in (action for slot in slots for action in slot.actions):
-            for part in action.direction.replace("B", "IW"):
+            for part in action.computation_type.replace("B", "IW"):
                 if action.microbatch != seen.get((action.stage, part), -1) + 1:
                     return False
                 seen[action.stage, part] = action.microbatch

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -25,28 +27,74 @@ from hf_helix.tuning.effort import FULL, QUICK, SHORT, Effort
 MODEL = {"num_hidden_layers": 4, "attention_dropout": 0.1}
 
 
-@contextlib.contextmanager
-def counted(cache: str, costs: dict[Effort, float]) -> Iterator[tuple[list[int], list[int], io.StringIO]]:
-    """Under a clock by which every step takes a second, and estimates that are known: work is counted, not timed.
+PICKLED = (
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+"""What exchanges objects between ranks."""
 
-    Yields:
-        What grows by one with every measurement of operators, and with every gathering of objects; what is printed.
+
+@dataclass
+class Counts:
+    """What happened in a run.
+
+    Attributes:
+        measured: grows by one with every measurement of operators.
+        pickled: grows by one with every exchange of objects.
+        in_windows: how many of these each call of `Engine.train_window` made.
+        modules: the modules of the library whose functions `Engine.train_window` entered.
+        output: what is printed.
     """
-    measured: list[int] = []
-    gathered: list[int] = []
-    usual, gather, train_window, clock = tuning.measure_profile, dist.all_gather_object, Engine.train_window, [0.0]
+
+    measured: list[int] = field(default_factory=list)
+    pickled: list[str] = field(default_factory=list)
+    in_windows: list[int] = field(default_factory=list)
+    modules: set[str] = field(default_factory=set)
+    output: io.StringIO = field(default_factory=io.StringIO)
+
+
+@contextlib.contextmanager
+def entered(modules: set[str]) -> Iterator[None]:
+    """Collect the modules of the library whose functions this thread enters."""
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith("hf_helix."):
+            modules.add(name)
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def counted(cache: str, costs: dict[Effort, float]) -> Iterator[Counts]:
+    """Under a clock by which every step takes a second, and estimates that are known: work is counted, not timed."""
+    counts = Counts()
+    usual, train_window, clock = tuning.measure_profile, Engine.train_window, [0.0]
 
     def measure(*args: Any, **kwargs: Any) -> Any:
-        measured.append(1)
+        counts.measured.append(1)
         return usual(*args, **kwargs)
 
-    def all_gather_object(*args: Any, **kwargs: Any) -> None:
-        gathered.append(1)
-        gather(*args, **kwargs)
+    def counting(name: str) -> Any:
+        exchange = getattr(dist, name)
+
+        def exchange_counted(*args: Any, **kwargs: Any) -> Any:
+            counts.pickled.append(name)
+            return exchange(*args, **kwargs)
+
+        return exchange_counted
 
     def train_for_a_second(*args: Any, **kwargs: Any) -> Any:
         clock[0] += 1.0
-        return train_window(*args, **kwargs)
+        before = len(counts.pickled)
+        with entered(counts.modules):
+            losses = train_window(*args, **kwargs)
+        counts.in_windows.append(len(counts.pickled) - before)
+        return losses
 
     def pace() -> effort.Pace:
         return effort.Pace(clock=lambda: clock[0])
@@ -57,30 +105,30 @@ def counted(cache: str, costs: dict[Effort, float]) -> Iterator[tuple[list[int],
     with (
         mock.patch.dict(os.environ, {"HELIX_CACHE": cache}),
         mock.patch.object(tuning, "measure_profile", measure),
-        mock.patch.object(dist, "all_gather_object", all_gather_object),
+        mock.patch.multiple(dist, **{name: counting(name) for name in PICKLED}),
         mock.patch("hf_helix.tuning.tuner.tuning_cost", cost),
         mock.patch("hf_helix.tuning.tuner.Pace", pace),
         mock.patch.object(Engine, "train_window", train_for_a_second),
         hasty(),
-        contextlib.redirect_stdout(io.StringIO()) as output,
+        contextlib.redirect_stdout(counts.output),
     ):
-        yield measured, gathered, output
+        yield counts
 
 
 def train(
     folder: str, share: float, cache: str, training: dict[str, Any], helix: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a run found, and for every step how often was measured until then and objects were gathered in it."""
-    with counted(cache, {QUICK: 0.05, SHORT: 1.2, FULL: 2.4}) as (measured, gathered, output):
+    """What a run found; for every step, how often was measured until then and objects were exchanged around it."""
+    with counted(cache, {QUICK: 0.05, SHORT: 1.2, FULL: 2.4}) as counts:
         helix = {**(helix or {"tp_size": 2}), "tuning_share": share}
         trainer: Any = make_trainer(folder, helix, model=MODEL, data={"lengths": (9,)}, training=training)
         steps: list[tuple[int, int]] = []
         usual = trainer.training_step
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            before = len(gathered)
+            before = len(counts.pickled)
             found = usual(*args, **kwargs)
-            steps.append((len(measured), len(gathered) - before))
+            steps.append((len(counts.measured), len(counts.pickled) - before))
             return found
 
         trainer.training_step = step
@@ -88,19 +136,21 @@ def train(
     steps = steps[:: training["gradient_accumulation_steps"]]
     return {
         "measured": [count for count, _ in steps],
-        "gathered": [count for _, count in steps],
+        "pickled": [count for _, count in steps],
+        "in_windows": counts.in_windows,
+        "modules": counts.modules,
         "effort": trainer.tuning and trainer.tuning.effort,
         "rule": trainer.plan.rule,
         "schedule": trainer.helix.runner.scheduler.name,
         "eval": trainer.evaluate()["eval_loss"],
-        "said": said(output),
+        "said": said(counts.output),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
 
 
 def loop(cache: str, share: float, steps: int) -> dict[str, Any]:
     """A loop of one's own that adds up gradients: how often was measured until each step, and their norms."""
-    with counted(cache, {QUICK: 1.6, SHORT: 2.1, FULL: 4.1}) as (measured, _, output):
+    with counted(cache, {QUICK: 1.6, SHORT: 2.1, FULL: 4.1}) as counts:
         AcceleratorState._reset_state()
         plugin = HelixPlugin(HelixConfig(tp_size=2, tuning_share=share, cache=share > 0))
         accelerator = Accelerator(cpu=True, parallelism_config=plugin, gradient_accumulation_steps=2)
@@ -109,9 +159,9 @@ def loop(cache: str, share: float, steps: int) -> dict[str, Any]:
         found, losses, norms = [], [], []
         for _ in range(steps):
             losses.append(model.train_window(window).item())
-            found.append(len(measured))
+            found.append(len(counts.measured))
             norms.append(model.engine.gradient_norm().item())
-    return {"measured": found, "losses": losses, "norms": norms, "said": said(output)}
+    return {"measured": found, "losses": losses, "norms": norms, "said": said(counts.output)}
 
 
 def said(output: io.StringIO) -> list[str]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.jobs import Recorder, Stream, build
 from support.models import arguments, llama, sequences, tiny
-from support.more_jobs import Recorder, Stream, build
 from transformers import EarlyStoppingCallback
 
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.engine.engine import Scale
+from hf_helix.engine.microbatches import Scale
 from hf_helix.operators.base import Call, explicit_gradients
 
 

@@ -21,7 +21,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
-from hf_helix.planning.profile_file import save_profile
+from hf_helix.planning.profile_file import profile_json, save_profile
 from hf_helix.tuning import autotune as tuning
 from hf_helix.tuning.measure import profiler
 from hf_helix.tuning.measure.profiler import measure_profile
@@ -57,7 +57,7 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     buffers = [buffer.detach().clone() for buffer in trainer.model.buffers()]
     numbers = torch.get_rng_state()
-    about = {**trainer.helix.tuner._about, "shapes": ", ".join(batch.shape for batch in window)}
+    about = {**trainer.helix.tuner.fingerprint, "shapes": ", ".join(batch.shape for batch in window)}
     shares: list[float] = []
     found = measure_profile(trainer.helix.runner, window, about, pairs, progress=shares.append)
     if output and dist.get_rank() == 0:
@@ -77,7 +77,7 @@ def profile(folder: str, output: str = "", pairs: bool = True, **options: Any) -
 def _plain(found: Profile) -> dict[str, Any]:
     kinds = {name: op.kind for name, op in named_operators(found.layout)}
     return {
-        "text": found.to_json(),
+        "text": profile_json(found),
         "about": dict(found.about),
         "times": dict(found.times),
         "pairs": {names: (pair.together, pair.first, pair.second) for names, pair in found.pairs.items()},
@@ -93,7 +93,7 @@ def save_rough_profile(folder: str, path: str, **options: Any) -> None:
     trainer = make_trainer(folder, {"tp_size": 2, "plan": "sequential"}, **options)
     if dist.get_rank() == 0:
         rough = rough_profile(trainer.helix.runner.stage.layout)
-        save_profile(Profile({**trainer.helix.tuner._about, **rough.about}, rough.layout, rough.times), path)
+        save_profile(Profile({**trainer.helix.tuner.fingerprint, **rough.about}, rough.layout, rough.times), path)
     dist.barrier()
 
 

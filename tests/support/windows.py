@@ -11,7 +11,7 @@ from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.profile import Name, Pair, Profile
 from hf_helix.report.bars import Bar
 
@@ -45,7 +45,7 @@ def profile(**options: object) -> Profile:
 def window() -> tuple[Timeline, list[Instruction]]:
     """Two micro-batches on one rank."""
     known = profile()
-    program = window_instructions(build_schedule("w", 1, 2), known.layout)
+    program = window_instructions(build_schedule("folded_1f1b", 1, 2), known.layout)
     return simulate(work_of(program, known.layout, known.times)), program
 
 

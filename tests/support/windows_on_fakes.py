@@ -17,6 +17,7 @@ from support.fake_cuda import FakeCuda
 from support.models import tiny
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
@@ -51,21 +52,24 @@ def one_rank(
     model: dict[str, Any] | None = None,
     microbatches: int = MICROBATCHES,
     cross_node: tuple[str, ...] = (),
-    **sizes: Any,
+    products: torch.dtype | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Runner, list[MicroBatch]]]:
     """A rank's runner, and a window for it.
 
     Args:
         rank: which of them.
         dp: how many copies of the model there are.
-        cross_node, sizes: see `Workload`.
+        products: see `Workload`.
+        cross_node, options: see `HelixConfig`.
     """
     config = tiny(family, **{"num_hidden_layers": 2, **(model or {})}).config
-    shape = {name: sizes.pop(name, 1) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
+    helix = HelixConfig(**{"schedule": "folded_1f1b", "cross_node": cross_node, **options})
+    shape = {name: getattr(helix, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     world = dp * shape["tp_size"] * shape["pp_size"] * shape["cp_size"]
     with fake_world(world, rank) if world > 1 else contextlib.nullcontext():
         mesh = build_mesh(device=CPU, **shape, cross_node=cross_node)
-        workload = Workload(config, device=CPU, mesh=mesh, **shape, **sizes)
+        workload = Workload(config, helix, CPU, mesh, products)
         made = workload.runner
         made.executor.streams.close()
         profile, schedule = rough_profile(made.stage.layout), made.scheduler(microbatches)

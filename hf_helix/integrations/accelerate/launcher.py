@@ -1,8 +1,11 @@
-"""Where a run finds its options: an argument, a plugin, the environment, or the YAML of `accelerate launch`.
+"""Finds the options of a run: an argument, a plugin, the environment, or the YAML of `accelerate launch`.
 
-In:   what the script was given, and the command line of the launcher.
+In:   what the script gives, the environment, and the command line of the launcher.
 Out:  a `HelixConfig`.
-Must hold: the first of the four ways that is used counts; where none is, the error shows all of them.
+Must hold: the first of the four that is given counts; where none is, the error shows all of them.
+
+`accelerate launch` does not tell its workers which YAML it was given, so the command lines of the parent processes are
+read. This is the only place where psutil is used.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> Hel
     """The configuration of a run, by precedence: argument, plugin, environment, YAML of the launcher.
 
     Raises:
+        TypeError: what is given is no `HelixConfig`.
         ValueError: it is given nowhere; shows every way to give it.
     """
     for config in (given, plugin):
@@ -52,19 +56,16 @@ def resolve_config(given: HelixConfig | None, plugin: HelixConfig | None) -> Hel
 
 
 def launcher_config_file() -> Path | None:
-    """The `--config_file` of the `accelerate launch` that is an ancestor of this process, if there is one.
-
-    Accelerate hands only known names to its workers, but torchrun runs inside the launcher's own process.
-    """
+    """The `--config_file` of the `accelerate launch` that is a parent of this process; None if there is none."""
     try:
         parents = psutil.Process().parents()
     except psutil.Error:
         return None
     for process in parents[:3]:
         try:
-            found = config_file_of(process.cmdline())
-            if found is not None:
-                return Path(process.cwd(), found)
+            config_file = config_file_of(process.cmdline())
+            if config_file is not None:
+                return Path(process.cwd(), config_file)
         except psutil.Error:
             continue
     return None
@@ -85,6 +86,7 @@ def config_file_of(arguments: list[str]) -> str | None:
 
 
 def _is_launcher(word: str) -> bool:
+    """Whether a word of a command line is Accelerate's launcher: its script, its module or its file."""
     return (
         word == "accelerate.commands.launch"
         or word.endswith("accelerate/commands/launch.py")

@@ -1,9 +1,9 @@
 """A training loop of one's own around Accelerate: what `HelixPlugin.prepare` does and returns.
 
-In:   an `Accelerator` made with the plugin; of the loop a whole model, its optimizer, data loaders and scheduler.
-Out:  a model that trains windows of micro-batches, and the rest as Accelerate prepares it.
-Must hold: weights go as in the same loop around the unsplit model; what the `Accelerator` would now do wrongly is done
-right or is an error that says what to do instead.
+In:   an `Accelerator` made with the plugin, and the loop's whole model, optimizer, data loaders and scheduler.
+Out:  a model that trains windows of micro-batches, and the other objects as Accelerate prepares them.
+Must hold: weights change as in the same loop around the unsplit model; a method of the `Accelerator` that would be
+wrong for a cut model is replaced, or raises an error that says what to do instead.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils.logging import get_logger
 
 from hf_helix.config import HelixConfig
+from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_batch
-from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
+from hf_helix.engine.microbatches import Scale
 from hf_helix.integrations.accelerate.checks import check_loader
 from hf_helix.integrations.metrics import gather_samples
 from hf_helix.integrations.optimizers import check_optimizer
@@ -38,7 +40,7 @@ from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.heartbeat import start_watch, watched
 from hf_helix.runtime.notices import say
-from hf_helix.tuning.tuner import options_of
+from hf_helix.tuning.fingerprint import shared_options
 from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
@@ -48,7 +50,7 @@ USE_INSTEAD = Instead(
     "save_pretrained(folder) of what HelixPlugin.prepare returned",
 )
 
-# Methods of the Accelerator that would do something else than their name says.
+# Methods of the Accelerator that do not work on a cut model, and what to do instead.
 REFUSED = {
     "backward": "model.train_window(batches) has run backward already; leave it out",
     "accumulate": "a window is all micro-batches of an optimizer step; use `for window in model.windows(dataloader):`",
@@ -120,7 +122,7 @@ def _cut(
         logger.warning(notice)
     steps, mixed = accelerator.gradient_accumulation_steps, accelerator.mixed_precision
     about = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\nseed given: {seed}"
-    agree_on_text(f"{options_of(config)}\n{about}", "options")
+    agree_on_text(f"{shared_options(config)}\n{about}", "options")
     start_watch()
     chosen = [torch.initial_seed() if seed is None else seed]
     if dist.is_initialized():
@@ -129,11 +131,13 @@ def _cut(
         model,
         config,
         mesh,
-        seed=chosen[0],
-        microbatches=steps,
-        instead=USE_INSTEAD,
-        products=torch.bfloat16 if mixed == "bf16" else None,
-        weights=weights,
+        RunOptions(
+            seed=chosen[0],
+            num_microbatches=steps,
+            products=torch.bfloat16 if mixed == "bf16" else None,
+            weights=weights,
+        ),
+        USE_INSTEAD,
     )
     model.to(accelerator.device)
     model._is_accelerate_prepared = True  # nothing is left to wrap
@@ -149,8 +153,8 @@ class HelixModel:
     """A cut model in a loop: trains windows, clips, evaluates and saves. Every method is collective.
 
     Attributes:
-        module: the Transformers model; its parameters are those that the optimizer holds, cut in place.
-        engine: the plan in use, and what can be measured: `engine.plan`, `engine.measure_overlap()`, ...
+        module: the Transformers model, whose parameters are cut in place and held by the optimizer.
+        engine: the plan in use and measurements: `engine.plan`, `engine.measure_overlap()`, ...
     """
 
     def __init__(self, engine: Engine, accelerator: Any) -> None:
@@ -160,7 +164,7 @@ class HelixModel:
         self._step = 0
 
     def windows(self, batches: Iterable[Any]) -> Iterator[list[Any]]:
-        """A data loader in lists of `gradient_accumulation_steps` batches; the last may be shorter."""
+        """Yields the batches of a data loader in lists of `gradient_accumulation_steps`; the last may be shorter."""
         batches = iter(batches)
         while window := list(itertools.islice(batches, self._accelerator.gradient_accumulation_steps)):
             yield window
@@ -168,11 +172,11 @@ class HelixModel:
             agree_on_number(0, self.engine.mesh.device, self.engine.extents([]))  # elsewhere there may be a window
 
     def train_window(self, batches: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Forward and backward of the micro-batches of an optimizer step; gradients are added to `parameter.grad`.
+        """Runs forward and backward of an optimizer step's micro-batches; gradients are added to `parameter.grad`.
 
         Args:
-            batches: what the data loader gives: `input_ids`, `labels` and, where there are, `attention_mask`,
-                `position_ids`. Any number of them.
+            batches: any number of batches of the data loader, with `input_ids`, `labels` and, if needed,
+                `attention_mask` and `position_ids`.
 
         Returns:
             The mean loss of all their tokens that have a label, over all ranks; the gradient is that of this mean.
@@ -191,9 +195,9 @@ class HelixModel:
             if mesh.dp_group is not None:
                 dist.all_reduce(items, group=mesh.dp_group)
             scale = Scale(mesh.dp_size / items, 1 / len(batches))
-            found = self.engine.tune(batches, scale, self._step)
-            if found is not None:
-                say(f"{found.verdict} (details: print(model.engine.tuning))")
+            tuning = self.engine.tune(batches, scale, self._step)
+            if tuning is not None:
+                say(f"{tuning.verdict} (details: print(model.engine.tuning))")
             loss = torch.stack(self.engine.train_window(batches, scale, self._step)).sum()
             if mesh.dp_group is not None:
                 dist.all_reduce(loss, group=mesh.dp_group)
@@ -202,26 +206,26 @@ class HelixModel:
         return loss
 
     def evaluate(self, batch: Mapping[str, Any], logits: bool = False) -> CausalLMOutput:
-        """Forward only, as `model(**batch)` of the unsplit model: the mean loss of the batch and, if asked, its logits.
+        """The mean loss of a batch and, if asked, its logits, as `model(**batch)` of the unsplit model returns them.
 
         Data-parallel ranks have batches of their own, and so losses: `accelerator.gather_for_metrics` collects them.
         """
         with watched():
             batch = self._checked(batch)
-            found, whole = self.engine.evaluate(batch, Scale(1 / count_targets(batch)), self._step, keep_logits=logits)
-        return CausalLMOutput(loss=found, logits=whole)
+            loss, whole = self.engine.evaluate(batch, Scale(1 / count_targets(batch)), self._step, keep_logits=logits)
+        return CausalLMOutput(loss=loss, logits=whole)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradient of the whole model down to a norm of `max_norm`; the norm before, on every rank."""
+        """Scales the gradient of the whole model down to a norm of `max_norm`; returns its norm before."""
         with watched():
             return self.engine.clip_gradients(max_norm)
 
     def save_pretrained(self, folder: str | Path, max_shard_size: int | str | None = None) -> None:
-        """Write an ordinary Hugging Face checkpoint, as the method of Transformers would of the unsplit model."""
+        """Writes the checkpoint that `save_pretrained` of the unsplit model would write."""
         self.engine.save_pretrained(folder, max_shard_size)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of the model: this rank's part of each, empty where another rank of the pipeline holds it."""
+        """The parameters of the model: this rank's slices, empty where another pipeline rank holds the parameter."""
         return self.module.parameters()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +238,7 @@ class HelixModel:
         return send_to_device(batch, self.engine.mesh.device)
 
     def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """`accelerator.clip_grad_norm_`, whose norm would be that of this rank's part."""
+        """Takes the place of `accelerator.clip_grad_norm_`, whose norm would be that of this rank's slices."""
         given = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         if norm_type != 2 or given != {id(parameter) for parameter in self.parameters()}:
             raise ValueError(
@@ -244,7 +248,7 @@ class HelixModel:
         return self.clip_grad_norm_(max_norm)
 
     def _gather(self, data: Any, use_gather_object: bool = False) -> Any:
-        """`accelerator.gather_for_metrics`, which would count every rank that shares a batch."""
+        """Takes the place of `accelerator.gather_for_metrics`, which would count every rank that shares a batch."""
         if use_gather_object:
             raise ValueError("gather_for_metrics(use_gather_object=True) is not built: gather tensors")
         with watched():
@@ -253,7 +257,7 @@ class HelixModel:
 
 @check_class
 class _Scheduler(AcceleratedScheduler):
-    """As Accelerate's, which steps once for each process; here ranks that share a batch count once."""
+    """Accelerate's scheduler, which steps once for each process, with ranks that share a batch counted once."""
 
     def __init__(self, scheduler: LRScheduler, optimizer: Any, dp_size: int, accelerator: Any) -> None:
         linked = accelerator.step_scheduler_with_optimizer

@@ -1,4 +1,4 @@
-"""The layout and the options, as Accelerate takes them.
+"""The layout and the options in the form that Accelerate takes.
 
 In:   a `HelixConfig`.
 Out:  a `ParallelismConfig` that the stock `Accelerator` and `TrainingArguments` take, and the mesh.
@@ -30,11 +30,11 @@ from hf_helix.upstream.check import check_class
 
 
 def _launched_as_pipeline() -> bool:
-    """Whether the environment or the launcher's YAML, which are known before CUDA starts, ask for a pipeline."""
+    """Whether the environment or the launcher's YAML asks for a pipeline; both are known before CUDA starts."""
     try:
         return resolve_config(None, None).pp_size > 1
     except (TypeError, ValueError):
-        return False  # whoever needs the options says what is wrong with them
+        return False  # the error is raised where the options are needed
 
 
 def _prepare_process() -> None:
@@ -60,7 +60,7 @@ class HelixPlugin(ParallelismConfig):
 
     Args:
         config: the options; or give them as keywords, `HelixPlugin(tp_size=2)`. Without any, they come from the
-            environment or the launcher's YAML (see `hf_helix.config`).
+            environment or the launcher's YAML (see `launcher`).
     """
 
     def __init__(self, config: HelixConfig | None = None, **options: Any) -> None:
@@ -106,7 +106,9 @@ class HelixPlugin(ParallelismConfig):
         return self.build_mesh(device_type).device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """As the stock method, which cannot return None twice."""
+        """The dimensions by which Accelerate hands out batches; None where every rank gets its own. The stock method
+        fails if there are none and it is called twice.
+        """
         if device_type is None:
             return self.mesh.device_mesh if self.mesh else None
         return self.build_device_mesh(device_type)
@@ -114,22 +116,21 @@ class HelixPlugin(ParallelismConfig):
     def prepare(
         self, accelerator: Any, *objects: Any, seed: int | None = None, weights: str | Path | None = None
     ) -> Any:
-        """As `accelerator.prepare`, with the model cut over the ranks. Collective.
+        """Prepares objects as `accelerator.prepare` does, with the model cut over the ranks. Collective.
 
         Args:
             accelerator: made with this plugin, `Accelerator(parallelism_config=plugin, ...)`. Its mixed precision and
                 `gradient_accumulation_steps` count.
             objects: one ordinary Transformers model, and any number of optimizers of its parameters that have not taken
                 a step, schedulers and data loaders.
-            seed: randomness of the training (dropout, routers) derives from it; torch's own (`set_seed`) without it.
-            weights: a checkpoint folder that a model on the meta device starts from; without it, such a model starts at
-                random.
+            seed: of the randomness of the training (dropout, routers); None for torch's own seed (`set_seed`).
+            weights: a checkpoint folder that a model on the meta device starts from; None for random weights.
 
         Returns:
             The objects in the order given: for the model, a `hf_helix.integrations.accelerate.loop.HelixModel`.
 
         Raises:
-            ValueError: what cannot be honoured, with what works.
+            ValueError: an option cannot be honoured; names it and a value that works.
         """
         check_accelerator(accelerator, self, self.config.pp_size)
         mesh = self.build_mesh(accelerator.device)
@@ -164,10 +165,12 @@ def shared_layout() -> dict[str, Any]:
 
 
 def keep_layout(accelerator: Any, plugin: HelixPlugin, shared: dict[str, Any]) -> None:
-    """Give an Accelerator a layout of its own, so that trainers of several layouts can live in one process.
+    """Gives an Accelerator a layout of its own, so that trainers of several layouts can live in one process.
 
     Args:
-        shared: what the other Accelerators go on with.
+        accelerator: whose layout is set.
+        plugin: the layout.
+        shared: the layout that the other Accelerators keep, see `shared_layout`.
     """
     own = plugin, plugin.build_device_mesh(accelerator.device)
     accelerator.state.__dict__ = {**accelerator.state.__dict__, **dict(zip(_LAYOUT, own, strict=True))}

@@ -1,6 +1,6 @@
-"""The Trainer's checkpoints: what is saved, where it lies meanwhile, and how a run goes on from it.
+"""The Trainer's checkpoints: how they are saved, and how a run is resumed from one.
 
-In:   a trainer whose model is cut, and what its stock methods are called with.
+In:   a trainer whose model is cut, and the arguments of its stock methods.
 Out:  `checkpoint-N` folders with an ordinary Hugging Face model, the optimizer's states and everything else that a run
       needs to go on, on the same layout or on another.
 Must hold: a checkpoint is either whole or not there; one that cannot be used is refused before anything is loaded or
@@ -27,11 +27,17 @@ from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint import atomic as staging
-from hf_helix.checkpoint.interrupts import prepare_for_interrupts
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
-from hf_helix.checkpoint.optimizer_state import Held, held_parameters, load_states, save_states, stepped
+from hf_helix.checkpoint.optimizer_state import (
+    LocalParameter,
+    load_states,
+    local_parameters,
+    save_states,
+    stepped_optimizer,
+)
 from hf_helix.checkpoint.rng import Generators, generators, set_generators
 from hf_helix.engine.engine import Engine
+from hf_helix.integrations.trainer.interrupts import prepare_for_interrupts
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.mesh import rank
 from hf_helix.runtime.failures.finite_check import Health
@@ -39,13 +45,13 @@ from hf_helix.runtime.failures.heartbeat import watched
 
 logger = get_logger(__name__)
 
-OPTIMIZER = "optimizer"  # the folder of its states
+OPTIMIZER = "optimizer"  # the folder of the optimizer's states
 GENERATORS = "helix_rng_{}.pt"
 _CHECKPOINT = re.compile(rf"{staging.PREFIX}-(\d+)")
 
 
 class CheckpointHooks:
-    """The part of `HelixTrainerMixin` that saves and resumes."""
+    """The part of `HelixTrainerMixin` that saves checkpoints and resumes from them."""
 
     # What the Trainer and the rest of the mixin provide.
     model: Any
@@ -60,15 +66,15 @@ class CheckpointHooks:
     _health: Health
 
     _staging: str | None = None  # where a checkpoint is written before it is complete
-    _push_waits = False  # for the checkpoint to have its place
-    _resumed: Manifest | None = None  # the checkpoint that this run goes on from
-    _first_epoch: Path | None = None  # the same, until its data go on
-    _epoch_generators: Generators | None = None  # as they were when the present epoch began
+    _push_waits = False  # whether to upload the checkpoint once it is published
+    _resumed: Manifest | None = None  # describes the checkpoint that this run was resumed from
+    _first_epoch: Path | None = None  # the folder of that checkpoint, until the resumed epoch has begun
+    _epoch_generators: Generators | None = None  # the states of the generators when the present epoch began
 
-    # -- going on ------------------------------------------------------------------------------------------------
+    # -- resuming ------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method. A checkpoint may come from another layout (docs/checkpoints.md).
+        """Trains as the stock method does. The checkpoint may come from another layout (docs/checkpoints.md).
 
         Raises:
             ValueError: the checkpoint is damaged, or of another model, optimizer or batch; or `output_dir` cannot be
@@ -85,25 +91,25 @@ class CheckpointHooks:
             return output
 
     def _find_checkpoint(self, given: Any) -> str | None:
-        """The folder to go on from, fit for this run. Collective."""
+        """The folder of the checkpoint to resume from, after the checkpoint was checked. Collective."""
         self._resumed = self._first_epoch = None
         if given is None or given is False:
             return None
         self._check_stream()
         run = self._describe()
 
-        def find() -> tuple[str, Manifest]:
+        def read() -> tuple[str, Manifest]:
             folder = self._last_checkpoint() if given is True else Path(given)
             manifest = Manifest.read(folder)
             manifest.check_run(folder, run, skips_data=not self.args.ignore_data_skip)
             return str(folder), manifest
 
-        folder, self._resumed = decide_on_rank_0(find)
+        folder, self._resumed = decide_on_rank_0(read)
         self._first_epoch = Path(folder)
         return folder
 
     def _check_stream(self) -> None:
-        """Accelerate 1.15 forgets which ranks share a batch when it skips what a stream has given already."""
+        """Refuses to resume a stream that rank 0 hands out: Accelerate 1.15 then forgets which ranks share a batch."""
         is_stream = isinstance(self.train_dataset, torch.utils.data.IterableDataset)
         handed_out = getattr(self.args.accelerator_config, "dispatch_batches", None) is not False
         if is_stream and handed_out and self.helix.mesh.batch_group is not None and not self.args.ignore_data_skip:
@@ -114,10 +120,10 @@ class CheckpointHooks:
             )
 
     def _last_checkpoint(self) -> Path:
-        """The newest complete one in `output_dir`."""
+        """The newest complete checkpoint in `output_dir`."""
         folder = Path(self.args.output_dir or ".")
         staging.recover(folder, _is_complete)
-        steps = {int(found[1]): path for path in folder.glob("*") if (found := _CHECKPOINT.fullmatch(path.name))}
+        steps = {int(name[1]): path for path in folder.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))}
         for _, path in sorted(steps.items(), reverse=True):
             if (path / NAME).is_file():
                 return path
@@ -128,26 +134,26 @@ class CheckpointHooks:
         )
 
     def _describe(self, optimizer: Any = None) -> Manifest:
-        """This run, as a checkpoint would describe it. Collective."""
+        """Describes this run as a checkpoint of it would. Collective."""
         args, mesh, options = self.args, self.helix.mesh, self.args.accelerator_config
         per_step = {
             "per_device_train_batch_size": args.train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "data-parallel ranks": 1 if getattr(options, "split_batches", False) else mesh.dp_size,
         }
-        parameters = describe_parameters(self._held(), mesh, optimizer)
-        name = type(stepped(optimizer)).__name__ if optimizer is not None else None
+        parameters = describe_parameters(self._local_parameters(), mesh, optimizer)
+        name = type(stepped_optimizer(optimizer)).__name__ if optimizer is not None else None
         return Manifest(type(self.helix.model).__name__, parameters, dict(mesh.sizes), per_step, name)
 
-    def _held(self) -> dict[nn.Parameter, Held]:
-        return held_parameters(self.helix.model, self.helix.runner.stage, self.helix.mesh)
+    def _local_parameters(self) -> dict[nn.Parameter, LocalParameter]:
+        return local_parameters(self.helix.model, self.helix.runner.stage, self.helix.mesh)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Each rank reads its slices of the model. Collective."""
         self.helix.load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        """As the stock method; each rank reads its slices. Collective."""
+        """Loads the best model as the stock method does; each rank reads its slices. Collective."""
         best = self.state.best_model_checkpoint
         logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
         self.helix.load_weights(best)
@@ -158,12 +164,12 @@ class CheckpointHooks:
         assert self._resumed is not None
         optimizer, folder = _unwrapped(self.optimizer), Path(checkpoint)
         self._resumed.check_optimizer(folder, self._describe(optimizer))
-        load_states(optimizer, self._held(), folder / OPTIMIZER)
+        load_states(optimizer, self._local_parameters(), folder / OPTIMIZER)
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method. The order of the data may come from generators, so an epoch that is resumed begins with
-        what it began with.
+        """Runs an epoch as the stock method does. The order of the data may depend on the random generators, so an
+        epoch that is resumed starts with the states that it started with before.
         """
         if self._first_epoch is not None:
             set_generators(self._read_generators(self._first_epoch)["epoch"])
@@ -176,15 +182,17 @@ class CheckpointHooks:
             set_generators(self._read_generators(Path(checkpoint))["now"])
 
     def _read_generators(self, folder: Path) -> dict[str, Generators]:
-        """This rank's; on another layout rank 0's, since ranks that share a batch must draw alike."""
+        """The states of this rank's generators. On another layout all ranks take rank 0's, since ranks that share a
+        batch must draw the same numbers.
+        """
         assert self._resumed is not None
-        alike = self._resumed.layout == self.helix.mesh.sizes
-        return torch.load(folder / GENERATORS.format(rank() if alike else 0), weights_only=True)
+        same_layout = self._resumed.layout == self.helix.mesh.sizes
+        return torch.load(folder / GENERATORS.format(rank() if same_layout else 0), weights_only=True)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
     def _check_output_dir(self) -> None:
-        """Refuse a folder in which checkpoints could not be saved. Collective."""
+        """Refuses an `output_dir` in which checkpoints could not be saved. Collective."""
         folder = Path(self.args.output_dir or ".")
         needed = self._least_bytes(self._describe())
         probe = decide_on_rank_0(lambda: _probe(folder, needed))
@@ -196,14 +204,14 @@ class CheckpointHooks:
             probe.unlink()
 
     def _least_bytes(self, run: Manifest) -> int:
-        """What a checkpoint takes at least: the weights that are trained, with the two averages of AdamW's."""
+        """The bytes that a checkpoint takes at least: the trained weights and, with AdamW, its two averages of each."""
         with_averages = str(getattr(self.args.optim, "value", self.args.optim)).startswith("adamw_torch")
         factor = 3 if with_averages and not self.args.save_only_model else 1
         trained = [about for about in run.parameters.values() if about["trained"]]
         return factor * sum(math.prod(p["shape"]) * getattr(torch, p["dtype"]).itemsize for p in trained)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As the stock method, in a folder aside that takes its place when it is complete. Collective."""
+        """Saves as the stock method does, into a folder that gets its place once it is complete. Collective."""
         folder = super()._get_output_dir(trial)  # type: ignore[misc]
         name = f"{staging.PREFIX}-{self.state.global_step}"
         with watched():
@@ -218,7 +226,7 @@ class CheckpointHooks:
                 manifest = self._describe(None if self.args.save_only_model else _unwrapped(self.optimizer))
                 decide_on_rank_0(lambda: self._publish(aside, Path(folder), manifest))
             except BaseException:
-                if rank() == 0:  # unless it was complete but for its place, what there is goes
+                if rank() == 0:  # deletes what was written, or publishes it if only the move was missing
                     with contextlib.suppress(OSError):
                         staging.recover(Path(folder), _is_complete)
                 raise
@@ -230,7 +238,7 @@ class CheckpointHooks:
             rotate_checkpoints(folder, self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def _note_best(self, folder: str) -> None:
-        """Where the best checkpoint will lie: the stock method looks for it aside."""
+        """Corrects the path of the best checkpoint: the stock method looks for it in the staging folder."""
         best = self.state.best_global_step
         path = os.path.join(folder, f"{staging.PREFIX}-{best}")
         if best and (best == self.state.global_step or os.path.exists(path)):
@@ -244,20 +252,20 @@ class CheckpointHooks:
         return self._staging or super()._get_output_dir(trial)  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As the stock method, once the checkpoint has its place: uploads read it while training goes on."""
+        """Uploads once the checkpoint has its place: the upload reads it while training goes on."""
         if self._staging is None:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
         else:
             self._push_waits = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the stock method, on every rank: that of Transformers 5.17 writes on rank 0 alone. Collective."""
+        """Saves the model on every rank; the stock method of Transformers 5.17 writes on rank 0 alone. Collective."""
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """An ordinary Hugging Face checkpoint, every rank writing what it holds. Collective."""
+        """Writes an ordinary Hugging Face checkpoint; every rank writes the slices that it holds. Collective."""
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
         self.helix.save_pretrained(folder)
@@ -268,8 +276,8 @@ class CheckpointHooks:
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Each rank writes its part of the optimizer's states. Collective."""
-        save_states(_unwrapped(self.optimizer), self._held(), Path(output_dir, OPTIMIZER))
+        """Writes the optimizer's states, each rank its part, and on rank 0 the scheduler's. Collective."""
+        save_states(_unwrapped(self.optimizer), self._local_parameters(), Path(output_dir, OPTIMIZER))
         if self.args.should_save:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Please also save or load the state of the optimizer")
@@ -278,15 +286,15 @@ class CheckpointHooks:
     def _save_rng_state(self, output_dir: str) -> None:
         now = generators()
         at_end = self.state.epoch is not None and self.state.epoch == int(self.state.epoch)
-        found = {"now": now, "epoch": now if at_end else self._epoch_generators}
-        torch.save(found, os.path.join(output_dir, GENERATORS.format(rank())))
+        states = {"now": now, "epoch": now if at_end else self._epoch_generators}
+        torch.save(states, os.path.join(output_dir, GENERATORS.format(rank())))
 
 
 def make_output_dir(args: TrainingArguments) -> None:
-    """As the stock Trainer, which would fail on rank 0 alone. Collective.
+    """Makes `output_dir` before the stock Trainer does, which would fail on rank 0 alone. Collective.
 
     Raises:
-        ValueError: on every rank, if it cannot be made.
+        ValueError: on every rank, if the folder cannot be made.
     """
 
     def make() -> None:
@@ -300,7 +308,7 @@ def make_output_dir(args: TrainingArguments) -> None:
 
 
 def _probe(folder: Path, needed: int) -> Path:
-    """A file that rank 0 could write."""
+    """Writes a small file to the folder, and checks the free space; the path of the file."""
     probe = folder / f"_probe-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -326,5 +334,5 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Without Accelerate's wrapper."""
+    """The optimizer inside Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,9 +1,13 @@
-"""What cannot be honoured, refused by name before any training.
+"""Refuses arguments of a Trainer that cannot be honoured, by name and before any training.
 
 In:   training arguments, a trainer.
 Out:  nothing, or an error that names the option, the reason and a value that works.
-Must hold: no argument of the stock Trainer is silently ignored; docs/training_arguments.md says of each what becomes of
-it.
+Must hold: no argument of the stock Trainer is silently ignored; docs/training_arguments.md lists what each one does.
+
+A refusal belongs here if a `TrainingArguments` field or another argument of a Trainer is refused. The other places:
+`hf_helix.config` for options of `HelixConfig`, `hf_helix.engine.checks` for models and batches, `overrides` for methods
+and attributes of a Trainer, `trl` for SFTTrainer, `evaluation` for outputs beside logits, `../optimizers.py` for
+optimizers, `../accelerate/checks.py` for an `Accelerator` and data loaders.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def check_arguments(args: Any, config: HelixConfig) -> None:
-    """Refuse training arguments that cannot be honoured.
+    """Refuses training arguments that cannot be honoured.
 
     Raises:
         ValueError: names every such argument and a value that works.
@@ -63,8 +67,8 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
     check_joined(args.world_size)
     problems = [
         f"{name}={getattr(args, name)!r}: use {instead}"
-        for name, bad, instead in _REFUSED
-        if bad(getattr(args, name, None))
+        for name, is_refused, instead in _REFUSED
+        if is_refused(getattr(args, name, None))
     ]
     if args.mixed_precision not in ("no", "bf16") and not args.fp16:
         problems.append(
@@ -98,7 +102,7 @@ def _problems_of_optim(name: str, config: HelixConfig) -> list[str]:
 
 
 def _problems_of_batches(args: Any, config: HelixConfig) -> list[str]:
-    """Of how samples are shared out. Only data-parallel ranks get different ones."""
+    """Problems with the distribution of samples: only data-parallel ranks get different ones."""
     problems = []
     options, dp_size = args.accelerator_config, args.world_size // config.ranks_per_batch
     if (options.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
@@ -125,7 +129,7 @@ def _problems_of_batches(args: Any, config: HelixConfig) -> list[str]:
 
 
 def check_evaluation(dataset: Any, dp_size: int) -> None:
-    """Refuse data whose samples could not be counted once.
+    """Refuses an evaluation data set whose samples could not be counted once.
 
     Raises:
         ValueError: says which data sets can.
@@ -138,10 +142,14 @@ def check_evaluation(dataset: Any, dp_size: int) -> None:
 
 
 def check_trainer(trainer: Any, args: Any) -> None:
-    """Refuse what can only be seen once the Trainer is built.
+    """Refuses what can only be seen once the stock Trainer is built: methods, optimizers and data sets.
+
+    Args:
+        trainer: after the stock constructor.
+        args: its training arguments.
 
     Raises:
-        ValueError: as `check_arguments`.
+        ValueError: names it, and what works.
     """
     check_overrides(trainer)
     check_trainers_optimizer(trainer)

@@ -2,7 +2,7 @@
 
 In:   the batches of the stock evaluation loop.
 Out:  losses, logits and labels as the stock Trainer's, each sample once.
-Must hold: outputs that the stock Trainer would hand out beside the logits are refused before the first batch.
+Must hold: outputs that the stock Trainer would return beside the logits are refused before the first batch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _OUTPUTS = {
 
 
 def check_outputs(config: Any, ignore_keys: Sequence[str] | None) -> None:
-    """Refuse to predict where the stock Trainer would hand out more than logits.
+    """Refuses to predict where the stock Trainer would return more than logits.
 
     Args:
-        config: of the model.
-        ignore_keys: outputs that are not wanted; None for those that the configuration names.
+        config: the configuration of the model.
+        ignore_keys: names of outputs that are not wanted; None for those that the configuration names.
 
     Raises:
         ValueError: names the flag, and what to set.
@@ -71,7 +71,14 @@ class EvaluationHooks:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """As the stock method; a rank that fails is named.
+        """Evaluates as the stock method does; a rank that fails ends all of them. Collective.
+
+        Args:
+            dataloader: the batches.
+            description: the title of the progress bar.
+            prediction_loss_only: whether logits are left out; None for what the training arguments say.
+            ignore_keys: outputs that are not wanted.
+            metric_key_prefix: what names of metrics begin with.
 
         Raises:
             ValueError: the data, or outputs beside the logits, cannot be evaluated.
@@ -83,8 +90,8 @@ class EvaluationHooks:
             check_outputs(self.model.config, ignore_keys)
         with watched():
             self._health.check()
-            given = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-            return super().evaluation_loop(*given)  # type: ignore[misc]
+            arguments = (dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            return super().evaluation_loop(*arguments)  # type: ignore[misc]
 
     def prediction_step(
         self,
@@ -93,27 +100,37 @@ class EvaluationHooks:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Tensor | None]:
-        """Forward only. Logits are gathered over the vocabulary where somebody reads them. Collective."""
+        """Runs the forward pass of a batch. Collective.
+
+        Args:
+            model: not used: the engine has the cut model.
+            inputs: the batch.
+            prediction_loss_only: whether logits are left out.
+            ignore_keys: outputs that are not wanted; without "logits", logits are gathered over the vocabulary.
+
+        Returns:
+            The loss, the logits [batch, sequence, vocabulary] and the labels, as the stock method.
+        """
         keeps = not prediction_loss_only and "logits" not in (ignore_keys or ())
         if not prediction_loss_only:
             check_outputs(self.model.config, ignore_keys)
         batch = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
         labels = batch.get("labels")
         scale = self.loss_scale(self._get_num_items_in_batch([batch], self.args.device))  # type: ignore[attr-defined]
-        found, logits = self.helix.evaluate(batch, scale, self.state.global_step, keep_logits=keeps)
-        loss = None if labels is None else found
+        loss, logits = self.helix.evaluate(batch, scale, self.state.global_step, keep_logits=keeps)
+        known = None if labels is None else loss
         if prediction_loss_only:
-            return loss, None, None
-        return loss, logits if keeps else (), labels
+            return known, None, None
+        return known, logits if keeps else (), labels
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:
-        """What evaluation collects metrics with: over the data-parallel ranks, each sample once."""
+        """The function that gathers samples for metrics over the data-parallel ranks, each sample once."""
         return self._gather_for_metrics
 
     @gather_function.setter
     def gather_function(self, value: Any) -> None:
-        """The stock Trainer sets its own, which counts every rank that shares a batch."""
+        """Ignores the function that the stock Trainer sets, which counts every rank that shares a batch."""
 
     def _gather_for_metrics(self, data: Any) -> Any:
         return gather_samples(data, self.helix.mesh, self.accelerator.gradient_state)

@@ -2,8 +2,8 @@
 
 In:   what `Trainer.hyperparameter_search` takes.
 Out:  the best run, on rank 0.
-Must hold: no rank waits for a trial that never comes; what would end a trial on rank 0 alone is refused. The stock
-Trainer lets rank 0 choose the trials and sends them to the others, which expect `n_trials` of them.
+Must hold: no rank waits for a trial that never comes; options that would end a trial on rank 0 alone are refused. The
+stock Trainer lets rank 0 choose the trials and sends them to the others, which expect `n_trials` of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ALONE = {
 
 
 class _SearchEnded(Exception):
-    """Rank 0 has no more trials."""
+    """Raised where rank 0 has no more trials."""
 
 
 class SearchHooks:
@@ -45,7 +45,10 @@ class SearchHooks:
     _num_trials = 0
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method; on several ranks with Optuna, without pruning, and the result is on rank 0. Collective.
+        """Searches as the stock method does; on several ranks only with Optuna and without pruning. Collective.
+
+        Returns:
+            The best run on rank 0, None on the others.
 
         Raises:
             ValueError: an option cannot be honoured on several ranks. No trial has begun then.
@@ -67,7 +70,7 @@ class SearchHooks:
         return best
 
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method."""
+        """Trains as the stock method does, and counts the trials."""
         if self.hp_search_backend is not None and world_size() > 1:
             if trial is None:
                 raise _SearchEnded
@@ -75,28 +78,28 @@ class SearchHooks:
         return super().train(resume_from_checkpoint, trial, *args, **kwargs)  # type: ignore[misc]
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """As the stock method, which sets arguments; they are checked again."""
+        """Sets the arguments of a trial as the stock method does, and checks them."""
         super()._hp_search_setup(trial)  # type: ignore[misc]
         if self.hp_search_backend is not None and trial is not None:
             check_arguments(self.args, self.helix_config)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """As the stock method; on several ranks `model_init` must not ask the trial for more than `hp_space` did.
+        """Makes a model as the stock method does.
 
         Raises:
-            ValueError: on every rank, names what was asked for.
+            ValueError: on every rank, names what `model_init` has asked for and `hp_space` has not.
         """
         make = super().call_model_init  # type: ignore[misc]
         if trial is None or self.hp_search_backend is None or world_size() == 1:
             return make(trial)
         made: list[Any] = []
 
-        def asked() -> list[str]:
+        def newly_asked() -> list[str]:
             known = set(trial.params)
             made.append(make(trial))
             return sorted(set(trial.params) - known)
 
-        names = decide_on_rank_0(asked)
+        names = decide_on_rank_0(newly_asked)
         if names:
             raise ValueError(
                 f"model_init asks the trial for {', '.join(names)}, and on {world_size()} ranks the others have got "
@@ -105,7 +108,7 @@ class SearchHooks:
         return made[0] if made else make(trial)
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """As the stock method; on several ranks without asking whether to prune, which only rank 0 would hear."""
+        """Reports as the stock method does; on several ranks without pruning, of which only rank 0 would know."""
         if self.hp_search_backend is None or trial is None or world_size() == 1:
             super()._report_to_hp_search(trial, step, metrics)  # type: ignore[misc]
         else:

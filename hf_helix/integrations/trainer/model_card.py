@@ -1,11 +1,11 @@
-"""The model card: the stock one, and what hf_helix can say of the run.
+"""The model card: the stock card, with a section on how hf_helix has trained the model.
 
 In:   a trainer and the arguments of its `create_model_card`.
 Out:  `README.md` in the output folder: the stock card with the tag `hf_helix` and a section on layout, plan, overlap,
       versions, and the YAML that trains so again.
 Must hold: it runs on rank 0 alone, so nothing here is collective; no figure that was not measured; no path of this
-machine; what the stock card gets wrong about ranks that share a batch is put right; nothing is asked of the Hub beyond
-what the stock card asks, and without a network it is written all the same.
+machine; the totals of the stock card, which counts a batch once for every rank that shares it, are right; nothing is
+asked of the Hub beyond what the stock card asks, and without a network the card is written all the same.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 import yaml
-from huggingface_hub.repocard import metadata_load, metadata_save
+from huggingface_hub import RepoCard
 
 from hf_helix.config import HelixConfig
 from hf_helix.report.scorecard import format_scorecard
-from hf_helix.tuning.autotune import Tuning
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.measure.overlap import Overlap
+from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
 from hf_helix.version import __version__
 
@@ -38,24 +38,27 @@ TAG = "hf_helix"
 AXES = ("dp", "tp", "pp", "cp", "ep")  # ep takes its ranks from dp
 PACKAGES = ("torch", "transformers", "accelerate")
 
-# Stock cards of models with random weights say that they are versions of a model without a name.
+# What the stock card says of a model that was trained from random weights: it names no base model.
 _OF_NO_MODEL = "is a fine-tuned version of [](https://huggingface.co/) on"
 _TOTALS = re.compile(r"^(- total_(?:train|eval)_batch_size: )(\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a card says of a run.
+    """The facts of a run that its card states.
 
     Attributes:
+        config: the options.
         sizes: ranks of every axis, `dp` included.
         plan: the rule of the plan in use.
         schedule: the name of the schedule in use.
-        tuning: what `plan="auto"` measured.
-        overlap: what was measured of the plan in use.
-        microbatches: in a window of one data-parallel rank, and sequences in each.
-        dtype: of the weights, as text.
-        device: of a rank, as text.
+        tuning: what `plan="auto"` measured; None where it measured nothing.
+        overlap: what was measured of the plan in use; None where nothing was.
+        microbatches: their number in a window of one data-parallel rank, and the sequences in each.
+        mixed_precision: "no" or "bf16".
+        dtype: the type of the weights, as text.
+        device: the device of a rank, as text.
+        use_cpu: whether it is the CPU.
         link: the emulated link between the ranks, as text; empty where there was none.
     """
 
@@ -63,7 +66,7 @@ class Run:
     sizes: Mapping[str, int]
     plan: str
     schedule: str
-    tuning: Tuning | None
+    tuning: TuningResult | None
     overlap: Overlap | None
     microbatches: tuple[int, int]
     mixed_precision: str
@@ -77,32 +80,31 @@ class Run:
         return math.prod(size for name, size in self.sizes.items() if name != "ep")
 
 
-def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any], overlap: Overlap | None) -> None:
-    """Write the card of a trainer. On rank 0 only.
+def write_card(trainer: Any, stock: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """Writes the card of a trainer. Called on rank 0 only.
 
     Args:
+        trainer: whose run the card describes.
         stock: the trainer's inherited `create_model_card`.
-        given: its arguments.
-        overlap: what was measured after tuning, if anything was.
+        given: the arguments that it was called with.
     """
     path = Path(trainer.args.output_dir, "README.md")
-    earlier = _base_model(path)
+    base_model = RepoCard.load(path).data.get("base_model") if path.is_file() else None  # of an earlier card
     given = {**given, "tags": _with_tag(given.get("tags"))}
-    knows_base = "finetuned_from" in inspect.signature(stock).parameters  # not so with TRL
-    if knows_base and isinstance(earlier, str) and not given.get("finetuned_from") and not _name_on_hub(trainer.model):
-        given["finetuned_from"] = earlier
+    names_base = "finetuned_from" in inspect.signature(stock).parameters  # TRL's does not take it
+    if names_base and isinstance(base_model, str) and not given.get("finetuned_from") and not _hub_name(trainer.model):
+        given["finetuned_from"] = base_model
     stock(**given)
-    if earlier is not None and _base_model(path) is None:
-        metadata_save(path, {**(metadata_load(path) or {}), "base_model": earlier})
-    data = metadata_load(path) or {}
-    if TAG not in (data.get("tags") or []):  # PEFT writes tags of its own over the others
-        metadata_save(path, {**data, "tags": [*(data.get("tags") or []), TAG]})
-    text = _put_right(path.read_text(encoding="utf-8"), trainer.helix_config.ranks_per_batch)
-    path.write_text(f"{text.rstrip()}\n\n{format_section(_run_of(trainer, overlap))}", encoding="utf-8")
+    card = RepoCard.load(path)
+    card.data["tags"] = _with_tag(card.data.get("tags"))  # PEFT writes its own tags over the others
+    card.data["base_model"] = card.data.get("base_model", base_model)
+    text = _corrected(card.text, trainer.helix_config.ranks_per_batch)
+    card.text = f"{text.rstrip()}\n\n{format_section(_run_of(trainer))}"
+    card.save(path)
 
 
 def format_section(run: Run) -> str:
-    """The section, as Markdown."""
+    """The section on the run, as Markdown."""
     many, rows = run.microbatches
     total = rows * run.sizes["dp"] * many
     facts = {
@@ -124,28 +126,29 @@ def format_section(run: Run) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _run_of(trainer: Any, overlap: Overlap | None) -> Run:
-    args, tuning = trainer.args, trainer.tuning
+def _run_of(trainer: Any) -> Run:
+    args, engine = trainer.args, trainer.helix
+    tuning = engine.tuning
     cuda = args.device.type == "cuda"
     tuned = tuning.overlaps[tuning.kept] if tuning is not None else None
     return Run(
         config=trainer.helix_config,
-        sizes={"ep": 1, **trainer.helix.mesh.sizes},
-        plan=trainer.plan.rule,
-        schedule=trainer.helix.runner.scheduler.name,
+        sizes={"ep": 1, **engine.mesh.sizes},
+        plan=engine.plan.rule,
+        schedule=engine.runner.scheduler.name,
         tuning=tuning,
-        overlap=overlap or tuned,
+        overlap=engine.overlap or tuned,
         microbatches=(args.gradient_accumulation_steps, args.train_batch_size),
         mixed_precision=trainer.accelerator.mixed_precision,
         dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[trainer.model.dtype],
         device=torch.cuda.get_device_name(args.device) if cuda else f"CPU ({platform.machine()})",
         use_cpu=not cuda,
-        link=str(trainer.helix.mesh.link or ""),
+        link=str(engine.mesh.link or ""),
     )
 
 
 def _reason(run: Run) -> str:
-    """Why this plan."""
+    """Why the run used this plan."""
     asked, tuning = run.config.plan, run.tuning
     if asked != "auto":
         return "as given" if asked == run.plan else "from a file"
@@ -156,7 +159,7 @@ def _reason(run: Run) -> str:
 
 
 def _communication(overlap: Overlap | None) -> str:
-    """The two fractions, or why there are none."""
+    """The overlapped and the hidden fraction, or why there are none."""
     if overlap is None:
         return "overlap not measured"
     if not overlap.communication:
@@ -170,16 +173,17 @@ def _communication(overlap: Overlap | None) -> str:
 
 
 def _timed(run: Run) -> list[str]:
-    """A table of the plans that were timed, the one that was kept in bold, beside what might do as well."""
+    """A table of the plans that were timed, with the one that was kept in bold, and with plain data parallelism."""
     tuning = run.tuning
     if tuning is None or len(tuning.overlaps) < 2:
         return []
-    baseline = next((found.step for name, found in tuning.overlaps.items() if name.split(" on ")[0] == BASELINE), None)
+    steps = {name: overlap.step for name, overlap in tuning.overlaps.items()}
+    baseline = next((step for name, step in steps.items() if name.split(" on ")[0] == BASELINE), None)
     lines = ["| plan | a window takes | predicted | gain |", "|---|---:|---:|---:|"]
-    for name, found in sorted(tuning.overlaps.items(), key=lambda item: item[1].step):
+    for name, step in sorted(steps.items(), key=lambda item: item[1]):
         predicted = _ms(tuning.predicted[name]) if name in tuning.predicted else ""
-        gain = f"{baseline / found.step:.2f}x" if baseline is not None else ""
-        lines.append(f"| {f'**{name}**' if name == tuning.kept else name} | {_ms(found.step)} | {predicted} | {gain} |")
+        gain = f"{baseline / step:.2f}x" if baseline is not None else ""
+        lines.append(f"| {f'**{name}**' if name == tuning.kept else name} | {_ms(step)} | {predicted} | {gain} |")
     kept = tuning.overlaps[tuning.kept]
     if tuning.ranks > 1 and not kept.bubble_fraction:
         share = min(1.0, TUNED_MICROBATCHES * run.sizes["pp"] / run.microbatches[0])  # of a step, in that window
@@ -193,7 +197,7 @@ def _ms(seconds: float) -> str:
 
 
 def _launch_yaml(run: Run) -> str:
-    """A configuration for the launcher. Files are named without their folder, which is this machine's."""
+    """A configuration for `accelerate launch`. Files are named without their folder, which is this machine's."""
     fields = dataclasses.fields(run.config)
     changed = {f.name: value for f in fields if (value := getattr(run.config, f.name)) != f.default}
     options = {**changed, "plan": run.config.plan}
@@ -213,22 +217,20 @@ def _launch_yaml(run: Run) -> str:
 
 
 def _with_tag(tags: str | list[str] | None) -> list[str]:
+    """The tags with ours, once."""
     given = [tags] if isinstance(tags, str) else list(tags or ())
     return given if TAG in given else [*given, TAG]
 
 
-def _base_model(path: Path) -> str | list[str] | None:
-    """What a card says that the model was made from."""
-    return (metadata_load(path) or {}).get("base_model") if path.is_file() else None
-
-
-def _name_on_hub(model: Any) -> str:
-    """What the stock card takes for the base model: the name that the model was loaded by, unless it is a folder."""
+def _hub_name(model: Any) -> str:
+    """The base model that the stock card names: the name that the model was loaded by, unless it is a folder."""
     name = str(getattr(model.config, "_name_or_path", None) or "")
     return "" if os.path.isdir(name) else name
 
 
-def _put_right(text: str, ranks_per_batch: int) -> str:
-    """The stock card counts a batch once for every rank, and takes random weights for those of a model."""
-    text = _TOTALS.sub(lambda found: f"{found[1]}{int(found[2]) // ranks_per_batch}", text)
+def _corrected(text: str, ranks_per_batch: int) -> str:
+    """The text of a stock card, whose totals count a batch once for every rank that shares it, and which says of random
+    weights that they were fine-tuned.
+    """
+    text = _TOTALS.sub(lambda line: f"{line[1]}{int(line[2]) // ranks_per_batch}", text)
     return text.replace(_OF_NO_MODEL, "was trained from scratch on")

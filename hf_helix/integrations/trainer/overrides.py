@@ -1,6 +1,6 @@
-"""What a subclass, or an assignment to a trainer, puts in the place of something that is never called here.
+"""Refuses overrides of methods and attributes of the stock Trainer that would have no effect.
 
-In:   a trainer.
+In:   a trainer, whose class or attributes may have replaced something that is never called here.
 Out:  nothing, or an error that names what would be ignored and what works.
 Must hold: no hook of the stock Trainer is silently without effect.
 """
@@ -25,7 +25,7 @@ _NEVER_CALLED = {
 
 
 def check_overrides(trainer: Any) -> None:
-    """Refuse what would have no effect. Called again before every training and evaluation: attributes can be set.
+    """Refuses overrides without effect. Called before every training and evaluation, since attributes can be set later.
 
     Raises:
         ValueError: names it, and what works.

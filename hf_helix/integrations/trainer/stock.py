@@ -1,4 +1,4 @@
-"""The class under `HelixTrainerMixin`, and what it is made with.
+"""Stands for the class under `HelixTrainerMixin`, and for the arguments that it is made with.
 
 In:   the arguments of a trainer's constructor.
 Out:  the same arguments, by name; what the class under the mixin would do to the model, done before the model is cut.
@@ -14,7 +14,7 @@ _BY_POSITION = ("model", "args")  # what scripts write as `Trainer(model, args)`
 
 
 class TrainerCall:
-    """What a trainer is made with. `model` and `args` may be given by position or by name.
+    """The arguments that a trainer is made with; `model` and `args` may be given by position or by name.
 
     Attributes:
         positional: for the constructor of the class under the mixin.

@@ -5,7 +5,7 @@ Out:  the same training, evaluation and checkpoints, with the model cut and two 
 Must hold: counters, callbacks, progress bar, schedules and logging stay the stock Trainer's; what cannot be honoured
 is refused at construction, by name.
 
-The other halves of the mixin: `training_step` (windows out of the stock loop's steps), `evaluation`, `checkpoints` and
+The other parts of the mixin: `training_step` (windows out of the stock loop's steps), `evaluation`, `checkpoints` and
 `hyperparameter_search`. What the class under the mixin changes is in `stock` (the Trainer) and `trl` (SFTTrainer).
 """
 
@@ -23,6 +23,7 @@ from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint.random_weights import outline_of
 from hf_helix.config import HelixConfig
+from hf_helix.engine.build import RunOptions
 from hf_helix.engine.checks import check_sizes
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.recompute import asked_by
@@ -43,11 +44,11 @@ from hf_helix.runtime.distributed.agreement import agree_on_text
 from hf_helix.runtime.environment import check_environment
 from hf_helix.runtime.failures.finite_check import Health
 from hf_helix.runtime.failures.heartbeat import start_watch
-from hf_helix.tuning.autotune import Tuning
 from hf_helix.tuning.compare import PAPER, Comparison
 from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.fingerprint import shared_options
 from hf_helix.tuning.measure.overlap import Overlap
-from hf_helix.tuning.tuner import options_of
+from hf_helix.tuning.result import TuningResult
 from hf_helix.upstream.check import check_class
 
 logger = get_logger(__name__)
@@ -60,7 +61,7 @@ USE_INSTEAD = Instead(
 
 
 def _accumulation_steps(args: TrainingArguments) -> int:
-    """The micro-batches of a step, also where Accelerate's options say it, which the stock Trainer reads later."""
+    """The micro-batches of a step, by the arguments or Accelerate's options, which the stock Trainer reads later."""
     config: Any = args.accelerator_config
     steps: int = (config.gradient_accumulation_kwargs or {}).get("num_steps", 1)
     return max(args.gradient_accumulation_steps, steps)
@@ -136,7 +137,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         """Compares what the ranks ask for, builds the mesh, and watches the ranks from here on. Collective."""
         steps, mixed = _accumulation_steps(args), args.mixed_precision
         shared = f"gradient_accumulation_steps={steps}\nmixed_precision={mixed}\ncheckpointing={asked_by(args)}"
-        agree_on_text(f"{options_of(self.helix_config)}\n{shared}", "options")
+        agree_on_text(f"{shared_options(self.helix_config)}\n{shared}", "options")
         check_sizes(model, self.helix_config)
         self._plugin.build_mesh(args.device)
         self._health = Health(args.device)
@@ -166,20 +167,22 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             model,
             self.helix_config,
             self._plugin.build_mesh(args.device),
-            seed=args.seed,
-            microbatches=_accumulation_steps(args),
-            instead=USE_INSTEAD,
-            products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
-            additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
-            checkpointing=asked_by(args),
-            weights=self._weights,
+            RunOptions(
+                seed=args.seed,
+                num_microbatches=_accumulation_steps(args),
+                products=torch.bfloat16 if args.mixed_precision == "bf16" else None,
+                additions=Additions(args.label_smoothing_factor, args.neftune_noise_alpha),
+                checkpointing=asked_by(args),
+                weights=self._weights,
+            ),
+            USE_INSTEAD,
         )
         if before is not None:
             before.close()
         model._is_accelerate_prepared = True  # nothing is left to wrap
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """As the stock method; a model made by `model_init` is cut like one that was passed in."""
+        """Makes a model as the stock method does, and cuts it."""
         model = super().call_model_init(trial)
         self._cut(model, self.args)
         return model
@@ -192,8 +195,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         return self.helix.plan
 
     @property
-    def tuning(self) -> Tuning | None:
-        """What `plan="auto"` measured, or an earlier run of the same case; None as long as nothing was. `print` it."""
+    def tuning(self) -> TuningResult | None:
+        """The measurements of `plan="auto"`, or of an earlier run of the same case; None before. `print` them."""
         return self.helix.tuning
 
     def measure_overlap(self, repeats: int = 5) -> Overlap:
@@ -215,13 +218,15 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
     # -- training ------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the stock method, with the scorecard beside the training loss."""
+        """Logs as the stock method does, with the scorecard beside the training loss."""
         if "loss" in logs:
             logs = {**logs, **self.helix.log_entries()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method; with `shard_optimizer`, every data-parallel rank keeps the states of its share."""
+        """Makes the optimizer as the stock method does. With `shard_optimizer`, each data-parallel rank keeps a share
+        of its states.
+        """
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if is_new and self.helix_config.shard_optimizer:
@@ -231,44 +236,44 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         return self.optimizer
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """The stock method counts every rank of a group that shares a batch."""
+        """Counts input tokens once for the ranks that share a batch; the stock method counts every rank."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)  # type: ignore[misc]
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self.helix_config.ranks_per_batch
 
     def store_flos(self) -> None:
-        """The stock method counts every rank of a group that shares a batch."""
+        """Counts operations once for the ranks that share a batch; the stock method counts every rank."""
         before = self.state.total_flos
         super().store_flos()  # type: ignore[misc]
         self.state.total_flos = before + (self.state.total_flos - before) / self.helix_config.ranks_per_batch
 
     def get_num_trainable_parameters(self) -> int:
-        """Those of the whole model."""
+        """The number of trained parameters of the whole model."""
         return self.helix.sizes.count(only_trainable=True)
 
     # -- the layout, for Accelerate ------------------------------------------------------------------------------
 
     def get_tp_size(self) -> int:
-        """Ranks that share a batch; Transformers 5.17 does not ask the layout for them."""
+        """The number of ranks that share a batch; Transformers 5.17 does not ask the layout for it."""
         return int(self.accelerator.parallelism_config.tp_size)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """As the stock method, with the layout, which the arguments need not name: they are the user's."""
+        """Adds the layout to Accelerate's arguments. The training arguments are the user's, and are not changed."""
         return {**super()._build_accelerator_args(**kwargs), "parallelism_config": self._plugin}  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the stock method; the layout is this trainer's, and not of every Accelerator of the process."""
+        """Makes the Accelerator as the stock method does, and keeps the layout from others of the process."""
         before = shared_layout()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         keep_layout(self.accelerator, self._plugin, before)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As the stock method, with the tag `hf_helix` and a section on the run. Not collective: rank 0 writes."""
+        """Writes the stock card with the tag `hf_helix` and a section on the run. On rank 0 only; not collective."""
         if self.is_world_process_zero():  # type: ignore[attr-defined]
             stock = super().create_model_card  # type: ignore[misc]
             given = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
-            write_card(self, stock, given, self.helix.overlap)
+            write_card(self, stock, given)
 
 
 class HelixTrainer(HelixTrainerMixin, Trainer):  # type: ignore[misc]  # Trainer.objective has no declared type

@@ -1,9 +1,9 @@
-"""The take-over: from the stock Trainer's loop over micro-batches to windows of the engine.
+"""Makes windows for the engine out of the stock Trainer's loop over micro-batches.
 
 In:   the micro-batches that the stock loop fetches for an optimizer step, and its calls of `training_step`.
 Out:  the loss of every micro-batch, and complete gradients.
-Must hold: what a call of `training_step` is given is what was fetched; a call outside of `train()` is a window of one
-micro-batch; no call returns a loss that was not computed.
+Must hold: each call of `training_step` gets the micro-batch that was fetched; a call outside of `train()` is a window
+of one micro-batch; no call returns a loss that was not computed.
 
 `get_batch_samples` keeps the window, the first `training_step` of it hands all of it to the engine, and every call
 returns the loss of its own micro-batch.
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import trainer as stock_trainer
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.engine import Engine
 from hf_helix.engine.evaluate import count_targets
+from hf_helix.engine.microbatches import Scale
 from hf_helix.integrations.trainer.evaluation import check_outputs
 from hf_helix.integrations.trainer.overrides import check_overrides
 from hf_helix.runtime.distributed.agreement import agree_on_number
@@ -38,8 +39,9 @@ class Window:
     """The micro-batches of an optimizer step, as they were fetched.
 
     Attributes:
-        losses: of every micro-batch, once the window has run.
-        place: how many of them `training_step` has returned.
+        batches: the micro-batches.
+        losses: the loss of every micro-batch; None until the window has run.
+        place: how many of the losses `training_step` has returned.
     """
 
     def __init__(self, batches: Sequence[Any]) -> None:
@@ -49,7 +51,7 @@ class Window:
         self._contents = [_contents(batch) for batch in self.batches]
 
     def holds(self, inputs: Any) -> bool:
-        """Whether these are the next micro-batch, and nobody has changed it since it was fetched."""
+        """Whether these are the next micro-batch, unchanged since it was fetched."""
         mine, given = self._contents[self.place], _contents(inputs)
         return mine.keys() == given.keys() and all(
             value is mine[name][0] and version == mine[name][1] for name, (value, version) in given.items()
@@ -57,7 +59,7 @@ class Window:
 
 
 def _contents(batch: Any) -> dict[Any, tuple[Any, int]]:
-    """What a batch holds, with how often each tensor was written in place."""
+    """The values of a batch by name, each with the number of times that it was written in place."""
     named = batch.items() if isinstance(batch, Mapping) else [(None, batch)]
     return {
         name: (value, value._version if isinstance(value, Tensor) and not value.is_inference() else 0)
@@ -81,17 +83,17 @@ class WindowHooks:
     _window: Window | None = None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method.
+        """Prepares as the stock method does.
 
         Raises:
-            ValueError: something was put in the place of what is never called.
+            ValueError: an override would have no effect.
         """
         check_overrides(self)
-        self._window = None  # an earlier run may have been stopped inside of one
+        self._window = None  # an earlier run may have been stopped inside a window
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the stock method, whose log says how many parameters it trains, by a function that counts tensors."""
+        """Trains as the stock method does, and makes its log count the parameters of the whole model."""
         if self.compute_metrics is not None and (self.args.eval_strategy != "no" or self.args.eval_on_start):
             check_outputs(self.model.config, kwargs.get("ignore_keys_for_eval"))
         names: dict[str, Any] = vars(stock_trainer)
@@ -103,22 +105,38 @@ class WindowHooks:
             names[_COUNT] = stock
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
-        """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective."""
+        """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective.
+
+        Args:
+            epoch_iterator: yields the micro-batches of the epoch.
+            num_batches: how many of them make a step.
+            device: of this rank.
+
+        Returns:
+            The micro-batches, and the number of their tokens that have a label, as the stock method.
+        """
         batches = list(itertools.islice(epoch_iterator, num_batches))
         with watched():
             states = torch.cat((self._health.state().reshape(1), self.helix.extents(batches)))
-            found = agree_on_number(len(batches), device, states)
-            self._health.judge([state for state, *_ in found])
-            self.helix.limits.judge([reach for _, *reach in found])
+            of_ranks = agree_on_number(len(batches), device, states)
+            self._health.judge([state for state, *_ in of_ranks])
+            self.helix.limits.judge([reach for _, *reach in of_ranks])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = Window(samples)
         return samples, num_items
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of a micro-batch; its loss. The first call of a window runs all of it.
+        """Runs forward and backward of a micro-batch. The first call of a window runs the whole window. Collective.
 
         Outside of `train()`, the micro-batch is a window of its own, whose gradients are added to those that are there.
-        Collective.
+
+        Args:
+            model: not used: the engine has the cut model.
+            inputs: the micro-batch, as it was fetched.
+            num_items_in_batch: the tokens of the window that have a label.
+
+        Returns:
+            The loss of the micro-batch.
 
         Raises:
             RuntimeError: in `train()`, with other micro-batches in the window, this one is not as it was fetched.
@@ -146,13 +164,15 @@ class WindowHooks:
         return loss
 
     def _run_window(self, batches: Sequence[Any], scale: Scale) -> Tensor:
-        """The loss of every micro-batch, with gradients. Collective."""
+        """Runs a window; the loss of every micro-batch. Collective."""
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode, too
         ready = [self._prepare_inputs(batch) for batch in batches]  # type: ignore[attr-defined]
         step = self.state.global_step
         if self._window is not None:
             self._tune(ready, scale, step)
+        else:
+            self.helix.settle_link(ready, scale, step)
         losses = torch.stack(self.helix.train_window(ready, scale, step))
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         has_labels = scale.tokens.isfinite()
@@ -160,20 +180,26 @@ class WindowHooks:
         return losses
 
     def _tune(self, batches: list[Any], scale: Scale, step: int) -> None:
-        """Let the engine choose a plan, if it is time to; what it finds is said and written. Collective."""
+        """Lets the engine choose a plan if it is time to, and prints and writes what it has chosen. Collective."""
         steps_left = self.state.max_steps - step
-        found = self.helix.tune(batches, scale, step, steps_left if steps_left > 0 else None)
-        if found is not None and self.args.process_index == 0:
+        tuning = self.helix.tune(batches, scale, step, steps_left if steps_left > 0 else None)
+        if tuning is not None and self.args.process_index == 0:
             folder = Path(str(self.args.output_dir), "helix")
             try:
-                export(folder, found, self.helix.plan.to_json())
-                say(f"{found.verdict} (details: {folder / 'tuning.txt'})")
+                export(folder, tuning, self.helix.plan.to_json())
+                say(f"{tuning.verdict} (details: {folder / 'tuning.txt'})")
             except OSError as error:
-                say(f"{found.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
+                say(f"{tuning.verdict} (details: print(trainer.tuning), since {folder} cannot be written: {error})")
 
     def loss_scale(self, num_items: Any) -> Scale:
-        # As the stock Trainer: gradients are averaged over dp, so a mean over all tokens is scaled up by dp. It divides
-        # the count by the ranks that share a batch, also where it has not summed over them.
+        """The factors that the losses of a window are multiplied with.
+
+        As in the stock Trainer, gradients are averaged over dp, so the mean over all tokens is multiplied by dp. The
+        stock Trainer divides `num_items` by tp * pp * cp even if it did not sum over those ranks; this undoes it.
+
+        Args:
+            num_items: the tokens of the window that have a label; None for a sum of losses.
+        """
         averages = self.args.average_tokens_across_devices
         factor = self.helix.mesh.dp_size if averages else 1 / self.helix_config.ranks_per_batch
         tokens = torch.as_tensor(
@@ -182,17 +208,19 @@ class WindowHooks:
         return Scale(tokens, self.helix.mesh.dp_size if averages else 1.0)
 
     def _scale_of_one(self, inputs: Mapping[str, Any], num_items: Any) -> Scale:
-        """Without a number of tokens, the stock Trainer takes the mean of the micro-batch, as a part of its window."""
+        """The scale of a single micro-batch. Without `num_items`, the stock Trainer takes the mean of the micro-batch,
+        divided by the micro-batches of a step.
+        """
         if num_items is not None:
             return self.loss_scale(num_items)
         part = 1 / getattr(self, "current_gradient_accumulation_steps", 1)
         return Scale((part / count_targets(inputs)).to(self.args.device), part)
 
     def _check_window_ran(self) -> None:
-        """Refuse to step on gradients that are not those of the window.
+        """Refuses an optimizer step before the window has run.
 
         Raises:
-            RuntimeError: a subclass has trained on its own.
+            RuntimeError: a subclass computes the loss itself.
         """
         if self._window is not None and self._window.losses is None:
             raise RuntimeError(

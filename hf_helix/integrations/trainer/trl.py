@@ -46,7 +46,7 @@ class StockSFTTrainer(StockTrainer):
     """TRL's `SFTTrainer`, which reads a model in fp32, adds adapters to it, and adds the loss of routers."""
 
     def model_options(self, args: Any) -> dict[str, Any]:
-        """As SFTTrainer, which reads a model in fp32 unless the arguments say otherwise."""
+        """The options as SFTTrainer has them, which reads a model in fp32 unless the arguments say otherwise."""
         return {"dtype": torch.float32, **super().model_options(args)}
 
     def check_call(self, kind: type, call: TrainerCall) -> None:

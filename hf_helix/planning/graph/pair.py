@@ -17,7 +17,7 @@ class GraphPair:
 
     @classmethod
     def of(cls, forward: Graph) -> GraphPair:
-        """The pair of a declared graph."""
+        """Returns a declared graph with its derived backward."""
         return cls(forward, derive_backward(forward))
 
 
@@ -25,12 +25,12 @@ SEND, RECEIVE = "send", "receive"
 
 
 def transfer_graphs(values: int = 1) -> dict[str, GraphPair]:
-    """The units between two virtual stages on different ranks: `send` ends the one, `receive` begins the other.
+    """Returns the units between two virtual stages on different ranks: `send` ends one, `receive` begins the next.
 
-    Backward, derived like any other, the gradients come in at `send` and go out at `receive`.
+    Their backward is derived like any other: gradients come in at `send` and go out at `receive`.
 
     Args:
-        values: how many leave a layer.
+        values: how many values leave a layer.
     """
     names = tuple(f"x{number}" for number in range(values))
     send = Operator(name="transfer", kind=Kind.PIPELINE, reads=names, writes=())

@@ -1,11 +1,11 @@
-"""Recompute: what backward runs again, so that it need not be kept (activation checkpointing).
+"""Recomputation (activation checkpointing): operators that backward runs again, so that less need be kept.
 
-In:   the forward graph of a layer, and how much to run again; or a profile.
-Out:  the graph with `again` on those operators, from which `derive_backward` makes one that runs them; the profile of
-      such graphs.
-Must hold: nothing runs again that backward does not need: what ends in the unit's output (the last linear, its
-scatter, the residual) has no reader there. Indices and counts are kept: they are small, and what follows from them,
-such as how many rows go where, is then the same the second time.
+In:   the forward graph of a layer, and how much to recompute; or a profile.
+Out:  the graph with the mark `again` on those operators, from which `derive_backward` makes a backward that runs them;
+      the profile of such graphs.
+Must hold: operators whose outputs no backward operator reads are not recomputed (the last linear, its reduce-scatter,
+the residual). Indices and counts are kept: they are small, and so what follows from them, such as how many rows go
+where, is the same the second time.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ NONE, SELECTIVE, FULL = RECOMPUTE
 
 
 def recomputed(graph: Graph, mode: str) -> Graph:
-    """The forward graph with the operators marked that backward runs again.
+    """Returns the forward graph with a mark on the operators that backward runs again.
 
     Args:
-        mode: `none`; `selective`: what is cheap; `full`: everything, so that of the values only those that enter the
-            unit are kept.
+        graph: the forward graph.
+        mode: `none`; `selective`: operators that are cheap; `full`: all, so that only values that enter the unit are
+            kept.
     """
     if mode == NONE:
         return graph
@@ -41,7 +42,7 @@ def recomputed(graph: Graph, mode: str) -> Graph:
 
 
 def recompute_profile(profile: Profile, mode: str) -> Profile:
-    """What a profile says of the recomputed graphs of its layers: running again takes as long as forward."""
+    """Returns the profile with recomputed layers: a recomputed operator takes as long as in forward."""
     old = profile.layout
     graphs = {
         name: GraphPair.of(recomputed(pair.forward, mode)) if pair.forward.repeats else pair

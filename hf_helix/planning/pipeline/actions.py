@@ -20,7 +20,7 @@ _WORD = re.compile(r"[^\s,]+")
 _RANK = re.compile(r"\s*rank\s+(\d+)\s*:")
 
 PARTS = {"F": "F", "B": "IW", "I": "I", "W": "W"}
-"""What a direction does: the full backward is an input gradient and a weight gradient."""
+"""The parts of each computation type: the full backward is an input gradient and a weight gradient."""
 
 
 @dataclass(frozen=True, order=True)
@@ -28,15 +28,17 @@ class Action:
     """One micro-batch through one virtual stage.
 
     Attributes:
-        direction: "F" forward, "B" backward, or its parts "I" (input gradient) and "W" (weight gradients).
+        stage: the virtual stage.
+        computation_type: "F" forward, "B" backward, or its parts "I" (input gradient) and "W" (weight gradients).
+        microbatch: its number in the window.
     """
 
     stage: int
-    direction: str
+    computation_type: str
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.direction}{self.microbatch}"
+        return f"{self.stage}{self.computation_type}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -54,7 +56,9 @@ class Slot:
     backward: Action | None = None
 
     def __post_init__(self) -> None:
-        if (self.forward and self.forward.direction != "F") or (self.backward and self.backward.direction not in "BIW"):
+        if (self.forward and self.forward.computation_type != "F") or (
+            self.backward and self.backward.computation_type not in "BIW"
+        ):
             raise ValueError(f"a slot runs an F beside a B, I or W; got {self.forward} and {self.backward}")
 
     @property
@@ -74,7 +78,7 @@ class Slot:
     @classmethod
     def alone(cls, action: Action) -> Slot:
         """A slot of one action."""
-        return cls(forward=action) if action.direction == "F" else cls(backward=action)
+        return cls(forward=action) if action.computation_type == "F" else cls(backward=action)
 
     @classmethod
     def parse(cls, text: str) -> Slot:
@@ -88,8 +92,13 @@ Schedule = list[list[Slot]]
 """Per rank, its slots in order."""
 
 
+def num_microbatches_of(schedule: Schedule) -> int:
+    """Returns how many micro-batches a schedule is for."""
+    return 1 + max((action.microbatch for slots in schedule for slot in slots for action in slot.actions), default=-1)
+
+
 def without_microbatches(schedule: Schedule, count: int) -> Schedule:
-    """The schedule of the first `count` micro-batches only; what runs beside a missing one runs alone.
+    """Returns the schedule of the first `count` micro-batches; an action beside one that is left out runs alone.
 
     Nothing depends on another micro-batch, so what is left can run as it could before.
     """
@@ -104,7 +113,12 @@ def without_microbatches(schedule: Schedule, count: int) -> Schedule:
 
 
 def format_schedule(schedule: Schedule, marked: Mapping[int, int] | None = None) -> str:
-    """One line per rank; `marked` maps a rank to the slot that gets an arrow, its last place plus one for the end."""
+    """Returns one line per rank.
+
+    Args:
+        schedule: of every rank.
+        marked: maps a rank to the slot that gets an arrow; the number of its slots marks the end of the line.
+    """
     lines = []
     for rank, slots in enumerate(schedule):
         cells = [str(slot) for slot in slots]
@@ -116,7 +130,7 @@ def format_schedule(schedule: Schedule, marked: Mapping[int, int] | None = None)
 
 
 def parse_schedule(text: str, num_ranks: int) -> Schedule:
-    """Read what `format_schedule` writes, or torch's CSV of computations: commas, empty cells, no `rank 0:`.
+    """Reads what `format_schedule` writes, or torch's CSV of computations: commas, empty cells, no `rank 0:`.
 
     Raises:
         ValueError: with the whole text and an arrow at the error, where there is one place.
@@ -142,7 +156,7 @@ def parse_schedule(text: str, num_ranks: int) -> Schedule:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Every line that is not blank and where it starts."""
+    """Yields every line that is not blank, with the place where it starts."""
     start = 0
     for line in text.splitlines(keepends=True):
         if line.strip():

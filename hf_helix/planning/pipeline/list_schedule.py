@@ -1,10 +1,10 @@
-"""List scheduling: a schedule on the fold, made by running it: whenever a rank is free it takes what is best at hand.
+"""List scheduling: a schedule on the fold, made by running it: a rank that is free takes what its policy prefers.
 
-In:   the number of ranks P and micro-batches M, costs, and a `Policy` that says what is best.
+In:   a slot clock of the fold, and a `Policy`.
 Out:  a `Schedule`, and the seconds it takes.
-Must hold: never stuck, whatever the policy: a rank waits only for what is on its way. There is room for the second
-chunk: F of the first chunk takes the last place only while an activation of the second lives, so a rank that is full
-can always free a place, and the oldest micro-batch can always go on.
+Must hold: it is never stuck, whatever the policy: a rank waits only for results that are on their way. The second chunk
+always has room: F of the first chunk takes the last place only while an activation of the second lives, so a rank that
+is full can always free a place, and the oldest micro-batch can always go on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
-from hf_helix.planning.pipeline.placement import FOLD, stage_ranks, stages_of_rank
-from hf_helix.planning.pipeline.simulate import Costs
+from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot
+from hf_helix.planning.pipeline.clock import SlotClock
+from hf_helix.planning.pipeline.placement import stages_of_rank
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,17 @@ class Policy:
     """What a rank prefers.
 
     Attributes:
-        most_live: activations, each of one stage and micro-batch, that live at once on a rank; at least 2.
-        pair: whether F and B that are both at hand run as one slot.
-        early: whether the first backwards of the second chunk, P-1-r on rank r, run as I, alone: gradients get on fast.
-        apart: of the backwards of a rank, how many of the last run as I, with W where nothing else is at hand.
-        forward: which chunk's F goes first: 0 or 1, or 2 for the one that did not run last.
-        backward: the same for B.
-        delay: how much of a W may run on after something else is at hand; 1 fills every gap.
+        max_live: activations, each of one stage and micro-batch, that may live at once on a rank; at least 2.
+        pair: whether F and B that can both start run as one slot.
+        early: whether the first backwards of the second chunk, P-1-r on rank r, run as I alone, so that gradients
+            travel on sooner.
+        apart: how many of a rank's last backwards run as I, with W where nothing else can start.
+        forward: which chunk's F goes first: 0 or 1, or 2 for the chunk that did not run last.
+        backward: which chunk's B goes first, in the same numbers.
+        delay: which part of a W may run on after something else could start; 1 fills every gap.
     """
 
-    most_live: int
+    max_live: int
     pair: bool = True
     early: bool = False
     apart: int = 0
@@ -42,9 +43,15 @@ class Policy:
     delay: float = 1.0
 
 
-def list_schedule(num_ranks: int, num_microbatches: int, costs: Costs, policy: Policy) -> tuple[Schedule, float]:
-    """Run the window under a policy; what was run is the schedule."""
-    state = _State(num_ranks, num_microbatches, costs, policy)
+def list_schedule(clock: SlotClock, policy: Policy) -> tuple[Schedule, float]:
+    """Returns the schedule of a window that runs under a policy, and the seconds it takes.
+
+    Args:
+        clock: of the fold, with the costs of its stages.
+        policy: what every rank prefers.
+    """
+    num_ranks = max(clock.ranks) + 1
+    state = _State(clock, policy)
     schedule: Schedule = [[] for _ in range(num_ranks)]
     free = [0.0] * num_ranks
     wakes = [(0.0, rank) for rank in range(num_ranks)]
@@ -55,116 +62,108 @@ def list_schedule(num_ranks: int, num_microbatches: int, costs: Costs, policy: P
         slot = state.choose(rank, now)
         if slot is not None:
             schedule[rank].append(slot)
-            free[rank] = now + costs.slot_seconds(slot)
+            free[rank] = now + clock.costs.slot_seconds(slot)
             for wake in state.run(slot, rank, free[rank]):
                 heapq.heappush(wakes, wake)
     return schedule, max(free)
 
 
 class _State:
-    """What has run and what is on its way. Micro-batches run in order, so counts and lists of ends say it all."""
+    """What has run, and when its results exist. Every stage takes micro-batches in order, so counts say the rest."""
 
-    def __init__(self, num_ranks: int, num_microbatches: int, costs: Costs, policy: Policy) -> None:
-        self.ranks = stage_ranks(FOLD, num_ranks)
-        self.held = [stages_of_rank(rank, self.ranks) for rank in range(num_ranks)]
-        self.num_microbatches = num_microbatches
-        self.costs = costs
+    def __init__(self, clock: SlotClock, policy: Policy) -> None:
+        self.clock = clock
         self.policy = policy
-        self.f_ends: list[list[float]] = [[] for _ in self.ranks]
-        self.i_ends: list[list[float]] = [[] for _ in self.ranks]
-        self.weights = [0 for _ in self.ranks]  # how many W have run
-        self.last_chunk = {"F": [1] * num_ranks, "B": [0] * num_ranks}
+        self.num_microbatches = clock.num_microbatches
+        self.chunks = [stages_of_rank(rank, clock.ranks) for rank in range(max(clock.ranks) + 1)]
+        self.results = clock.no_results()
+        self.done = {part: [0] * len(clock.ranks) for part in "FIW"}  # of each stage, how many have run
+        self.last_chunk = {"F": [1] * len(self.chunks), "B": [0] * len(self.chunks)}
 
-    # -- what is at hand ---------------------------------------------------------------------------------------------
-
-    def _hop(self, stage: int, other: int) -> float:
-        return self.costs.transfer if self.ranks[stage] != self.ranks[other] else 0.0
+    # -- what can start ----------------------------------------------------------------------------------------------
 
     def _forward_time(self, stage: int) -> float:
-        """When the next F of a stage can start; infinity if none is left, has room, or is on its way."""
-        following = len(self.f_ends[stage])
-        if following == self.num_microbatches or not self._room(stage):
+        """Returns when the next F of a stage can start; infinity if none is left, has room, or is on its way."""
+        following = self.done["F"][stage]
+        if following == self.num_microbatches or not self._has_room(stage):
             return math.inf
-        if stage == 0:
-            return 0.0
-        before = self.f_ends[stage - 1]
-        return before[following] + self._hop(stage - 1, stage) if following < len(before) else math.inf
+        return self.clock.arrival(self.clock.number("F", stage, following), self.results)
 
     def _backward_time(self, stage: int) -> float:
-        """The same for the next B or I."""
-        following = len(self.i_ends[stage])
-        if following == len(self.f_ends[stage]):
+        """Returns when the next B or I of a stage can start; infinity if none is left or on its way."""
+        following = self.done["I"][stage]
+        if following == self.num_microbatches:
             return math.inf
-        if stage == len(self.ranks) - 1:
-            return self.f_ends[stage][following]
-        after = self.i_ends[stage + 1]
-        return after[following] + self._hop(stage, stage + 1) if following < len(after) else math.inf
+        return self.clock.arrival(self.clock.number("I", stage, following), self.results)
 
-    def _room(self, stage: int) -> bool:
-        down, up = self.held[self.ranks[stage]]
-        live, live_up = (len(self.f_ends[s]) - self.weights[s] for s in (down, up))
+    def _has_room(self, stage: int) -> bool:
+        down, up = self.chunks[self.clock.ranks[stage]]
+        live, live_up = (self.done["F"][s] - self.done["W"][s] for s in (down, up))
         live += live_up
-        return live < self.policy.most_live - (stage == down and live_up == 0)
+        return live < self.policy.max_live - (stage == down and live_up == 0)
 
-    def _order(self, rank: int, direction: str) -> Sequence[int]:
-        """The stages of a rank, the preferred one first."""
-        preferred = self.policy.forward if direction == "F" else self.policy.backward
+    def _preferred(self, rank: int, part: str) -> Sequence[int]:
+        """Returns the stages of a rank, the preferred one first."""
+        preferred = self.policy.forward if part == "F" else self.policy.backward
         if preferred == 2:
-            preferred = 1 - self.last_chunk[direction][rank]
-        return self.held[rank][::-1] if preferred else self.held[rank]
+            preferred = 1 - self.last_chunk[part][rank]
+        return self.chunks[rank][::-1] if preferred else self.chunks[rank]
 
     # -- what to run -------------------------------------------------------------------------------------------------
 
     def choose(self, rank: int, now: float) -> Slot | None:
-        """The slot that a free rank starts now; None to wait for what is on its way."""
-        forwards = {stage: self._forward_time(stage) for stage in self._order(rank, "F")}
-        backwards = {stage: self._backward_time(stage) for stage in self._order(rank, "B")}
+        """Returns the slot that a free rank starts now; None to wait for a result that is on its way."""
+        forwards = {stage: self._forward_time(stage) for stage in self._preferred(rank, "F")}
+        backwards = {stage: self._backward_time(stage) for stage in self._preferred(rank, "B")}
         forward = next((stage for stage, time in forwards.items() if time <= now), None)
         backward = next((stage for stage, time in backwards.items() if time <= now), None)
         if backward is not None:
             return self._backward_slot(rank, forward if self.policy.pair else None, backward)
         if forward is not None:
-            return Slot(self._action(forward, "F"))
+            return Slot(self._next(forward, "F"))
         return self._fill(rank, now, min(*forwards.values(), *backwards.values()))
 
     def _backward_slot(self, rank: int, forward: int | None, backward: int) -> Slot:
-        done, (_, up) = len(self.i_ends[backward]), self.held[rank]
-        early = self.policy.early and backward == up and done < len(self.held) - 1 - rank
-        left = sum(self.num_microbatches - len(self.i_ends[stage]) for stage in self.held[rank])
+        done, (_, up) = self.done["I"][backward], self.chunks[rank]
+        early = self.policy.early and backward == up and done < len(self.chunks) - 1 - rank
+        left = sum(self.num_microbatches - self.done["I"][stage] for stage in self.chunks[rank])
         if early or (forward is None and left <= self.policy.apart):
-            return Slot(backward=self._action(backward, "I"))
-        direction = "W" if self.weights[backward] < done else "B"  # weight gradients add up in order
-        return Slot(None if forward is None else self._action(forward, "F"), self._action(backward, direction))
+            return Slot(backward=self._next(backward, "I"))
+        kind = "W" if self.done["W"][backward] < done else "B"  # weight gradients add up in order
+        return Slot(None if forward is None else self._next(forward, "F"), self._next(backward, kind))
 
     def _fill(self, rank: int, now: float, until: float) -> Slot | None:
-        """The W that has waited longest, if it fits before something else is at hand."""
-        waiting = [stage for stage in self.held[rank] if self.weights[stage] < len(self.i_ends[stage])]
+        """Returns the W that has waited longest, if it fits before something else can start."""
+        waiting = [stage for stage in self.chunks[rank] if self.done["W"][stage] < self.done["I"][stage]]
         if not waiting:
             return None
-        stage = min(waiting, key=lambda stage: self.i_ends[stage][self.weights[stage]])
-        fits = now + self.costs.weight[stage] * (1 - self.policy.delay) <= until
-        return Slot(backward=self._action(stage, "W")) if fits else None
+        stage = min(waiting, key=lambda stage: self.results[self.clock.number("I", stage, self.done["W"][stage])])
+        fits = now + self.clock.costs.weight[stage] * (1 - self.policy.delay) <= until
+        return Slot(backward=self._next(stage, "W")) if fits else None
 
-    def _action(self, stage: int, direction: str) -> Action:
-        done = {"F": len(self.f_ends[stage]), "W": self.weights[stage]}
-        return Action(stage, direction, done.get(direction, len(self.i_ends[stage])))
+    def _next(self, stage: int, computation_type: str) -> Action:
+        part = "I" if computation_type == "B" else computation_type
+        return Action(stage, computation_type, self.done[part][stage])
 
     # -- what has run ------------------------------------------------------------------------------------------------
 
     def run(self, slot: Slot, rank: int, end: float) -> list[tuple[float, int]]:
-        """Note a slot that ends then; gives when which ranks may go on."""
+        """Counts a slot; returns when which ranks may go on.
+
+        Args:
+            slot: that runs.
+            rank: that runs it.
+            end: when it ends.
+        """
         wakes = [(end, rank)]
         for action in slot.actions:
-            stage, direction = action.stage, action.direction
-            if direction == "F":
-                self.f_ends[stage].append(end)
-            if direction in "BI":
-                self.i_ends[stage].append(end)
-            if direction in "BW":
-                self.weights[stage] += 1
-            if direction != "W":
-                self.last_chunk["F" if direction == "F" else "B"][rank] = self.held[rank].index(stage)
-            other = stage + 1 if direction == "F" else stage - 1
-            if direction != "W" and 0 <= other < len(self.ranks):
-                wakes.append((end + self._hop(stage, other), self.ranks[other]))
+            stage = action.stage
+            for part in PARTS[action.computation_type]:
+                self.done[part][stage] += 1
+                if part != "W":
+                    self.results[self.clock.number(part, stage, action.microbatch)] = end
+                    self.last_chunk["F" if part == "F" else "B"][rank] = self.chunks[rank].index(stage)
+                    other = stage + 1 if part == "F" else stage - 1
+                    if 0 <= other < len(self.clock.ranks):
+                        wakes.append((end + self.clock.hop(stage, other), self.clock.ranks[other]))
         return wakes

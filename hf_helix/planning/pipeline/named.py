@@ -1,23 +1,28 @@
-"""Builders: the named schedules, for any number of ranks and micro-batches.
+"""The named schedules, for any number of ranks and micro-batches.
 
 In:   the number of pipeline ranks P and of micro-batches M.
 Out:  a `Schedule`.
-Must hold: `hf_helix.planning.pipeline.validate.validate` passes each. They know nothing of it.
+Must hold: `hf_helix.planning.pipeline.validate.validate` passes each. The builders know nothing of it. The names are
+those of `hf_helix.config.SCHEDULES`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
+from hf_helix.config import schedule_name
 from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot, without_microbatches
+from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks
+from hf_helix.planning.pipeline.validate import validate
 
 Step = tuple[tuple[int, str], ...]
-"""What a slot runs, (stage, direction), before it is known for which micro-batch."""
+"""The stages and computation types of a slot, before it is known for which micro-batch."""
 
 
-def w_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The paper's W-shaped schedule on the fold (section 4.1, figure 8): 1F1B over M+P units that go down and up.
+def folded_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Returns the paper's W schedule on the fold (section 4.1, figure 8): 1F1B over M+P units that go down and up.
 
     Over global slot numbers t, rank r runs: F of chunk 0 at 2k+r; F of chunk 1 at 2k+2P-1-r; B of chunk 1 at
     2P+2k+r; B of chunk 0 at 4P+2k-1-r. With M >= P that makes 4P+2M-2 slots of which 2(M-P) a rank are fused.
@@ -37,7 +42,7 @@ def w_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Megatron's 1F1B on the linear placement, one strand: rank r runs ahead by P-1-r forwards, then takes turns."""
+    """Returns Megatron's 1F1B on the linear placement, one strand: rank r is P-1-r forwards ahead."""
 
     def steps(rank: int) -> list[Step]:
         forward: list[Step] = [((rank, "F"),)]
@@ -49,9 +54,9 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """DeepSeek's DualPipeV on the fold: fused slots in the middle, input and weight gradients apart at both ends.
+    """Returns DeepSeek's DualPipeV on the fold: fused slots in the middle, I and W apart at both ends.
 
-    It is made for M >= 2P. With fewer it is that of 2P micro-batches without the missing ones.
+    It is made for M >= 2P. With fewer, it is the schedule of 2P micro-batches without those that are missing.
     """
     built_for = max(num_microbatches, 2 * num_ranks)
     schedule = [_numbered(_dualpipe_v_steps(rank, num_ranks, built_for)) for rank in range(num_ranks)]
@@ -59,10 +64,10 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def _dualpipe_v_steps(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
-    """Its eight phases on a rank; `below` ranks are nearer to the turn of the fold."""
+    """Returns the eight phases of DualPipeV on a rank; `below` ranks are nearer to the turn of the fold."""
     below, through = num_ranks - 1 - rank, rank + 1
     f0, f1 = (rank, "F"), (2 * num_ranks - 1 - rank, "F")
-    (b0, i0, w0), (b1, i1, w1) = ([(stage, direction) for direction in "BIW"] for stage, _ in (f0, f1))
+    (b0, i0, w0), (b1, i1, w1) = ([(stage, kind) for kind in "BIW"] for stage, _ in (f0, f1))
 
     steps: list[Step] = [(f0,)] * (2 * below)  # 1: F0
     steps += [(f0,), (f1,)] * through  # 2: F0 F1
@@ -84,17 +89,58 @@ def _dualpipe_v_steps(rank: int, num_ranks: int, num_microbatches: int) -> list[
 
 
 def _numbered(steps: Iterable[Step]) -> list[Slot]:
-    """With micro-batches: every stage and part takes them in order."""
+    """Returns the steps with micro-batches: every stage and part takes them in order."""
     count: Counter[tuple[int, str]] = Counter()
     slots = []
     for step in steps:
         actions = {}
-        for stage, direction in step:
-            parts = [(stage, part) for part in PARTS[direction]]
-            actions[direction] = Action(stage, direction, count[parts[0]])
+        for stage, computation_type in step:
+            parts = [(stage, part) for part in PARTS[computation_type]]
+            actions[computation_type] = Action(stage, computation_type, count[parts[0]])
             count.update(parts)
         slots.append(Slot(actions.pop("F", None), next(iter(actions.values()), None)))
     return slots
 
 
-BUILDERS: dict[str, Callable[[int, int], Schedule]] = {"w": w_schedule, "1f1b": one_f_one_b, "dualpipe_v": dualpipe_v}
+class NamedSchedule(NamedTuple):
+    """A schedule that has a name.
+
+    Attributes:
+        build: makes it from the number of ranks and of micro-batches.
+        placement: of the virtual stages.
+    """
+
+    build: Callable[[int, int], Schedule]
+    placement: str
+
+
+NAMED_SCHEDULES = {
+    "folded_1f1b": NamedSchedule(folded_1f1b, FOLD),
+    "dualpipe_v": NamedSchedule(dualpipe_v, FOLD),
+    "1f1b": NamedSchedule(one_f_one_b, LINEAR),
+}
+PLACEMENT_OF = {name: schedule.placement for name, schedule in NAMED_SCHEDULES.items()}
+FOLDED = tuple(name for name, placement in PLACEMENT_OF.items() if placement == FOLD)
+"""The schedules that `auto` chooses from, beside those that it makes: a model that is placed once can run each."""
+
+
+def build_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Returns the schedule of a name, validated.
+
+    Args:
+        name: one of `NAMED_SCHEDULES`, or another name of one.
+        num_ranks: of the pipeline.
+        num_microbatches: of the window.
+
+    Raises:
+        ValueError: an unknown name, or fewer than one rank or micro-batch.
+    """
+    found = NAMED_SCHEDULES.get(schedule_name(name))
+    if found is None or num_ranks < 1 or num_microbatches < 1:
+        raise ValueError(
+            f"no schedule {name!r} for {num_ranks} ranks and {num_microbatches} micro-batches; "
+            f"schedules: {', '.join(NAMED_SCHEDULES)}, with at least one of each"
+        )
+    schedule = found.build(num_ranks, num_microbatches)
+    validate(schedule, num_microbatches, stage_ranks(found.placement, num_ranks))
+    return schedule

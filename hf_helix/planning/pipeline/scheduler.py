@@ -1,71 +1,76 @@
-"""Schedulers: from the number of micro-batches of a window to its schedule.
+"""Schedulers: from what the user calls the schedule to the schedule of a window of any length.
 
-In:   what the user calls the schedule, the number of pipeline ranks and, for `auto`, what the stages cost.
-Out:  a schedule for a window of any length.
-Must hold: a pure function of its inputs, the same on every rank; the placement does not depend on the window.
+In:   a name, `auto` or the path of an action file; the number of pipeline ranks; for `auto`, what the stages cost.
+Out:  a schedule.
+Must hold: a pure function of its inputs, the same on every rank; the placement does not depend on the window or the
+costs, so layers stay where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from hf_helix.planning.graph.operator import Kind, Part
-from hf_helix.planning.graph.pair import SEND
-from hf_helix.planning.pipeline.placement import FOLD
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, num_microbatches_of, placement_of
-from hf_helix.planning.pipeline.select import AUTO, Costs, find_schedule
+from hf_helix.config import AUTO, SCHEDULES, schedule_name
+from hf_helix.planning.pipeline.actions import Schedule, num_microbatches_of
+from hf_helix.planning.pipeline.auto import choose_schedule
+from hf_helix.planning.pipeline.costs import Costs, stage_costs
+from hf_helix.planning.pipeline.named import FOLDED, PLACEMENT_OF, build_schedule
+from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks
+from hf_helix.planning.pipeline.schedule_file import load_schedule, placement_of
+from hf_helix.planning.pipeline.simulate import Simulated, simulate_schedule
 from hf_helix.planning.profile import Profile
 
-USUAL_GAIN = 1.2  # of forward beside backward, where nothing is measured
-FOLDED = tuple(name for name, placement in PLACEMENT_OF.items() if placement == FOLD)
+ON_ONE_RANK = "folded_1f1b"  # one rank has no bubble, so `auto` has nothing to choose
 
 
 class Scheduler:
     """Makes the schedule of a window.
 
+    Without costs, `auto` takes the best of a few schedules, as if all stages cost the same: nothing is searched before
+    something is measured, and a choice takes a fraction of a second in long windows, too.
+
     Args:
         name: of a schedule, `auto`, or the path of an action file.
         num_ranks: of the pipeline.
-        costs: of every virtual stage; without them all cost the same.
+        costs: of every virtual stage; None where nothing is measured.
+
+    Attributes:
+        placement: of the virtual stages; of `auto`, the fold.
+        max_microbatches: of a window; None where there is no limit. An action file has only so many.
 
     Raises:
         ValueError: no such schedule, or an action file that is damaged or for another number of ranks.
-        OSError: it cannot be read.
+        OSError: the action file cannot be read.
     """
 
     def __init__(self, name: str, num_ranks: int, costs: Costs | None = None) -> None:
-        self.name = name
+        self.name = schedule_name(name)
         self.num_ranks = num_ranks
-        self._costs = costs
+        self._costs = None if costs is None else lambda ranks: costs
         self._made: dict[int, Schedule] = {}
-        self.most: int | None = None  # micro-batches; an action file has only so many
-        if name in PLACEMENT_OF:
-            self.placement = PLACEMENT_OF[name]
-        elif name == AUTO:
-            self.placement = FOLD
+        self.max_microbatches: int | None = None
+        if self.name in SCHEDULES:
+            self.placement = PLACEMENT_OF.get(self.name, FOLD)
         else:
-            _, schedule = find_schedule(name, num_ranks, None, self._stage_costs)
-            self.placement, self.most = placement_of(schedule), num_microbatches_of(schedule)
+            _, schedule = find_schedule(name, num_ranks, None)
+            self.placement, self.max_microbatches = placement_of(schedule), num_microbatches_of(schedule)
 
     def __call__(self, num_microbatches: int) -> Schedule:
-        """The schedule of a window of so many micro-batches."""
+        """Returns the schedule of a window of so many micro-batches."""
         if num_microbatches not in self._made:
-            _, schedule = find_schedule(self.name, self.num_ranks, num_microbatches, self._stage_costs)
+            _, schedule = find_schedule(self.name, self.num_ranks, num_microbatches, self._costs)
             self._made[num_microbatches] = schedule
         return self._made[num_microbatches]
 
-    def _stage_costs(self, ranks: Sequence[int]) -> Costs:
-        even = [1.0] * len(ranks)
-        return self._costs or Costs(even, even, even, gain=USUAL_GAIN)
-
 
 def schedule_names(name: str, num_ranks: int) -> tuple[str, ...]:
-    """The schedules that a run under `name` may choose from."""
+    """Returns the names of the schedules that a run under `name` may choose from."""
     return (*FOLDED, AUTO) if name == AUTO and num_ranks > 1 else (name,)
 
 
 def candidates(name: str, profile: Profile) -> list[Scheduler]:
-    """The schedulers that a run under `name` may choose from, once its operators are measured."""
+    """Returns the schedulers that a run may choose from once its operators are measured, all of one placement."""
     num_ranks = profile.layout.num_ranks
     names = schedule_names(name, num_ranks)
     return [
@@ -73,23 +78,58 @@ def candidates(name: str, profile: Profile) -> list[Scheduler]:
     ]
 
 
-def stage_costs(profile: Profile) -> Costs:
-    """What the parts of every virtual stage take, operator after operator, and how much faster two strands are."""
-    layout = profile.layout
-    totals: dict[tuple[int, str], float] = {}
-    loads = dict.fromkeys(Kind, 0.0)
-    for stage, chunk in layout.chunks.items():
-        for unit in chunk:
-            if layout.transfers(unit):
-                continue
-            name = layout.units[unit]
-            pair = layout.graphs[name]
-            for letter, graph in (("F", pair.forward), ("B", pair.backward)):
-                for op in graph.operators:
-                    part = "F" if op.part is Part.F else "W" if op.part is Part.W else "I"
-                    seconds = profile.times[name, f"{letter}.{op.name}"]
-                    totals[stage, part] = totals.get((stage, part), 0.0) + seconds
-                    loads[op.kind] += seconds
-    forward, inputs, weights = ([totals.get((stage, part), 0.0) for stage in layout.chunks] for part in "FIW")
-    transfer = profile.times.get((SEND, "F.transfer"), 0.0)
-    return Costs(forward, inputs, weights, transfer, sum(loads.values()) / max(loads.values()))
+def find_schedule(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int | None,
+    costs: Callable[[Sequence[int]], Costs] | None = None,
+) -> tuple[str, Schedule]:
+    """Returns the schedule that a user asks for, and its label.
+
+    Args:
+        name: of a schedule, `auto` for the best found, or the path of an action file.
+        num_ranks: pipeline ranks.
+        num_microbatches: of the window; None for all of an action file, or else three for each rank.
+        costs: of the virtual stages, given the rank of each; `auto` searches with them. None for no search.
+
+    Raises:
+        ValueError: as `choose_schedule`, `build_schedule` and `load_schedule`; or it is none of these.
+        OSError: as `load_schedule`.
+    """
+    name = schedule_name(name)
+    count = 3 * num_ranks if num_microbatches is None else num_microbatches
+    if name == AUTO and num_ranks == 1:
+        name = ON_ONE_RANK
+    if name in PLACEMENT_OF:
+        return name, build_schedule(name, num_ranks, count)
+    if name == AUTO:
+        ranks = stage_ranks(FOLD, num_ranks)
+        return choose_schedule(num_ranks, count, costs(ranks) if costs else Costs.even(len(ranks)), search=bool(costs))
+    if not Path(name).is_file():
+        raise ValueError(
+            f"schedule={name!r} is neither the name of a schedule nor an existing file; "
+            f"use one of {', '.join(SCHEDULES)}, or the path of an action file"
+        )
+    return name, load_schedule(name, num_ranks, num_microbatches)
+
+
+def simulate_layers(
+    name: str, num_ranks: int, num_microbatches: int | None, num_layers: int | None = None, **times: float
+) -> tuple[str, Simulated]:
+    """Simulates a schedule with equal layers; returns its label and what comes out.
+
+    Args:
+        name: as of `find_schedule`.
+        num_ranks: as of `find_schedule`.
+        num_microbatches: as of `find_schedule`.
+        num_layers: of the model; None for two for each rank.
+        times: of a layer, as of `Costs.of_layers`.
+    """
+
+    def costs(ranks: Sequence[int]) -> Costs:
+        layers = split_layers(2 * num_ranks if num_layers is None else num_layers, ranks)
+        return Costs.of_layers([len(stage) for stage in layers], **times)
+
+    label, schedule = find_schedule(name, num_ranks, num_microbatches, costs)
+    ranks = stage_ranks(placement_of(schedule), num_ranks)
+    return label, simulate_schedule(schedule, ranks, costs(ranks))

@@ -16,7 +16,7 @@ from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Slot
+from hf_helix.planning.pipeline.actions import Slot
 
 Shares = Mapping[str, tuple[float, str]]
 """For every computation of a layer: its part of the activations, and the operator that is recomputed for it (empty
@@ -102,7 +102,7 @@ def peak_layers(slots: Sequence[Slot], layout: Layout, kept: Mapping[str, float]
     alive = peak = 0.0
     for slot in slots:
         enter = layers(slot.forward.stage) if slot.forward else []
-        leave = layers(slot.backward.stage)[::-1] if slot.backward and slot.backward.direction != "I" else []
+        leave = layers(slot.backward.stage)[::-1] if slot.backward and slot.backward.computation_type != "I" else []
         for entering, leaving in zip_longest(enter, leave, fillvalue=0.0):
             alive += entering - leaving
             peak = max(peak, alive)

@@ -22,7 +22,7 @@ from hf_helix.planning.instructions import (
     transfers_of,
 )
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Schedule, Slot
+from hf_helix.planning.pipeline.actions import Schedule, Slot
 from hf_helix.planning.plans.plan import Plan, check_known, graphs_digest
 from hf_helix.planning.profile import Profile
 

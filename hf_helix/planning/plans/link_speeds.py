@@ -1,4 +1,4 @@
-"""What plans would be worth on a slower or faster link: predictions from one measured profile.
+"""Predictions for slower and faster links, from one measured profile.
 
 In:   a profile that knows the bytes of its collectives, and the speeds of links.
 Out:  profiles of the same operators on these links, and for each the predicted times of plans made for it.
@@ -17,7 +17,7 @@ from hf_helix.link_speed import LinkSpeed, parse_link
 from hf_helix.planning.cost import work_of
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import window_instructions
-from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.registry import make_plan, predict_plan
@@ -29,12 +29,13 @@ NO_LINK = LinkSpeed(None)
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the cost function says of a window on a link.
+    """Predicted times of a window on a link.
 
     Attributes:
         speed: of the link; `NO_LINK` for none.
-        computation, communication: seconds of each alone.
-        plans: by rule, seconds of a window under the plan that it makes for this link.
+        computation: seconds of computation alone.
+        communication: seconds of communication alone.
+        plans: by rule, seconds of a window under the plan that the rule makes for this link.
     """
 
     speed: LinkSpeed
@@ -43,7 +44,7 @@ class Predicted:
     plans: Mapping[str, float]
 
     def gain(self, rule: str, over: str) -> float:
-        """How many times as fast one rule's plan is as another's."""
+        """Returns how many times as fast the plan of one rule is as that of another."""
         return self.plans[over] / self.plans[rule]
 
 
@@ -74,7 +75,7 @@ def on_link(profile: Profile, speed: LinkSpeed) -> Profile:
 
 
 def _pair(profile: Profile, times: Mapping[Name, float], names: tuple[Name, Name]) -> Pair:
-    """Two operators beside each other, where collectives take longer or shorter than they did."""
+    """Returns the times of two operators beside each other, on a link where collectives take other times."""
     a, b = names
     stretched = 1.0
     for name in names:
@@ -88,16 +89,22 @@ def _pair(profile: Profile, times: Mapping[Name, float], names: tuple[Name, Name
 def predict_speeds(
     profile: Profile, schedule: Schedule, speeds: Sequence[LinkSpeed], plans: Mapping[str, Plan]
 ) -> list[Predicted]:
-    """What windows would take on each link, under plans of these rules.
+    """Returns the predicted times of a window on each link, under plans of these rules.
 
-    Rules that need no search make their plans anew for each link. What a search found is judged as it is, beside what
-    `greedy` makes for that link, and the better of the two counts: a search there could only find better ones.
+    Rules that need no search make their plans anew for each link. A searched plan is judged as it is, beside the plan
+    that `greedy` makes for that link, and the better of the two counts: a search there could only find better ones.
+
+    Args:
+        profile: with the bytes of its collectives.
+        schedule: of the window.
+        speeds: of the links.
+        plans: by rule.
     """
     return [_predict(on_link(profile, speed), schedule, plans) for speed in speeds]
 
 
 def _predict(profile: Profile, schedule: Schedule, plans: Mapping[str, Plan]) -> Predicted:
-    """What windows take on the link of a profile."""
+    """Returns the predicted times of a window on the link of a profile."""
     seconds = {}
     for rule, plan in plans.items():
         searched = isinstance(plan, PriorityPlan)

@@ -24,7 +24,7 @@ from hf_helix.planning.cost import COMPUTE, Times, work_of
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
 from hf_helix.planning.plans.activation_memory import activation_memory, peak_layers, shares_of
 from hf_helix.planning.profile import Name
 
@@ -229,7 +229,7 @@ class ListScheduler:
                     if earlier is not whole[index - 1] or _both_repeat(layout, earlier, whole[index]):
                         self._enter_after(passes[whole[index]], passes[earlier])
             paths.append(path)
-            if action.direction == "F":
+            if action.computation_type == "F":
                 ahead, number = number, len(self._layers)
                 inside = [instruction for each in path for instruction in passes[each]]
                 self._layers.append(sum(self.kept.alloc[instruction] for instruction in inside))
@@ -300,7 +300,7 @@ Strand = Sequence[tuple[Action, bool]]
 def _without_weights(slots: Sequence[Slot]) -> list[Slot]:
     """The slots without halves that compute weight gradients alone: list scheduling puts these where there is room."""
     kept = (
-        Slot(slot.forward, None if slot.backward is None or slot.backward.direction == "W" else slot.backward)
+        Slot(slot.forward, None if slot.backward is None or slot.backward.computation_type == "W" else slot.backward)
         for slot in slots
     )
     return [slot for slot in kept if slot.actions]
@@ -320,7 +320,7 @@ def _strand(slots: Sequence[Slot], forward: bool) -> list[tuple[Action, bool]]:
 
 def _unit_passes(action: Action, layout: Layout) -> list[UnitPass]:
     """The passes through units that an action makes, in its order; units between the ranks are left out."""
-    forward = action.direction == "F"
+    forward = action.computation_type == "F"
     units = [unit for unit in layout.chunks[action.stage] if not layout.transfers(unit)]
     return [(forward, action.microbatch, unit) for unit in (units if forward else reversed(units))]
 

@@ -20,7 +20,7 @@ from hf_helix.planning.graph.operator import digest
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.text import format_json
 

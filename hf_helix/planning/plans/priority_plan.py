@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.block_plan import entries
 from hf_helix.planning.plans.list_scheduler import ListScheduler, Priorities
 from hf_helix.planning.plans.plan import Plan, check_known

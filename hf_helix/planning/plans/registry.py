@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from hf_helix import config
 from hf_helix.planning.cost import Timeline, simulate, work_of
 from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.pipeline.schedule_file import Schedule
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.baselines.dhelix import dhelix
-from hf_helix.planning.plans.baselines.interleave import round_robin, sequential
 from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
+from hf_helix.planning.plans.baselines.round_robin import round_robin
 from hf_helix.planning.plans.block_plan import BlockPlan, OrderBlock
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import Plan, graphs_digest
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.search import Progress, greedy, search
+from hf_helix.planning.plans.sequential import sequential
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.program import build_programs
 

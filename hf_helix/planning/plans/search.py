@@ -27,14 +27,8 @@ from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate, work_of
 from hf_helix.planning.graph.operator import Graph, Part
 from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import (
-    Action,
-    Schedule,
-    Slot,
-    build_schedule,
-    num_microbatches_of,
-    without_microbatches,
-)
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot, num_microbatches_of, without_microbatches
+from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.plans.list_scheduler import EXTRA_LIVE_LAYERS, ListScheduler, Priorities, Priority
 from hf_helix.planning.profile import Name, Profile, named_operators
 
@@ -93,7 +87,7 @@ def search(
         effort: the length of the search, in parts of the usual one.
     """
     num_ranks = profile.layout.num_ranks
-    name = "w" if len(profile.layout.chunks) > num_ranks else "1f1b"
+    name = "folded_1f1b" if len(profile.layout.chunks) > num_ranks else "1f1b"
     usual = schedule or build_schedule(name, num_ranks, USUAL_MICROBATCHES)
 
     first = greedy(profile, extra_live_layers)
@@ -109,7 +103,7 @@ def search(
     if num_ranks == 1:
         short = without_microbatches(usual, SHORT_MICROBATCHES)
     else:
-        short = build_schedule("w", 1, min(num_microbatches_of(usual), SHORT_MICROBATCHES))
+        short = build_schedule("folded_1f1b", 1, min(num_microbatches_of(usual), SHORT_MICROBATCHES))
     views.append((shorten(profile.layout), short, 0))
     for number, (layout, few, seed) in enumerate(views):
         start = first if number < len(views) - 1 else best()

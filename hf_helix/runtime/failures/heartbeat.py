@@ -261,7 +261,7 @@ def watched() -> Iterator[None]:
 
 
 def collective(function: F) -> F:
-    """Decorates a function that every rank calls: it runs in `watched`."""
+    """Decorates a function that every rank calls: errors of communication in it name the rank that failed."""
     return watched()(function)
 
 

@@ -1,1 +1,11 @@
-"""Measurements of operators, windows, transfers and memory on this machine."""
+"""Measurements on this machine.
+
+profiler        every operator of a model, alone and beside others: a `Profile`
+bench           one operator, or two beside each other, again and again
+transfer_times  what ranks of a pipeline send each other
+timing          what runs of a program, and when; holds a GPU until the host has issued it
+overlap         a window under each of several plans, its computation alone, its communication alone
+memory          the most bytes that a window has alive
+even_link       the speed at which an emulated link takes as long as computation
+machine         what a machine is recognised by
+"""

@@ -1,7 +1,8 @@
 """Single operators and pairs of them, run again and again with the values that they have in a step.
 
 In:   a runner and a micro-batch.
-Out:  seconds of a collective in a train of repeats; seconds of each of two operators that run beside each other.
+Out:  seconds of an operator that runs several times in a row; seconds of each of two operators that run beside each
+      other.
 Must hold: operators are timed through the executor's own issue code, on the rank's own streams; two that start together
 do so on every rank that shares them.
 """
@@ -30,7 +31,13 @@ from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold, meet, traced
 
 @dataclass(frozen=True)
 class Timed:
-    """An operator as it is timed: of which unit of the rank, and what must run before."""
+    """An operator that is timed.
+
+    Attributes:
+        name: its name in a profile.
+        unit: the number of the first unit of this rank that has it.
+        op: the operator.
+    """
 
     name: Name
     unit: int
@@ -38,10 +45,12 @@ class Timed:
 
 
 class Bench:
-    """Runs one or two operators again and again, with the values they have in a step.
+    """Runs one or two operators again and again, with the values that they have in a step.
 
     Args:
-        length: how often an operator runs in a row; the first warms up.
+        runner: whose operators and streams are used.
+        batch: the micro-batch whose values are used.
+        length: how often an operator runs in a row; the first run warms up.
     """
 
     def __init__(self, runner: Runner, batch: MicroBatch, length: int) -> None:
@@ -59,7 +68,7 @@ class Bench:
         return self.runner.layout.graphs[timed.name[0]].forward.repeats
 
     def alike(self) -> dict[Name, Name]:
-        """Collectives that move the same as an earlier one."""
+        """Returns, for collectives that move tensors of the same shapes and types as an earlier one, its name."""
         first: dict[object, Name] = {}
         found = {}
         for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
@@ -72,8 +81,8 @@ class Bench:
                 found[timed.name] = other
         return found
 
-    def train(self, timed: Timed) -> list[float]:
-        """Seconds of an operator, `length` times in a row. Collective."""
+    def time_repeats(self, timed: Timed) -> list[float]:
+        """Returns the seconds of an operator that runs `length` times in a row, without the first. Collective."""
         program: list[Instruction] = []
         for repeat in range(self.length):
             program += [*self._before(repeat, timed), BARRIER_INSTRUCTION, self._instruction(repeat, timed, ends=True)]
@@ -81,7 +90,7 @@ class Bench:
         return [span.seconds for span in self._run(program) if span.label == label][1:]
 
     def bytes_sent(self, timed: Timed) -> int:
-        """What this rank sends in a collective. Collective."""
+        """Returns the bytes that this rank sends in an operator. Collective."""
         axes = self.runner.mesh.axes
         recorders = [Recorder(axis.transport) for axis in axes]
         with transports(axes, recorders):
@@ -89,17 +98,19 @@ class Bench:
         return sum(recorder.bytes_sent for recorder in recorders)
 
     def together(self, first: Timed, second: Timed, counts: tuple[int, int]) -> list[tuple[float, float]]:
-        """Seconds of two operators that start together on every rank, `length` times. Collective.
+        """Returns the seconds of two operators that start together on every rank, for each repeat. Collective.
 
         Args:
-            counts: how often each runs in a row.
+            first: an operator.
+            second: another, or the same.
+            counts: how often each of them runs in a row.
         """
         if first.op.kind is second.op.kind:
             # Two that draw random numbers at once would leave each other's state behind.
             device = self.runner.mesh.device
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), explicit_gradients():
-                return self._aside(first, second)
-        # Each is of micro-batches of its own, or one that reads what the other makes would wait for it.
+                return self._on_two_streams(first, second)
+        # Each works on micro-batches of its own, or one that reads what the other makes would wait for it.
         trains = [
             (timed, place * self.length + repeat)
             for place, (timed, count) in enumerate(zip((first, second), counts, strict=True))
@@ -118,8 +129,8 @@ class Bench:
             rows.append((sum(ran[0][-counts[0] :]), sum(ran[1][-counts[1] :])))
         return rows[1:]
 
-    def _aside(self, first: Timed, second: Timed) -> list[tuple[float, float]]:
-        """Two operators of one kind: the second goes through the stream of another kind."""
+    def _on_two_streams(self, first: Timed, second: Timed) -> list[tuple[float, float]]:
+        """Times two operators of one kind; the second runs on the stream of another kind."""
         streams = self.runner.executor.streams
         rows = []
         for _ in range(self.length):
@@ -161,7 +172,7 @@ class Bench:
         return self.runner.executor.strand(self.batch, {}, training=True).call(timed.unit, timed.op.of, unit)
 
     def _before(self, repeat: int, timed: Timed) -> list[Instruction]:
-        """The forward that a backward operator needs, or the one that runs again."""
+        """The forward operators that a backward operator needs, those of recompute where there are any."""
         if timed.op.part in (Part.F, Part.R) or timed.op.kind.communicates:
             return []
         made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=not timed.op.again)
@@ -182,7 +193,7 @@ class Bench:
 
 
 def _first_units(runner: Runner) -> dict[str, int]:
-    """The first unit of this rank of every name, ways to other ranks left out."""
+    """The first unit of each name on this rank, without the units that send or receive."""
     first: dict[str, int] = {}
     for index, unit in runner.stage.units.items():
         if not runner.layout.transfers(index):
@@ -191,7 +202,7 @@ def _first_units(runner: Runner) -> dict[str, int]:
 
 
 def _capture(runner: Runner, batch: MicroBatch) -> dict[Key, Tensor]:
-    """Every value of a micro-batch in the first unit of each name, forward and backward. Collective."""
+    """The values of a micro-batch in the first unit of each name, forward and backward. Collective."""
     layout = runner.layout
     keep: set[Key] = set()
     for unit in _first_units(runner).values():

@@ -1,4 +1,4 @@
-"""The speed of an emulated link that is to be even: found by measuring, before the first window.
+"""The speed of an emulated link over which communication takes as long as computation (`link="even"`).
 
 In:   a runner whose mesh has a link without a rate, and a window of micro-batches.
 Out:  the link with the rate at which communication takes as long as computation, the same on every rank.
@@ -13,12 +13,17 @@ from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.runtime.distributed.agreement import over_ranks
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.tuning.autotune import baseline_runner
+from hf_helix.tuning.candidates import baseline_runner
 from hf_helix.tuning.measure.overlap import forget_gradients, measure_overlap
 
 
 def even_out(runner: Runner, window: Sequence[MicroBatch], repeats: int = 3) -> None:
-    """Give the link of a runner's mesh its rate. Collective; call it when there are no gradients.
+    """Gives the link of a runner's mesh its rate. Collective; call it when there are no gradients.
+
+    Args:
+        runner: a runner whose mesh has a link without a rate.
+        window: the micro-batches that are measured with.
+        repeats: how often computation is timed.
 
     Raises:
         ValueError: on every rank, if nothing goes over the link.

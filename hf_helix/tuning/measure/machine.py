@@ -1,4 +1,4 @@
-"""What a machine is known by: the hardware, the versions and the settings that times depend on.
+"""What a machine is recognised by: the hardware, the versions and the settings that times depend on.
 
 In:   a runner, whose mesh says which device and which ranks there are.
 Out:  names and values as text, those of rank 0 on every rank.
@@ -21,7 +21,7 @@ from hf_helix.runtime.runner import Runner
 
 
 def machine(runner: Runner) -> dict[str, str]:
-    """The hardware, the versions and the settings that times depend on, of rank 0."""
+    """Returns the hardware, the versions and the settings that times depend on, those of rank 0. Collective."""
     device = runner.mesh.device
     known = {
         **(_gpu(device) if device.type == "cuda" else {"device": _cpu_name(), "threads": str(torch.get_num_threads())}),

@@ -48,13 +48,13 @@ class Tally(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        """Bytes that are alive."""
+        """Returns the bytes that are alive."""
         self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
         return sum(size for _, size in self._live.values())
 
 
 def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:
-    """The most bytes alive on this rank in a window. Collective; call it when there are no gradients."""
+    """Returns the most bytes alive on this rank in a window. Collective; call it when there are no gradients."""
     sides = [batch.prepare() for batch in window]
     window = [replace(batch, prepare=partial(dict, side)) for batch, side in zip(window, sides, strict=True)]
     runner.train_window(window)  # makes the gradients

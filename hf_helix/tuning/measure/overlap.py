@@ -27,6 +27,7 @@ from hf_helix.runtime.grad_reduce import complete_gradients
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace
+from hf_helix.tuning.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +84,15 @@ def measure_overlap(
     runners: Mapping[str, Runner],
     window: Sequence[MicroBatch],
     repeats: int = 5,
-    progress: Callable[[float], object] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Overlap]:
-    """Time a window under every runner's plan. Collective; call it when there are no gradients.
+    """Times a window under the plan of every runner. Collective; call it when there are no gradients.
+
+    Args:
+        runners: by name, runners that differ in their plan or schedule only.
+        window: the micro-batches that are timed.
+        repeats: how often each runner is timed; medians are taken.
+        progress: called once in every round.
 
     Raises:
         ValueError: fewer than one repeat.
@@ -154,7 +161,16 @@ def measure_overlap(
 
 
 def time_steps(runners: Mapping[str, Runner], window: Sequence[MicroBatch], repeats: int) -> dict[str, list[float]]:
-    """Seconds of a window under every runner's plan, repeat by repeat. Collective; call it without gradients."""
+    """Times a window under the plan of every runner. Collective; call it without gradients.
+
+    Args:
+        runners: by name, runners that differ in their plan or schedule only.
+        window: the micro-batches that are timed.
+        repeats: how often each runner is timed.
+
+    Returns:
+        By name, the seconds of every repeat.
+    """
     first = next(iter(runners.values()))
     works = [functools.partial(runner.train_window, window) for runner in runners.values()]
     times = _time_in_turn(works, first, repeats)
@@ -167,9 +183,17 @@ def _time_in_turn(
     first: Runner,
     repeats: int,
     keep_gradients: Sequence[object] = (),
-    progress: Callable[[float], object] | None = None,
+    progress: Progress | None = None,
 ) -> list[list[float]]:
-    """The times of every work, the slowest rank's; one round more than `repeats` is run, the first warms up."""
+    """The seconds of every piece of work on the slowest rank, repeat by repeat.
+
+    Args:
+        works: what is timed, all of them in every round.
+        first: any of the runners, whose gradients are forgotten before each piece of work.
+        repeats: how many rounds count; one more is run before, which warms up.
+        keep_gradients: the works that need the gradients of the one before.
+        progress: called once in every round.
+    """
     times: list[list[float]] = [[] for _ in works]
     for round_ in range(repeats + 1):
         if progress is not None:
@@ -182,7 +206,7 @@ def _time_in_turn(
 
 
 def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
-    """What the collectives of a window move, axis by axis. Collective: how much may depend on what the ranks find."""
+    """Records what the collectives of a window move, axis by axis. Collective: routers decide how much that is."""
     axes = runner.mesh.axes
     recorders = [Recorder(axis.transport) for axis in axes]
     with transports(axes, recorders):
@@ -193,14 +217,14 @@ def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
 
 
 def _silenced(axes: Sequence[Axis]) -> contextlib.AbstractContextManager[None]:
-    """The axes with nothing moving on them."""
+    """For a while, nothing moves on the axes."""
     silent = [SilentTransport(axis.size, axis.rank, axis.transport) for axis in axes]
     return transports(axes, silent)
 
 
 @contextlib.contextmanager
 def transports(axes: Sequence[Axis], others: Sequence[Transport]) -> Iterator[None]:
-    """The axes with other transports for a while."""
+    """For a while, the axes use other transports."""
     real = [axis.transport for axis in axes]
     try:
         for axis, transport in zip(axes, others, strict=True):
@@ -212,10 +236,12 @@ def transports(axes: Sequence[Axis], others: Sequence[Transport]) -> Iterator[No
 
 
 def trace_window(runner: Runner, window: Sequence[MicroBatch], complete: bool = False) -> Trace:
-    """What runs, and when, in a window; gradients are left as between two optimizer steps. Collective.
+    """Returns what runs in a window, and when; no gradients are left. Collective.
 
     Args:
-        complete: with the sums of gradients over the ranks.
+        runner: runs the window.
+        window: the micro-batches.
+        complete: whether gradients are summed over the ranks, too.
     """
     streams = runner.executor.streams
     streams.trace = trace = Trace()
@@ -229,7 +255,7 @@ def trace_window(runner: Runner, window: Sequence[MicroBatch], complete: bool = 
 
 
 def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[str, float]:
-    """By stream, and of all under "": means over the ranks."""
+    """The overlapped fractions by stream, and of all streams under "": means over the ranks."""
     trace = trace_window(runner, window)
     mine = {}
     for stream in (None, *trace.communicating()):
@@ -241,7 +267,7 @@ def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[
 
 
 def _bubble_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:
-    """What part of a window without collectives ranks do not compute in."""
+    """The share of a window without collectives in which ranks do not compute: a mean over the ranks."""
     if runner.mesh.pipe.size == 1:
         return 0.0
     with _silenced(runner.mesh.axes):
@@ -265,11 +291,11 @@ def _timed(work: Callable[[], Any], runner: Runner) -> float:
 
 
 def _maxima(mine: list[float]) -> list[float]:
-    """The longest of every rank, repeat by repeat."""
+    """The time of the slowest rank, repeat by repeat. Collective."""
     return [max(column) for column in zip(*over_ranks(mine), strict=True)]
 
 
 def forget_gradients(runner: Runner) -> None:
-    """Leave the parameters as between two optimizer steps."""
+    """Leaves the parameters without gradients, as between two optimizer steps."""
     for parameter in runner.stage.placements:
         parameter.grad = None

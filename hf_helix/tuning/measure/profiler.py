@@ -3,9 +3,9 @@
 In:   a runner and a window of micro-batches.
 Out:  a `Profile`, the same on every rank.
 Must hold: operators are timed through the executor's own issue code, on the rank's own streams. Computations are timed
-in a running step; collectives in trains of repeats, since a single one can look faster than a link is; of a pair, the
-shorter as often as fits beside the longer, since in a step what starts costs is spread over all that is beside it. Of a
-computation the slowest rank counts; of a collective the fastest, since the others only wait for the last to arrive.
+in a running step. Collectives are timed several in a row, since a single one can look faster than the link is. Of a
+pair, the shorter one is repeated to fill the longer, so that launch overhead is amortised as in a real step. For a
+computation the slowest rank counts; for a collective the fastest, since the others only wait for the last to arrive.
 A GPU is held until the host has issued what is timed, so that times are those of the device and not of launching
 kernels. Gradients are left as between two optimizer steps.
 """
@@ -13,7 +13,7 @@ kernels. Gradients are left as between two optimizer steps.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.graph.operator import Kind
@@ -27,12 +27,10 @@ from hf_helix.tuning.measure.machine import machine
 from hf_helix.tuning.measure.overlap import forget_gradients
 from hf_helix.tuning.measure.timing import ISSUING, apart, traced
 from hf_helix.tuning.measure.transfer_times import time_transfers
+from hf_helix.tuning.progress import Progress
 
 TRAIN = 6  # repeats in a row; the first warms up
 SHORTEST = 0.02  # computations shorter than this part of a collective are not paired with it: it would be noise
-
-Progress = Callable[[float], object]
-"""Told how much of the work is done, from 0 to 1."""
 
 
 def measure_profile(
@@ -42,12 +40,14 @@ def measure_profile(
     pairs: bool = True,
     progress: Progress | None = None,
 ) -> Profile:
-    """Measure every operator and every pair that can meet. Collective; call it when there are no gradients.
+    """Measures every operator and every pair that can run at the same time. Collective; call it without gradients.
 
     Args:
-        runner: under `sequential`, so that computations are seen alone.
-        about: what the caller knows: model, mesh, shapes.
-        pairs: whether to measure operators beside each other, too.
+        runner: a runner under `sequential`, so that computations run alone.
+        window: the micro-batches that are measured with.
+        about: what the caller knows of the case: model, mesh, shapes.
+        pairs: whether operators are measured beside each other, too.
+        progress: called while pairs are measured.
     """
     with runner.precision.weights.kept():  # as in a window, in which they are cast once
         profile = _measure(runner, window, about or {}, pairs, progress)
@@ -59,8 +59,8 @@ def _measure(
     runner: Runner, window: Sequence[MicroBatch], about: Mapping[str, str], pairs: bool, progress: Progress | None
 ) -> Profile:
     bench = Bench(runner, window[0], TRAIN)
-    moving, sent = _moving(bench)
-    mine = _in_steps(runner, window) | moving
+    moving, sent = _measure_communication(bench)
+    mine = _measure_computation(runner, window) | moving
     medians = {name: statistics.median(found) for name, found in mine.items()}
     names = [name for name, _ in named_operators(runner.layout)]
     # Ranks of a pipeline hold different units.
@@ -75,11 +75,11 @@ def _measure(
     return Profile({**machine(runner), **about}, runner.layout, times, spread, found, like, moved, without)
 
 
-def _moving(bench: Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:
-    """Seconds of everything that communicates, and the bytes that this rank sends in it."""
+def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[Name, int]]:
+    """Seconds of every operator that communicates, and the bytes that this rank sends in it."""
     found, sent = time_transfers(bench.runner, bench.batch, bench.length)
     for timed in bench.moving:
-        found[timed.name], sent[timed.name] = bench.train(timed), bench.bytes_sent(timed)
+        found[timed.name], sent[timed.name] = bench.time_repeats(timed), bench.bytes_sent(timed)
     return found, sent
 
 
@@ -89,12 +89,12 @@ def _without_link(bench: Bench) -> dict[Name, float]:
     if link is None:
         return {}
     with bare(link):
-        found, _ = _moving(bench)
+        found, _ = _measure_communication(bench)
     ranks = over_ranks({name: statistics.median(seconds) for name, seconds in found.items()})
     return {name: min(each[name] for each in ranks if name in each) for mine in ranks for name in mine}
 
 
-def _in_steps(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:
+def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:
     """Seconds of every computation in a running window."""
     program = runner.program(len(window))
     if isinstance(runner.executor.streams, CudaStreams):
@@ -112,7 +112,10 @@ def _in_steps(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[f
 def _measure_pairs(
     bench: Bench, times: Mapping[Name, float], like: Mapping[Name, Name], progress: Progress | None
 ) -> dict[tuple[Name, Name], Pair]:
-    """Every computation of a layer beside every collective, and what does not pay, to show it: like beside like."""
+    """Times of every computation of a layer beside every collective, and of two operators of one kind.
+
+    The latter show that it does not pay to run two computations, or two collectives of one link, at once.
+    """
     moving = [timed for timed in bench.moving if timed.name not in like and bench.repeats(timed)]
     shortest = SHORTEST * max((times[timed.name] for timed in moving), default=0.0)
     computing = [timed for timed in bench.computing if bench.repeats(timed) and times[timed.name] > shortest]
@@ -139,7 +142,7 @@ def _measure_pairs(
 
 
 def _counts(a: Timed, b: Timed, times: Mapping[Name, float]) -> tuple[int, int]:
-    """How often each of a pair runs beside the other."""
+    """How often each of two operators runs, so that the shorter one fills the longer."""
     if a.op.kind is b.op.kind:
         return 1, 1
     first, second = times[a.name], times[b.name]
@@ -151,7 +154,7 @@ def _agreed(kind: Kind, ranks: Sequence[float]) -> float:
 
 
 def _spread(found: Sequence[float]) -> float:
-    """The distance between the quartiles, in parts of the median."""
+    """The distance between the quartiles, as a share of the median."""
     if len(found) < 2:
         return 0.0
     first, middle, third = statistics.quantiles(found, n=4)

@@ -1,4 +1,4 @@
-"""Timing a program: what runs on the streams of a rank, and when.
+"""Traces of a program: what runs on the streams of a rank, and when.
 
 In:   a program and its micro-batches, or a piece of work.
 Out:  spans, in the order in which they start.
@@ -34,13 +34,16 @@ def traced(
     values: Mapping[Key, Tensor],
     issuing: float = ISSUING_SLOWEST,
 ) -> list[Span]:
-    """What runs of a program, and when, in order. A GPU is held at every barrier until the host is at the next.
+    """Runs a program and returns its spans in the order in which they start.
+
+    A GPU is held at every barrier until the host is at the next.
 
     Args:
-        program: what is to be timed on a GPU stands behind a barrier.
-        batches: by the number of the micro-batch.
-        values: that every micro-batch starts with.
-        issuing: seconds for the host to issue an operator.
+        runner: whose executor and streams run the program.
+        program: the instructions; what is to be timed on a GPU stands behind a barrier.
+        batches: the micro-batches, by their number.
+        values: the values that every micro-batch starts with.
+        issuing: seconds that the host needs to issue an operator.
     """
     streams = runner.executor.streams
     counts = _counts_behind_barriers(program)
@@ -58,7 +61,7 @@ def traced(
 
 
 def apart(program: Iterable[Instruction]) -> list[Instruction]:
-    """The program with a barrier before every computation, at which a GPU can be held."""
+    """Returns the program with a barrier before every computation, at which a GPU can be held."""
     found: list[Instruction] = []
     for instruction in program:
         if instruction.operator is not None and not instruction.operator.kind.communicates:
@@ -79,7 +82,7 @@ def _counts_behind_barriers(program: Iterable[Instruction]) -> Iterator[int]:
 
 
 def hold(streams: Streams, seconds: float) -> None:
-    """Keep the compute stream of a GPU, which all other streams wait for, from running what is issued meanwhile.
+    """Keeps the compute stream of a GPU, which all other streams wait for, from running what is issued meanwhile.
 
     Without it the device would wait for the host, and the time of an operator of a few small kernels would be that of
     launching them. An operator in which the host waits for the device still takes as long as that wait, as in a step.
@@ -89,7 +92,7 @@ def hold(streams: Streams, seconds: float) -> None:
 
 
 def meet(runner: Runner) -> None:
-    """Ranks that share every layer start together."""
+    """Waits until the ranks that share every layer are all here, so that they start together. Collective."""
     runner.executor.streams.synchronize()
     for axis in runner.mesh.axes:
         if axis.group is not None:

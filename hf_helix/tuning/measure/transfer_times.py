@@ -1,4 +1,4 @@
-"""The times of a pipeline's transfers.
+"""Times of the transfers of a pipeline.
 
 In:   a runner on a rank of a pipeline, and a micro-batch.
 Out:  seconds and bytes of what this rank sends; what arrives takes no time of its own.
@@ -22,11 +22,14 @@ ARRIVAL = 1e-6  # seconds: what another rank sends takes the time of the sender
 
 
 def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> tuple[dict[Name, list[float]], dict[Name, int]]:
-    """Seconds from rank to rank, and bytes: on every way in turn a train forward, then one back. Collective.
+    """Returns the seconds and the bytes of the transfers of this rank. Collective.
+
+    The boundaries of the pipeline take turns; each is crossed `repeats` times forward, then `repeats` times back.
 
     Args:
-        batch: whose shapes the values have.
-        repeats: of a transfer in a train; the first warms up.
+        runner: a runner of the pipeline.
+        batch: the micro-batch whose shapes the values have.
+        repeats: how often each transfer runs in a row; the first run warms up.
     """
     found: dict[Name, list[float]] = {}
     sent: dict[Name, int] = {}
@@ -50,12 +53,13 @@ def time_transfers(runner: Runner, batch: MicroBatch, repeats: int) -> tuple[dic
 
 
 def time_train(runner: Runner, move: Callable[[], object], lane: str, repeats: int) -> list[float]:
-    """Seconds of a transfer on its stream, several times in a row.
+    """Returns the seconds of a transfer that runs several times in a row on its stream.
 
     Args:
-        move: this rank's end of it.
-        lane: its queue on that stream.
-        repeats: how many times.
+        runner: whose streams are used.
+        move: this rank's end of the transfer.
+        lane: the queue of the transfer on that stream.
+        repeats: how often it runs.
     """
     streams = runner.executor.streams
     streams.synchronize()

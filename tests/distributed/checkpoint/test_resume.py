@@ -17,7 +17,7 @@ from support.resume_jobs import make, push, run, state_of
 
 from hf_helix.checkpoint import atomic as staging
 from hf_helix.checkpoint import manifest
-from hf_helix.checkpoint.optimizer_state import Held, load_states, save_states
+from hf_helix.checkpoint.optimizer_state import LocalParameter, load_states, save_states
 from hf_helix.operators.unit import Placement
 
 JOB = "support.resume_jobs:"
@@ -200,8 +200,8 @@ def test_pieces_fill_the_whole_once(dim: int | None, blocks: int, size: int) -> 
     assert (filled == (size if dim is None else 1)).all()
 
 
-def held_by(rank: int, size: int, placement: Placement) -> Held:
-    return Held("weight", placement, SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
+def held_by(rank: int, size: int, placement: Placement) -> LocalParameter:
+    return LocalParameter("weight", placement, SimpleNamespace(rank=rank, size=size))  # type: ignore[arg-type]
 
 
 def with_row_sums(rows: int) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:

@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from support.page_jobs import PAGE, blocks
+from support import pipeline_jobs
 from support.parity import check, references
+from support.paths import ROOT
 
-JOB = "support.page_jobs:"
+# What the ranks run
+
+PAGE = ROOT / "docs" / "adding_a_model.md"
+
+
+def blocks() -> list[str]:
+    """The Python of the page."""
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def register() -> None:
+    """What `import starcoder2` does where the first block of the page is a file of that name."""
+    if "starcoder2" not in sys.modules:
+        module = ModuleType("starcoder2")
+        exec(compile(blocks()[0], "starcoder2.py", "exec"), module.__dict__)
+        sys.modules["starcoder2"] = module
+
+
+def windows(**options: Any) -> list[dict[str, Any]]:
+    """See `pipeline_jobs.windows`."""
+    register()
+    return pipeline_jobs.windows(**options)
+
+
+def run_the_check(folder: str) -> None:
+    """Run the page's own check."""
+    register()
+    with contextlib.chdir(folder):
+        os.makedirs("runs", exist_ok=True)
+        exec(compile(blocks()[1], "check.py", "exec"), {"__name__": "__main__"})
+
+
+# Tests
+
 LAYOUTS = {"tp": (1, 2, 1, 1), "pp": (1, 1, 2, 1), "cp": (2, 1, 1, 1)}
 
 
@@ -21,7 +60,7 @@ def expected() -> Any:
 
 @pytest.mark.parametrize(("layout", "kind"), [("tp", "left"), ("pp", "dense"), ("cp", "packed")])
 def test_equals_the_unsplit_model(layout: str, kind: str, cluster_of: Any, expected: Any, tmp_path: Path) -> None:
-    job = f"{JOB}windows"
+    job = windows
     check(cluster_of(2), tmp_path, expected, LAYOUTS[layout], kind, ("sequential", "greedy"), job, family="starcoder2")
 
 
@@ -30,11 +69,10 @@ def test_dropout_draws_the_same_under_every_plan(cluster_of: Any, tmp_path: Path
     options = {
         "folder": str(tmp_path),
         "helix": {"tp_size": 2, "plan": "sequential"},
-        "cases": [("sequential", "w", 3), ("greedy", "w", 3)],
+        "cases": [("sequential", "folded_1f1b", 3), ("greedy", "folded_1f1b", 3)],
     }
     dry, wet = (
-        cluster_of(2).run(f"{JOB}windows", model={"family": "starcoder2", **changes}, **options)[0]
-        for changes in ({}, dropout)
+        cluster_of(2).run(windows, model={"family": "starcoder2", **changes}, **options)[0] for changes in ({}, dropout)
     )
     assert wet[0]["losses"] == wet[1]["losses"] != dry[0]["losses"]
     for name, gradient in wet[0]["gradients"].items():
@@ -42,7 +80,7 @@ def test_dropout_draws_the_same_under_every_plan(cluster_of: Any, tmp_path: Path
 
 
 def test_the_check_on_the_page_runs(cluster_of: Any, tmp_path: Path) -> None:
-    cluster_of(2).run(f"{JOB}check", folder=str(tmp_path))
+    cluster_of(2).run(run_the_check, folder=str(tmp_path))
 
 
 def test_the_page_keeps_its_promises() -> None:

@@ -131,7 +131,7 @@ def test_precision_and_seed() -> None:
         whole = llama()
         torch.manual_seed(77)  # as set_seed does
         model = plugin.prepare(accelerator, whole, **options)
-        assert model.engine.runner._seed == expected
+        assert model.engine.runner.seed == expected
         model.engine.close()
 
 

@@ -108,7 +108,7 @@ def test_tiled_collectives(cluster_of: Any, expected: Any, tmp_path: Path) -> No
 def test_dropout_is_the_same_under_every_plan(cluster_of: Any, tmp_path: Path) -> None:
     model = {"num_hidden_layers": 2, "lora": {"lora_dropout": 0.3, "target_modules": ["q_proj", "o_proj"]}}
     case = {"folder": str(tmp_path), "model": model, "helix": {"tp_size": 2, "plan": "sequential"}}
-    plans = [(plan, "w", 2) for plan in ("sequential", "greedy", "dhelix")]
+    plans = [(plan, "folded_1f1b", 2) for plan in ("sequential", "greedy", "dhelix")]
     first, *others = cluster_of(2).run("support.pipeline_jobs:windows", cases=plans, **case)[0]
     model["lora"]["lora_dropout"] = 0.0
     (without,) = cluster_of(2).run("support.pipeline_jobs:windows", cases=plans[:1], **case)[0]

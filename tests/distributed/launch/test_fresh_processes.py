@@ -69,7 +69,7 @@ def test_a_reader_that_has_gone() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as pipe:
-        command = [sys.executable, "-m", "hf_helix", "show", "--schedule", "w"]
+        command = [sys.executable, "-m", "hf_helix", "show", "--schedule", "folded_1f1b"]
         ran = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ran.stderr, ran.returncode) == ("", 0)
 

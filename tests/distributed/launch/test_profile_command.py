@@ -43,15 +43,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """A real `hf-helix profile` of two processes, as a user starts it."""
-    launched = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "NCCL_MAX_CTAS",
-    )
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in launched}
     return subprocess.run(
         [sys.executable, "-m", "hf_helix", "profile", *map(str, words)],
@@ -78,7 +70,6 @@ def test_profile_measures_and_traces(model_folder: Path, tmp_path: Path, capsys:
     assert profile.about["model"].startswith("LlamaForCausalLM ")
     assert profile.about["shapes"] == "2 x 17, 2 x 17"
     assert profile.about["backend"] == "gloo"
-    assert "NCCL_MAX_CTAS" not in profile.about
     assert [*profile.layout.units] == ["embedding", "layer", "layer", "head"]
     assert profile.pairs
     assert profile.like
@@ -110,7 +101,7 @@ def test_profile_of_a_pipeline(tmp_path: Path, capsys: Any) -> None:
     tracks = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
     assert {(pid, f"pipeline {way}") for pid in (1, 2) for way in ("0F", "0B", "2F", "2B")} <= tracks
     # What it wrote is what the others take, with any schedule.
-    for schedule in ("w", "auto"):
+    for schedule in ("folded_1f1b", "auto"):
         output = tmp_path / f"{schedule}.json"
         run("plan", tmp_path / "profile.json", "--rule", "greedy", "--schedule", schedule, "--output", output)
         assert load_plan(output, profile.layout.graphs, model=MODEL, mesh={"tp_size": 1, "pp_size": 2}).rule == "greedy"
@@ -126,20 +117,6 @@ def test_profile_of_a_pipeline_that_cannot_be(model_folder: Path, tmp_path: Path
     assert done.returncode != 0
     assert "hf-helix profile: the model has 2 layers and pp_size=2 needs at least 4" in done.stderr
     assert not (tmp_path / "profile.json").exists()
-
-
-@cpu_only
-@pytest.mark.slow
-def test_profile_keeps_the_best_number_of_channels(model_folder: Path, tmp_path: Path) -> None:
-    words = ("--tp_size", 2, "--sequence_length", 9, "--microbatches", 2, "--output", "chosen.json")
-    done = command(tmp_path, "--model", model_folder, *words, "--nccl_channels", 4, 8)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("NCCL_MAX_CTAS=")]
-    found = {line.split("=")[1].split(":")[0]: float(line.split()[-2].replace(",", "")) for line in lines}
-    assert found.keys() == {"4", "8"}
-    kept = load_profile(tmp_path / "chosen.json").about["NCCL_MAX_CTAS"]
-    assert found[kept] == min(found.values())
-    assert f"kept in chosen.json: {kept} channels" in done.stdout
 
 
 @cpu_only

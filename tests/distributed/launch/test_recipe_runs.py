@@ -37,7 +37,7 @@ def launched(folder: Path, launch: str, script: str, *flags: str, limit: float =
     """Launch a recipe, with a plan that needs no measuring; what it printed."""
     config = launch_config(folder, launch)
     options = yaml.safe_load(config.read_text())
-    options["parallelism_config"]["helix"].update(plan="greedy", schedule="w")
+    options["parallelism_config"]["helix"].update(plan="greedy", schedule="folded_1f1b")
     config.write_text(yaml.safe_dump(options))
     process = accelerate(config, ROOT / "recipes" / script, *flags, HELIX_CACHE=str(folder / "cache"))
     output = output_of(process, limit)

@@ -13,9 +13,9 @@ import torch
 from support.fake_cuda import FakeCuda
 from support.windows_on_fakes import CPU, MICROBATCHES, train_windows
 
+from hf_helix.config import AUTO
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF
-from hf_helix.planning.pipeline.select import AUTO
+from hf_helix.planning.pipeline.named import PLACEMENT_OF
 from hf_helix.planning.plans.registry import RULES
 from hf_helix.runtime import streams
 from hf_helix.runtime.executor import Executor
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, Case] = {
     "zero": {"dp": 2, "tp_size": 2, "sharded": True},
     "ep": {"family": "mixtral", "dp": 2, "ep_size": 2},
     "ep tp": {"family": "mixtral", "dp": 2, "ep_size": 2, "tp_size": 2, "cross_node": ("ep",)},
-    "ep with a capacity": {"family": "mixtral", "dp": 2, "ep_size": 2, "capacity_factor": 1.25},
+    "ep with a capacity": {"family": "mixtral", "dp": 2, "ep_size": 2, "expert_capacity_factor": 1.25},
 }
 PIPELINES: dict[str, Case] = {
     f"{schedule} rank {rank}": {"pp_size": 2, "schedule": schedule, "rank": rank, "model": FOUR_LAYERS}
@@ -58,7 +58,7 @@ QUICK: dict[str, Case] = {
     "zero in bf16": {**LAYOUTS["zero"], "products": BF16},
     "ep recomputed": {**LAYOUTS["ep"], "recompute": "full"},
     "ep with a capacity": {**LAYOUTS["ep with a capacity"], "plan": "round_robin", "products": BF16},
-    "w": {**PIPELINES["w rank 0"], "plan": "round_robin"},
+    "folded_1f1b": {**PIPELINES["folded_1f1b rank 0"], "plan": "round_robin"},
     "dualpipe_v": {**PIPELINES["dualpipe_v rank 1"], "tp_size": 2, "rank": 3},
     "1f1b": {**PIPELINES["1f1b rank 0"], "plan": "dhelix"},
     "a schedule that was searched": {**PIPELINES["auto rank 1"], "plan": "search"},
@@ -85,7 +85,7 @@ def test_everything_is_in_order(name: str) -> None:
 
 def test_what_is_sent_is_given_up_in_order() -> None:
     """As soon as the host finds that it has gone."""
-    check(QUICK["w"], prompt=True)
+    check(QUICK["folded_1f1b"], prompt=True)
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_every_layout_under_every_plan(layout: str, plan: str, variant: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str) -> None:
-    for layout in ({"tp_size": 2}, {"cp_size": 2}, {**PIPELINES["w rank 0"], "tp_size": 2}):
+    for layout in ({"tp_size": 2}, {"cp_size": 2}, {**PIPELINES["folded_1f1b rank 0"], "tp_size": 2}):
         check({**layout, "family": family, "products": BF16, "recompute": "selective"})
 
 
@@ -169,7 +169,7 @@ def test_a_value_that_is_dropped_while_it_is_sent_is_seen(monkeypatch: pytest.Mo
         self._sent = Deaf()
 
     monkeypatch.setattr(Executor, "__init__", deaf)
-    assert set(kinds(monkeypatch, PIPELINES["w rank 0"])) == {"FREED"}
+    assert set(kinds(monkeypatch, PIPELINES["folded_1f1b rank 0"])) == {"FREED"}
 
 
 def test_the_watch_sees_what_nothing_orders() -> None:
@@ -223,7 +223,7 @@ WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "recomputed": ({"tp_size": 2, "recompute": "selective", "products": BF16}, {}),
     "windows of attention": ({"tp_size": 2, "family": "qwen2"}, {}),
     "shared sequences": ({"cp_size": 2}, {}),
-    "a pipeline": (PIPELINES["w rank 0"], {}),
+    "a pipeline": (PIPELINES["folded_1f1b rank 0"], {}),
     "a capacity": (LAYOUTS["ep with a capacity"], {}),
     "dropless experts": (LAYOUTS["ep"], COUNTS),
     "dropless experts, recomputed": ({**LAYOUTS["ep"], "recompute": "full"}, COUNTS),

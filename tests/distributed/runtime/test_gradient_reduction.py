@@ -121,7 +121,7 @@ def test_plans_and_schedules_give_the_same_bits(
 ) -> None:
     """What is in a bucket and the order of its sums do not depend on when it is complete."""
     rules = ("sequential", "greedy", "round_robin", "dhelix")
-    cases = [(rule, schedule, 4) for schedule in ("w", "dualpipe_v")[:pp] for rule in rules]
+    cases = [(rule, schedule, 4) for schedule in ("folded_1f1b", "dualpipe_v")[:pp] for rule in rules]
     helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential"}
     job = {"folder": str(tmp_path), "helix": helix, "model": jobs.model_of(), "cases": cases, "lengths": LENGTHS}
     for found in cluster_of(tp * pp * dp).run(f"{JOB}windows", bucket_bytes=bucket_bytes, **job):

@@ -18,7 +18,8 @@ from transformers import TrainingArguments
 from benchmarks.gpu.models import batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on, silent_mesh
 from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.engine.engine import Engine, Scale
+from hf_helix.engine.engine import Engine
+from hf_helix.engine.microbatches import Scale
 from hf_helix.runtime import cuda_graphs as graphs
 from hf_helix.runtime.cuda_graphs import CudaRecorder, WindowGraphs
 from hf_helix.runtime.notices import say

@@ -5,8 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.jobs import _microbatches, make_trainer
+from support.pipeline_jobs import runner_of
+from torch import Tensor
+
+from hf_helix.tuning.measure.memory import Tally
 
 LAYERS = 5
+
+
+def window_memory(folder: str, plan: str, layers: int, num_microbatches: int) -> int:
+    """The most bytes of tensors alive in a window of two ranks, parameters and gradients left out."""
+    model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
+    helix = {"tp_size": 2, "plan": "sequential"}
+    trainer = make_trainer(folder, helix, model=model, data={"lengths": (64,)})
+    runner = runner_of(trainer, plan, "folded_1f1b")
+    trainer.model.train()
+    window = _microbatches(trainer, num_microbatches)
+    runner.train_window(window)  # makes the gradients
+    kept = [t for p in trainer.model.parameters() for t in (p, p.grad) if t is not None]
+    kept += [t for batch in window for t in batch.prepare().values() if isinstance(t, Tensor)]
+    with Tally(kept) as counter:
+        runner.train_window(window)
+    return counter.peak
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +38,7 @@ def peak(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(plan: str, layers: int = LAYERS) -> int:
         if (plan, layers) not in known:
             job = {"folder": folder, "plan": plan, "layers": layers, "num_microbatches": 3}
-            known[plan, layers] = max(cluster_of(2).run("support.more_jobs:window_memory", **job))
+            known[plan, layers] = max(cluster_of(2).run(window_memory, **job))
         return known[plan, layers]
 
     return of

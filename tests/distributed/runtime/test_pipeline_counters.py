@@ -6,13 +6,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from support.pipeline_more_jobs import Step
+from support.pipeline_jobs import Step, runner_of, steps_of, trainer_of, window_of
 from support.schedules import live_activations, start_times, text
 
 from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot
-from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.pipeline.named import build_schedule
+from hf_helix.tuning.measure.overlap import trace_window
 
 LAYERS = 2  # of each virtual stage: with one, a slot's two actions would run in turn
+
+
+def traced(
+    folder: str, helix: dict[str, Any], model: dict[str, Any], cases: Sequence[tuple[str, str, int]]
+) -> list[list[Step]]:
+    """What this rank computes in a window of each (plan, schedule, number of micro-batches)."""
+    trainer = trainer_of(folder, helix, model)
+    found = []
+    for rule, schedule, count in cases:
+        runner = runner_of(trainer, rule, schedule)
+        trace = trace_window(runner, window_of(trainer, count, rows=1, lengths=(5,)))
+        found.append(steps_of(runner, trace.events))
+    trainer.helix.runner.executor.streams.close()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +39,7 @@ def ran(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         stages = size if schedule == "1f1b" else 2 * size
         helix = {"pp_size": size, "schedule": schedule, "layers_per_stage": [LAYERS] * stages}
         job = {"helix": helix, "model": {"num_hidden_layers": stages * LAYERS}, "cases": [(rule, schedule, count)]}
-        return [found[0] for found in cluster_of(size).run("support.pipeline_more_jobs:traced", folder=folder, **job)]
+        return [found[0] for found in cluster_of(size).run(traced, folder=folder, **job)]
 
     return of
 
@@ -89,7 +104,7 @@ def _kept_by(step: Step) -> tuple[int, str, str]:
 
 def check_w(ranks: list[list[Step]], size: int, count: int) -> None:
     observed: Schedule = [slots_of(steps) for steps in ranks]
-    assert text(observed) == text(build_schedule("w", size, count))
+    assert text(observed) == text(build_schedule("folded_1f1b", size, count))
     fused = 2 * max(0, count - size)
     for steps, slots in zip(ranks, observed, strict=True):
         assert sum(slot.fused for slot in slots) == fused
@@ -106,14 +121,14 @@ def check_w(ranks: list[list[Step]], size: int, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 @pytest.mark.parametrize("rule", ["sequential", "round_robin"])
 def test_slots_of_w(rule: str, count: int, ran: Any) -> None:
-    check_w(ran(2, rule, "w", count), 2, count)
+    check_w(ran(2, rule, "folded_1f1b", count), 2, count)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 12])
 @pytest.mark.parametrize("rule", ["sequential", "round_robin"])
 def test_slots_of_w_on_four_ranks(rule: str, count: int, ran: Any) -> None:
-    check_w(ran(4, rule, "w", count), 4, count)
+    check_w(ran(4, rule, "folded_1f1b", count), 4, count)
 
 
 def check_as_scheduled(ranks: list[list[Step]], schedule: str, size: int, count: int) -> None:
@@ -144,18 +159,18 @@ def check_flow(ran: Any, schedule: str, size: int, count: int) -> None:
         assert {step[:4] for step in steps} == {step[:4] for step in in_turns}
         assert len(steps) == len(in_turns)
         assert live_layers(steps) <= live_layers(in_turns) + 1 + 1e-6, f"rank {rank}"
-        if schedule == "w":
+        if schedule == "folded_1f1b":
             assert live_layers(steps) <= 2 * size * LAYERS + 2 + 1e-6, f"rank {rank}"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("schedule", ["w", "dualpipe_v"])
+@pytest.mark.parametrize("schedule", ["folded_1f1b", "dualpipe_v"])
 def test_a_flow_keeps_at_most_one_layer_more_than_its_schedule(schedule: str, count: int, ran: Any) -> None:
     check_flow(ran, schedule, 2, count)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 5, 12])
-@pytest.mark.parametrize("schedule", ["w", "dualpipe_v"])
+@pytest.mark.parametrize("schedule", ["folded_1f1b", "dualpipe_v"])
 def test_a_flow_on_four_ranks_keeps_at_most_one_layer_more(schedule: str, count: int, ran: Any) -> None:
     check_flow(ran, schedule, 4, count)

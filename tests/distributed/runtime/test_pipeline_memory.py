@@ -8,17 +8,39 @@ there, logits and their gradient come on top, a fifth of a layer here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from support.models import VOCABULARY
+from support.pipeline_jobs import runner_of, trainer_of, window_of
+
+from hf_helix.tuning.measure.memory import peak_bytes
 
 pytestmark = pytest.mark.slow
 
 LAYERS, LENGTH = 8, 128
 HEAD = 2 * LENGTH * VOCABULARY * 4
 FEW, MANY = 6, 12  # micro-batches
-TWO_STRANDS = [("w", "sequential"), ("w", "round_robin"), ("w", "dhelix"), ("w", "greedy")]
+TWO_STRANDS = [
+    ("folded_1f1b", "sequential"),
+    ("folded_1f1b", "round_robin"),
+    ("folded_1f1b", "dhelix"),
+    ("folded_1f1b", "greedy"),
+]
+
+
+def peak_bytes_of(
+    folder: str, helix: dict[str, Any], model: dict[str, Any], cases: Sequence[tuple[str, str, int]], length: int
+) -> list[int]:
+    """The most bytes of activations and buffers on this rank, in a window of each case."""
+    trainer = trainer_of(folder, helix, model)
+    found = []
+    for rule, schedule, count in cases:
+        window = window_of(trainer, count, rows=1, lengths=(length,))
+        found.append(peak_bytes(runner_of(trainer, rule, schedule), window))
+    trainer.helix.runner.executor.streams.close()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +54,7 @@ def peaks(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
             helix = {"pp_size": 2, "schedule": schedule}
             model = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 176}
             job = {"helix": helix, "model": model, "cases": [(plan, schedule, count)], "length": LENGTH}
-            found = cluster_of(2).run("support.pipeline_more_jobs:peaks", folder=folder, **job)
+            found = cluster_of(2).run(peak_bytes_of, folder=folder, **job)
             known[key] = [rank[0] for rank in found]
         return known[key]
 

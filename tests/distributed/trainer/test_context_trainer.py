@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support import jobs
 from support.comparisons import compare_runs, compare_weights
+from support.jobs import predict
 from support.models import llama
-from support.more_jobs import predict
 from support.pipeline_trainer_jobs import PADDED, train
 
 MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -56,7 +56,7 @@ def test_data_parallel_ranks_beside_it(cluster_of: Any, stock: Any, tmp_path: Pa
 )
 def test_predictions(ranks: int, helix: dict[str, Any], data: dict[str, Any], cluster_of: Any, tmp_path: Any) -> None:
     expected = predict(str(tmp_path), None, **data)
-    for result in cluster_of(ranks).run("support.more_jobs:predict", folder=str(tmp_path), helix=helix, **data):
+    for result in cluster_of(ranks).run("support.jobs:predict", folder=str(tmp_path), helix=helix, **data):
         np.testing.assert_array_equal(result["label_ids"], expected["label_ids"])
         np.testing.assert_allclose(result["predictions"], expected["predictions"], rtol=0, atol=1e-5)
         assert result["evaluated"]["eval_loss"] == pytest.approx(expected["evaluated"]["eval_loss"], abs=1e-5)

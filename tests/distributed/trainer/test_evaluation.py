@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support import jobs
-from support.more_jobs import predict, train_with
+from support.jobs import predict, train_with
 
-JOB = "support.more_jobs:"
+JOB = "support.jobs:"
 HELIX = {"tp_size": 2}
 PREDICTIONS: dict[str, dict[str, Any]] = {
     "even number": {"count": 6},

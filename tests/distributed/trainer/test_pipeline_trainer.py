@@ -19,10 +19,10 @@ GREEDY = {"plan": "greedy"}
 # What the pipeline runs, and what both trainers run.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "w, untied, clipping, M=3": (
-        {"schedule": "w"},
+        {"schedule": "folded_1f1b"},
         {"training": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.3}},
     ),
-    "w, tied, padded left, last window shorter": ({"schedule": "w"}, jobs.PADDED),
+    "w, tied, padded left, last window shorter": ({"schedule": "folded_1f1b"}, jobs.PADDED),
     "dualpipe_v, tied, padded right, M=6": (
         {"schedule": "dualpipe_v"},
         {
@@ -97,10 +97,10 @@ PREDICTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("tp", "dp", "schedule"),
     [
-        (1, 1, "w"),
+        (1, 1, "folded_1f1b"),
         pytest.param(1, 1, "1f1b", marks=pytest.mark.slow),
-        pytest.param(2, 1, "w", marks=pytest.mark.slow),
-        (1, 2, "w"),
+        pytest.param(2, 1, "folded_1f1b", marks=pytest.mark.slow),
+        (1, 2, "folded_1f1b"),
         pytest.param(2, 2, "dualpipe_v", marks=pytest.mark.slow),
     ],
 )

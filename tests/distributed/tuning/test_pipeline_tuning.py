@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from support import pipeline_trainer_jobs as jobs
 
-from hf_helix.planning.pipeline.schedule_file import build_schedule
-from hf_helix.planning.pipeline.scheduler import FOLDED
+from hf_helix.planning.pipeline.named import FOLDED, build_schedule
 from hf_helix.planning.profile_file import load_profile
 from hf_helix.report.scorecard import format_scorecard
 from hf_helix.tuning.effort import CANDIDATES, FULL
@@ -51,7 +50,7 @@ def tuned(folder: Path, cluster_of: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, cluster_of: Any) -> dict[str, Any]:
-    helix = {"plan": "sequential", "schedule": "w", "cache": False}
+    helix = {"plan": "sequential", "schedule": "folded_1f1b", "cache": False}
     return tune(cluster_of(2), tmp_path_factory.mktemp("plain"), helix=helix, forbidden=True)[0]
 
 
@@ -60,7 +59,7 @@ def test_plans_and_schedules_are_measured_and_the_fastest_is_kept(tuned: Any) ->
     assert found["measured"] == 1
     assert set(found["predicted"]) == {f"{rule} on {schedule}" for rule in CANDIDATES for schedule in SCHEDULES}
     assert len(found["steps"]) == 1 + FULL.timed
-    assert "sequential on w" in found["steps"]
+    assert "sequential on folded_1f1b" in found["steps"]
     assert found["kept"] == min(found["steps"], key=found["steps"].get)
     rule, _, schedule = found["kept"].partition(" on ")
     assert json.loads(found["plan"])["rule"] == rule
@@ -199,7 +198,7 @@ def test_operators_in_a_trace_are_those_of_the_schedule(tuned: Any, folder: Path
     """Every micro-batch is sent and received once for each boundary and direction."""
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     sent = [event for event in events if event.get("cat", "").startswith("pipeline")]
-    slots = build_schedule("w", 2, 5)
+    slots = build_schedule("folded_1f1b", 2, 5)
     assert len(sent) == 2 * 4 * 5
     assert {event["args"]["microbatch"] for event in sent} == {
         action.microbatch for slot in slots[0] for action in slot.actions
@@ -209,7 +208,7 @@ def test_operators_in_a_trace_are_those_of_the_schedule(tuned: Any, folder: Path
 @pytest.mark.parametrize(
     ("processes", "tp", "schedule", "streams"),
     [
-        pytest.param(4, 2, "w", {"local"}, marks=pytest.mark.slow),
+        pytest.param(4, 2, "folded_1f1b", {"local"}, marks=pytest.mark.slow),
         pytest.param(4, 1, "auto", {"gradients"}, marks=pytest.mark.slow),
         pytest.param(4, 2, "auto", {"local"}, marks=pytest.mark.slow),
         pytest.param(8, 2, "auto", {"local", "gradients"}, marks=pytest.mark.slow),

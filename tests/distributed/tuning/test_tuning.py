@@ -209,6 +209,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated plan": garble("plan.json", '{"format"'),
     "empty plan": garble("plan.json", ""),
     "a plan for other graphs": damage("plan.json", lambda data: data.update(graphs="0")),
+    "a plan of an older version": damage("plan.json", lambda data: data.update(format="hf_helix.plan/0")),
+    "a profile of an older version": damage("profile.json", lambda data: data.update(format="hf_helix.profile/0")),
     "truncated profile": garble("profile.json", '{"format"'),
     "an impossible profile": damage("profile.json", lambda data: data["operators"]["layer"].popitem()),
 }
@@ -220,8 +222,8 @@ UNREAD: dict[str, Callable[[Path], object]] = {
 
 
 # Of these, `cache.load` knows nothing.
-PLANS_DAMAGED = ("truncated plan", "empty plan", "a plan for other graphs")
-QUICK = ("truncated tuning", "a plan for other graphs")
+PLANS_DAMAGED = ("truncated plan", "empty plan", "a plan for other graphs", "a plan of an older version")
+QUICK = ("truncated tuning", "a plan of an older version")
 
 
 def damaged(harm: Callable[[Path], object], kept: Any, folder: Path) -> Path:

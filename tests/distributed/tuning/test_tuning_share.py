@@ -9,6 +9,8 @@ import pytest
 
 from hf_helix.tuning.effort import FULL, SHORT
 
+SEARCH = "hf_helix.planning.plans.search"
+
 
 def run(
     cluster: Any, folder: Path, share: float, cache: Path | None = None, helix: Any = None, **training: Any
@@ -55,11 +57,22 @@ def test_a_longer_run_is_tuned_in_its_midst(plain: Any, cluster_of: Any, tmp_pat
     assert (better["measured"], better["effort"]) == ([0, 0, 1, 1, 1], FULL.name)
 
 
-def test_steps_gather_no_objects(plain: Any, cluster_of: Any, tmp_path: Path) -> None:
-    """Not even where one micro-batch a step never lets `auto` measure; the first step says what the case is."""
+def test_steps_exchange_no_objects(plain: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """Where one micro-batch a step never lets `auto` measure, none at all. Otherwise the first step says what the case
+    is, and after 2, 4, ... steps rank 0 says what the rest of the run is worth; both before the window is trained."""
     alone = run(cluster_of(2), tmp_path, share=0.05, gradient_accumulation_steps=1)
-    assert alone["gathered"] == [0] * 5
-    assert plain["gathered"][1:] == [0] * 4
+    assert alone["pickled"] == [0] * 5
+    assert plain["pickled"][1:] == [0, 1, 0, 1]
+    assert alone["in_windows"] == plain["in_windows"] == [0] * 5
+
+
+def test_no_window_reaches_what_measures_or_chooses_plans(plain: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """Followed through every function of the library that `Engine.train_window` enters, also in a run that is tuned."""
+    tuned = run(cluster_of(2), tmp_path, share=0.5)
+    for found in (plain, tuned):
+        assert {"hf_helix.engine.engine", "hf_helix.runtime.executor"} <= found["modules"], "the scan sees the window"
+        reached = {module for module in found["modules"] if module.startswith(("hf_helix.tuning", SEARCH))}
+        assert reached == set()
 
 
 def test_a_loop_is_tuned_once_it_has_lasted(cluster_of: Any, tmp_path: Path) -> None:

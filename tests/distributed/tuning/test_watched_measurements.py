@@ -68,5 +68,5 @@ def test_two_computations_at_once_would_be_out_of_order() -> None:
         bench = Bench(runner, window[0], profiler.TRAIN)
         timed = next(timed for timed in bench.computing if timed.op.part is Part.W and bench.repeats(timed))
         assert not cuda.mistakes
-        bench._aside(timed, timed)
+        bench._on_two_streams(timed, timed)
     assert {"WRITE"} <= {mistake.kind for mistake in cuda.mistakes}

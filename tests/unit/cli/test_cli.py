@@ -15,7 +15,7 @@ from hf_helix.cli import profile as profile_command
 from hf_helix.config import RULES
 from hf_helix.planning.graph.ablation import ablate_profile
 from hf_helix.planning.graph.recompute import recompute_profile
-from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.files import load_plan
 from hf_helix.planning.plans.registry import make_plan, predict_plan
@@ -95,7 +95,7 @@ def test_the_table_is_what_the_cost_function_says(file: Path, tmp_path: Path, ca
     figures = {row.split()[0]: (float(row.split()[1]), float(row.split()[3].rstrip("x"))) for row in rows}
     profile = tiny_profile()
     plan = load_plan(tmp_path / "plan.json", profile.layout.graphs, model=MODEL, mesh=MESH)
-    seconds = predict_plan(plan, profile, build_schedule("w", 1, 3))[1].seconds
+    seconds = predict_plan(plan, profile, build_schedule("folded_1f1b", 1, 3))[1].seconds
     assert figures["dhelix"][0] == pytest.approx(seconds * 1e3, abs=0.05)
     assert figures["sequential"][1] == 1.0
     for milliseconds, speedup in figures.values():
@@ -192,10 +192,10 @@ def test_a_profile_without_pairs_as_text(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_schedule_as_text(capsys: Any) -> None:
-    run("show", "--schedule", "w", "--pp", 4, "--microbatches", 12, "--width", 90)
+    run("show", "--schedule", "folded_1f1b", "--pp", 4, "--microbatches", 12, "--width", 90)
     title, _, *rows, _, head, first, _, _, last = capsys.readouterr().out.splitlines()
     # 1F1B over 16 units that go down and up; a fused slot takes as long as its two.
-    assert title == "w: 4 ranks, 12 micro-batches, time 90"
+    assert title == "folded_1f1b: 4 ranks, 12 micro-batches, time 90"
     assert [row.split()[1] for row in rows[:4]] == ["0", "1", "2", "3"]
     assert all(len(row) <= 90 for row in rows[:4])
     assert head.split() == ["bubble", "fused", "live", "activations", "in", "stage-shares"]
@@ -231,7 +231,7 @@ def test_schedules_are_compared(capsys: Any) -> None:
     run("show", "--schedule", "all", "--pp", 4, "--microbatches", 8, "--gain", 1.4)
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["schedule", "time", "bubble", "fused"]
-    assert [row.split()[0] for row in rows] == ["w", "dualpipe_v", "1f1b", "auto"]
+    assert [row.split()[0] for row in rows] == ["folded_1f1b", "dualpipe_v", "1f1b", "auto"]
     times = {row.split()[0]: float(row[24:34].replace(",", "")) for row in rows}
     assert min(times, key=lambda name: times[name]) == "auto"
     run("show", "--schedule", "auto", "--pp", 4, "--microbatches", 8, "--gain", 1.4)
@@ -259,18 +259,21 @@ def test_an_action_file_is_drawn(tmp_path: Path, capsys: Any) -> None:
     ("words", "message"),
     [
         ((), "such as --schedule w; give one of them"),
-        (("P", "--schedule", "w"), "give one of them"),
+        (("P", "--schedule", "folded_1f1b"), "give one of them"),
         (("--schedule", "magic"), "'magic' is neither the name of a schedule nor an existing file"),
-        (("--schedule", "w", "--pp", 0), "--pp 0 must be at least 1"),
+        (("--schedule", "folded_1f1b", "--pp", 0), "--pp 0 must be at least 1"),
         (("--schedule", "all", "--pp", -1), "--pp -1 must be at least 1"),
-        (("--schedule", "w", "--microbatches", 0), "0 micro-batches"),
+        (("--schedule", "folded_1f1b", "--microbatches", 0), "0 micro-batches"),
         (("--schedule", "auto", "--microbatches", -3), "-3 micro-batches"),
-        (("--schedule", "w", "--layers", 7), "7 layers and pp_size=4 needs at least 8"),
-        (("--schedule", "w", "--forward", -1), "at least 0"),
-        (("--schedule", "w", "--gain", 0), "gain=0.0 must be more than 0"),
+        (("--schedule", "folded_1f1b", "--layers", 7), "7 layers and pp_size=4 needs at least 8"),
+        (("--schedule", "folded_1f1b", "--forward", -1), "at least 0"),
+        (("--schedule", "folded_1f1b", "--gain", 0), "gain=0.0 must be more than 0"),
         (("--schedule", "all", "--output", "x.svg"), "name one schedule"),
-        (("--schedule", "w", "--output", "x.bmp"), "must end with one of"),
-        (("--schedule", "w", "--compare", "sequential"), "--compare would mean nothing where a schedule is drawn"),
+        (("--schedule", "folded_1f1b", "--output", "x.bmp"), "must end with one of"),
+        (
+            ("--schedule", "folded_1f1b", "--compare", "sequential"),
+            "--compare would mean nothing where a schedule is drawn",
+        ),
         (("P", "--pp", 2, "--gain", 2), "--pp and --gain would mean nothing where a file is drawn"),
         (("P", "--microbatches", 3), "--microbatches would mean nothing where a profile is drawn"),
     ],

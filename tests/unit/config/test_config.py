@@ -39,7 +39,7 @@ def test_the_defaults_are_one_rank_and_auto():
         **dict.fromkeys(SIZES, 1),
         "plan": "auto",
         "tuning_share": 0.05,
-        "schedule": "w",
+        "schedule": "auto",
         "profile": None,
         "compile": False,
         "cuda_graphs": False,
@@ -77,10 +77,10 @@ def test_a_size_below_one_is_refused(name: str, value: int):
         HelixConfig(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "example"), [("plan", "'auto'"), ("schedule", "'w'")])
+@pytest.mark.parametrize("name", ["plan", "schedule"])
 @pytest.mark.parametrize("value", [None, 1, True, "", Path("plan.json")])
-def test_a_name_that_is_no_text_is_refused(name: str, example: str, value: object):
-    with pytest.raises(TypeError, match=f"^{name} must be a string, such as {example}; got "):
+def test_a_name_that_is_no_text_is_refused(name: str, value: object):
+    with pytest.raises(TypeError, match=f"^{name} must be a string, such as {name}='auto'; got "):
         HelixConfig(**{name: value})
 
 
@@ -210,7 +210,9 @@ def test_a_switch_that_is_no_yes_or_no_is_refused(name: str, value: object):
 
 
 def test_an_unknown_schedule_lists_the_known_and_names_the_nearest():
-    with pytest.raises(ValueError, match=r"schedule='v' is neither .*; schedules: w, dualpipe_v, 1f1b, auto$"):
+    with pytest.raises(
+        ValueError, match=r"schedule='v' is neither .*; schedules: auto, folded_1f1b, dualpipe_v, 1f1b$"
+    ):
         HelixConfig(schedule="v")
     with pytest.raises(ValueError, match=r"did you mean 'dualpipe_v'"):
         HelixConfig(schedule="dualpipev")

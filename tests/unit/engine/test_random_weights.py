@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
 
 
@@ -26,6 +27,6 @@ def test_weights_are_drawn_without_seeding_gpus(monkeypatch: pytest.MonkeyPatch)
         num_key_value_heads=2,
         vocab_size=32,
     )
-    Workload(config, 1, torch.device("cpu"))
+    Workload(config, HelixConfig(), torch.device("cpu"))
     assert seeded == [0]
     assert torch.equal(torch.get_rng_state(), before)

@@ -45,7 +45,7 @@ def train(model: Any, compile: bool, products: torch.dtype | None = None) -> tup
     stage = place_units(family.units(model, Sharing(compile=compile)))
     mesh = build_mesh(1, torch.device("cpu"))
     plan = make_plan("sequential", rough_profile(stage.layout), model=family.model_class, mesh=mesh.option_sizes)
-    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("w", 1), 0, products)
+    runner = Runner(stage, plan, mesh, make_streams(mesh.device), Scheduler("folded_1f1b", 1), 0, products)
     window = []
     for place, length in enumerate(LENGTHS):
         ids = torch.randint(100, (2, length), generator=torch.Generator().manual_seed(place))

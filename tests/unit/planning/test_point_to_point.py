@@ -21,9 +21,11 @@ from support.point_to_point import RULES, Deadlock, Pipeline
 from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.instructions import Instruction, slot_instructions
 from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.actions import Schedule, Slot
+from hf_helix.planning.pipeline.auto import choose_schedule
+from hf_helix.planning.pipeline.costs import Costs
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, Slot, build_schedule
-from hf_helix.planning.pipeline.select import Costs, choose_schedule
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan
@@ -146,15 +148,15 @@ def slot_of(each: Instruction, slots: Sequence[Slot], layout: Layout) -> int:
 def test_early_receives_could_hang_where_the_host_waits_for_the_device(schedule: str) -> None:
     """To load a kernel, or to free memory: a receive that waits keeps the device busy.
 
-    With late ones, `w` and `1f1b` go on even so. In the others it may be a send that waits, which is why pipelines load
-    all kernels at start (`hf_helix.runtime.environment`).
+    With late ones, `folded_1f1b` and `1f1b` go on even so. In the others it may be a send that waits, which is why
+    pipelines load all kernels at start (`hf_helix.runtime.environment`).
     """
     layout, made = pipeline(schedule, 2, 5)
     plan = planned("sequential", layout, made)
     late, early = (build_programs(made, layout, plan, slots_ahead=ahead) for ahead in (0, 1))
     with pytest.raises(Deadlock):
         Pipeline(early, layout, IDLING).run()
-    if schedule in ("w", "1f1b"):
+    if schedule in ("folded_1f1b", "1f1b"):
         Pipeline(late, layout, IDLING).run()
     else:
         with pytest.raises(Deadlock, match=r"rank 0: the host is at .*first in their queues: transfer"):
@@ -163,7 +165,7 @@ def test_early_receives_could_hang_where_the_host_waits_for_the_device(schedule:
 
 def test_early_receives_could_hang_where_their_use_makes_a_communicator() -> None:
     """Both ranks would begin with what they receive."""
-    layout, made = pipeline("w", 2, 1)
+    layout, made = pipeline("folded_1f1b", 2, 1)
     early = build_programs(made, layout, planned("sequential", layout, made), slots_ahead=1)
     with pytest.raises(Deadlock):
         Pipeline(early, layout, RULES["made at the first use"]).run()

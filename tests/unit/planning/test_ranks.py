@@ -31,8 +31,9 @@ from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, Schedule, build_schedule
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import Plan
@@ -60,7 +61,7 @@ def case(
 
 @functools.cache
 def block_plan_of(rule: str) -> Plan:
-    layout, _ = case("w", 2, 1, [1] * 4)
+    layout, _ = case("folded_1f1b", 2, 1, [1] * 4)
     return make_plan(rule, profile_of(layout), model="m", mesh={"tp_size": 2})
 
 
@@ -145,7 +146,7 @@ def test_ranks_wait_for_each_other_by_hand():
 
 @pytest.mark.parametrize("name", PLACEMENT_OF)
 def test_the_search_is_hardly_ever_longer_than_greedy_on_several_ranks(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(search, "MOST_STEPS", 60)
+    monkeypatch.setattr(search, "MAX_STEPS", 60)
     layout, schedule = case(name, 2, 5, [2, 1, 2, 1])
     profile = profile_of(layout, random_times(layout, 3))
     found = search.search(profile, schedule)
@@ -157,7 +158,7 @@ def test_the_search_is_hardly_ever_longer_than_greedy_on_several_ranks(name: str
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", PLACEMENT_OF)
 def test_a_search_needs_no_schedule(name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(search, "MOST_STEPS", 20)
+    monkeypatch.setattr(search, "MAX_STEPS", 20)
     layout, schedule = case(name, num_ranks, 3, [1] * 4)
     profile = profile_of(layout, random_times(layout, 3))
     assert predict(search.search(profile), profile, schedule).seconds >= lower_bound(profile, schedule) - 1e-9
@@ -178,8 +179,8 @@ def test_a_shared_gradient_adds_up_in_the_order_of_the_slots(rule: str, name: st
     found = [(i.microbatch, i.unit) for i in backward if (i.unit, i.operator.name) in layout.shared[0]]
     expected = []
     for action in (slot.backward for slot in schedule[0] if slot.backward is not None):
-        if action.stage == 0 and action.direction in "BI":
+        if action.stage == 0 and action.computation_type in "BI":
             expected.append((action.microbatch, 0))
-        elif action.stage == 2 * num_ranks - 1 and action.direction in "BW":
+        elif action.stage == 2 * num_ranks - 1 and action.computation_type in "BW":
             expected.append((action.microbatch, head))
     assert found == expected

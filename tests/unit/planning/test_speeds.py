@@ -8,7 +8,7 @@ import pytest
 from support.profiles import ABOUT, GATHER, MODEL, UP, tiny_profile
 
 from hf_helix.link_speed import LinkSpeed
-from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.plans.link_speeds import NO_LINK, link_of, on_link, predict_speeds
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import Profile, named_operators
@@ -55,7 +55,7 @@ def test_what_a_collective_costs_computation_does_not_depend_on_the_link():
 
 def test_plans_are_made_for_each_link_and_predicted_on_it():
     speeds = [LinkSpeed(0.25e9), HERE, LinkSpeed(8e9)]
-    schedule = build_schedule("w", 1, 4)
+    schedule = build_schedule("folded_1f1b", 1, 4)
     mesh = {"tp_size": 2, "pp_size": 1}
     plans = {rule: make_plan(rule, measured(), model=MODEL, mesh=mesh) for rule in ("sequential", "greedy")}
     found = predict_speeds(measured(), schedule, speeds, plans)

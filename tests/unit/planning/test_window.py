@@ -8,7 +8,7 @@ from support.graphs import SMALL, compute, layout_of, pair, schedule_of
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.instructions import blocks_of, unit_instructions, window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Action, Slot
+from hf_helix.planning.pipeline.actions import Action, Slot
 
 LAYOUT = layout_of(SMALL, 3)  # embedding, layers 1 and 2 | layer 3, head
 

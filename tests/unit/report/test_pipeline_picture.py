@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 from support.windows import boxes
 
+from hf_helix.planning.pipeline.actions import parse_schedule
+from hf_helix.planning.pipeline.costs import Costs
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.pipeline.placement import stage_ranks
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule, parse_schedule
-from hf_helix.planning.pipeline.simulate import Costs, Simulated, simulate_schedule
+from hf_helix.planning.pipeline.simulate import Simulated, simulate_schedule
 from hf_helix.report.pipeline import draw_pipeline, text_comparison, text_pipeline, text_ranks
 
 pytest.importorskip("matplotlib")
 
 
-def simulated(name: str = "w", num_ranks: int = 2, num_microbatches: int = 4, **options: float) -> Simulated:
+def simulated(name: str = "folded_1f1b", num_ranks: int = 2, num_microbatches: int = 4, **options: float) -> Simulated:
     ranks = stage_ranks(PLACEMENT_OF[name], num_ranks)
     schedule = build_schedule(name, num_ranks, num_microbatches)
     return simulate_schedule(schedule, ranks, Costs.of_layers([1] * len(ranks), **options))
@@ -77,7 +79,7 @@ def test_dots_are_the_bubble():
 
 
 def test_a_line_for_every_rank():
-    found = simulated("w", 2, 4)
+    found = simulated("folded_1f1b", 2, 4)
     head, *lines = text_ranks(found).splitlines()
     assert head.split() == ["bubble", "fused", "live", "activations", "in", "stage-shares"]
     assert [line.split() for line in lines] == [

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hf_helix.report.scorecard import format_scorecard
-from hf_helix.tuning.autotune import Tuning
 from hf_helix.tuning.measure.overlap import Overlap
+from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.verdict import format_tuning, format_verdict
 
 
@@ -20,8 +20,8 @@ def overlap(step: float = 8.0, **changes: Any) -> Overlap:
     return Overlap(**{"overlapped_fraction": 0.5, "tokens": 4000, "step": step / 1e3, **seconds, **rest})
 
 
-def tuning(kept: str, steps: dict[str, Overlap], **options: Any) -> Tuning:
-    return Tuning(kept, steps, **options)
+def tuning(kept: str, steps: dict[str, Overlap], **options: Any) -> TuningResult:
+    return TuningResult(kept, steps, **options)
 
 
 BOTH = {"sequential": overlap(10.0), "search": overlap(8.0)}
@@ -202,13 +202,21 @@ def test_a_tuning_without_collectives() -> None:
 
 
 def test_a_choice_among_schedules() -> None:
-    steps = {"sequential on w": overlap(10.0), "greedy on w": overlap(9.0), "greedy on dualpipe_v": overlap(8.0)}
+    steps = {
+        "sequential on folded_1f1b": overlap(10.0),
+        "greedy on folded_1f1b": overlap(9.0),
+        "greedy on dualpipe_v": overlap(8.0),
+    }
     text = format_tuning(tuning("greedy on dualpipe_v", steps))
-    assert "Plan greedy on dualpipe_v is kept, 1.25 times as fast as sequential on w. A window takes: " in text
-    small = format_tuning(tuning("sequential on w", {"sequential on w": overlap(8.0), "greedy on auto": overlap(8.1)}))
+    assert (
+        "Plan greedy on dualpipe_v is kept, 1.25 times as fast as sequential on folded_1f1b. A window takes: " in text
+    )
+    small = format_tuning(
+        tuning("sequential on folded_1f1b", {"sequential on folded_1f1b": overlap(8.0), "greedy on auto": overlap(8.1)})
+    )
     assert "No plan that overlaps is faster here" in small
-    other = {"sequential on w": overlap(8.1), "sequential on dualpipe_v": overlap(8.0)}
-    assert "1.01 times as fast as sequential on w" in format_tuning(tuning("sequential on dualpipe_v", other))
+    other = {"sequential on folded_1f1b": overlap(8.1), "sequential on dualpipe_v": overlap(8.0)}
+    assert "1.01 times as fast as sequential on folded_1f1b" in format_tuning(tuning("sequential on dualpipe_v", other))
 
 
 def test_sums_of_gradients_are_not_called_overlapped() -> None:
@@ -254,15 +262,16 @@ FEW = {"sequential": overlap(10.0, communication=0.5), "search": overlap(9.9, co
         ),
         (
             "greedy on auto",
-            {"sequential on w": overlap(10.0), "greedy on auto": overlap(8.0)},
+            {"sequential on folded_1f1b": overlap(10.0), "greedy on auto": overlap(8.0)},
             "",
             "plan `greedy` on the schedule `auto`, 1.25x as fast as without overlap",
         ),
         (
             "sequential on auto",
-            {"sequential on w": overlap(10.0), "sequential on auto": overlap(8.0)},
+            {"sequential on folded_1f1b": overlap(10.0), "sequential on auto": overlap(8.0)},
             "",
-            "plan `sequential` on the schedule `auto`, 1.25x as fast as with `sequential` on the schedule `w`",
+            "plan `sequential` on the schedule `auto`, "
+            "1.25x as fast as with `sequential` on the schedule `folded_1f1b`",
         ),
         (
             "dhelix",

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_helix.checkpoint.interrupts import describe_stop
 from hf_helix.checkpoint.manifest import NAME
 from hf_helix.config import HelixConfig
+from hf_helix.integrations.trainer.interrupts import describe_stop
 from hf_helix.runtime.failures import endings
 
 

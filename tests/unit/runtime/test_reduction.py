@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.more_jobs import unit_of
+from support.units import unit_of
 from torch import nn
 
 from hf_helix.operators.communication.group_transports import GroupTransport

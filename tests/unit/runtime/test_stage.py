@@ -145,7 +145,7 @@ def test_a_tied_weight_stays_on_one_rank_or_is_refused() -> None:
     assert placed(1, 2, FOLD, tied)[0].layout.shared == stage.layout.shared
     for rank in range(2):
         with pytest.raises(
-            ValueError, match=r"embedding shares a weight .*tied.*schedule='w'.*tie_word_embeddings=False"
+            ValueError, match=r"embedding shares a weight .*tied.*schedule='auto'.*tie_word_embeddings=False"
         ):
             placed(rank, 2, LINEAR, tied)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.planning.graph.operator import Kind
@@ -105,7 +106,7 @@ def measured(gpu: SlowHost, layers: int = 2) -> Profile:
         num_key_value_heads=2,
         vocab_size=32,
     )
-    work = Workload(config, 2, mesh.device, mesh=mesh)
+    work = Workload(config, HelixConfig(tp_size=2), mesh.device, mesh)
     work.runner.executor.streams = gpu
     return profiler.measure_profile(work.runner, work.window(2, 1, 8))
 

@@ -1,1 +1,1 @@
-"""Plans that others are compared with: one strand, two strands in turn, the paper, tiles of one strand."""
+"""Plans to compare with: the two strands in turn, the paper's, and one strand whose collectives are cut into tiles."""

@@ -26,13 +26,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import accumulate, combinations, islice, permutations
+from itertools import accumulate, combinations, islice
 from operator import itemgetter
 
-from hf_helix.planning.cost import COMPUTE, STREAMS
+from hf_helix.planning.cost import COMPUTE, STREAMS, Work, simulate
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
-from hf_helix.planning.plans.baselines.interleave import sequential
 from hf_helix.planning.plans.block_plan import BARRIER, Order, entries
+from hf_helix.planning.plans.sequential import sequential
 from hf_helix.planning.profile import Profile
 
 SEGMENT = 3
@@ -84,8 +84,8 @@ class _Block:
         chains: of each strand, the operators that stay in canonical order.
         movable: the others; bit m of a set stands for `movable[m]`.
         places: of each movable one, its strand and how much of the chain comes before it.
-        follows: of each operator, the movable ones that come before it.
-        waits: of each operator, the communication that it reads from.
+        follows: for each operator, the movable ones that must come before it.
+        waits: for each operator, the communication whose results it reads.
     """
 
     def __init__(self, forward: Graph, backward: Graph, profile: Profile) -> None:
@@ -94,7 +94,8 @@ class _Block:
         self.entries = list(found)
         self.streams = [STREAMS.index(op.kind) for op in found.values()]
         self.seconds = [profile.times[name] for name in names]
-        self.slow = [[profile.slowdown(a, b) for b in names] for a in names] if profile.pairs else None
+        self._names = names
+        self._slowdown = cache(profile.slowdown) if profile.pairs else None
         self.chains: tuple[list[int], list[int]] = ([], [])
         self.movable: list[int] = []
         self.places: list[tuple[int, int]] = []
@@ -133,17 +134,33 @@ class _Block:
         """The operators of a set."""
         return [i for m, i in enumerate(self.movable) if movable >> m & 1]
 
-    def seconds_of(self, group: Sequence[int], slowed: bool = True) -> float:
-        """From one barrier to the next, issued in this order: what `simulate` says, for a few operators and quickly."""
-        if self.slow is not None and slowed:
-            return _beside(group, self, self.slow)
+    def seconds_of(self, group: Sequence[int]) -> float:
+        """Predicted seconds from one barrier to the next, for operators that are issued in this order."""
+        if self._slowdown is None:
+            return self.bound(group)
+        place = {i: number for number, i in enumerate(group)}
+        work = Work(
+            [self.streams[i] for i in group],
+            [self.seconds[i] for i in group],
+            [[place[need] for need in self.waits[i] if need in place] for i in group],
+            list(range(len(group))),
+            [self._names[i] for i in group],
+        )
+        return simulate(work, self._slowdown).seconds
+
+    def bound(self, group: Sequence[int]) -> float:
+        """Seconds that the operators take at least, issued in this order: what they take if none slows another down.
+
+        Without contention it is what `simulate` says, but for the last digits, which decide between equal orders.
+        """
         free, ends = [0.0] * len(STREAMS), dict[int, float]()
         for i in group:
             self.issue(i, free, ends)
         return max(free)
 
     def issue(self, i: int, free: list[float], ends: dict[int, float]) -> None:
-        """Note when the operator ends if nothing slows it down, in `ends`, and when each stream is free."""
+        """Note when the operator can end at the earliest, in `ends`, and when each stream is free: the step of `bound`
+        by which the search prunes."""
         stream = self.streams[i]
         start = max(free[COMPUTE], free[stream])  # communication, too, waits for all computation before it
         for need in self.waits[i]:
@@ -154,38 +171,6 @@ class _Block:
 def _moves(op: Operator) -> bool:
     """Whether the search may issue the operator later than in canonical order."""
     return op.part is Part.W and not op.kind.communicates
-
-
-def _beside(group: Sequence[int], block: _Block, slow: list[list[float]]) -> float:
-    """Event by event, as operators that run beside each other slow each other down."""
-    queues: list[list[tuple[int, int]]] = [[] for _ in STREAMS]
-    last = -1
-    for i in group:
-        stream = block.streams[i]
-        queues[stream].append((i, -1 if stream == COMPUTE else last))
-        last = i if stream == COMPUTE else last
-    for queue in queues:
-        queue.reverse()  # the next one is the last
-    waiting, left, now = set(group), dict[int, float](), 0.0
-    while waiting:
-        for queue in queues:
-            if queue:
-                i, behind = queue[-1]
-                if i not in left and behind not in waiting and waiting.isdisjoint(block.waits[i]):
-                    left[i] = block.seconds[i]
-        rates = dict.fromkeys(left, 1.0)
-        if len(left) > 1:
-            for i, other in permutations(left, 2):
-                rates[i] *= slow[i][other]
-        step = min(left[i] * rate for i, rate in rates.items())
-        now += step
-        for i, rate in rates.items():
-            left[i] -= step / rate
-            if left[i] <= 1e-12:
-                waiting.remove(i)
-                del left[i]
-                queues[block.streams[i]].pop()
-    return now
 
 
 class _Pairs:
@@ -206,8 +191,7 @@ class _Pairs:
             loads = [0.0] * len(STREAMS)
             for n in (*strands[0], *strands[1]):
                 loads[block.streams[n]] += block.seconds[n]
-            ways = (block.seconds_of(strand, slowed=False) for strand in strands)
-            self.floors[i, a, j, b] = loads[COMPUTE], max(*loads, *ways)
+            self.floors[i, a, j, b] = loads[COMPUTE], max(*loads, *map(block.bound, strands))
         compute, rest = self.floors[i, a, j, b]
         if movable not in self.movable_seconds:
             self.movable_seconds[movable] = sum(self.block.seconds[n] for n in self.block.members(movable))
@@ -241,7 +225,9 @@ class _Interleaving:
         """Go on from an order of which `compute` seconds of computation are left."""
         block = self.block
         if len(order) == self.length:
-            self._judge(order, max(free))
+            seconds = block.seconds_of(order)
+            if seconds < self.best[0] * (1 - NEAR):
+                self.best = seconds, order
             return
         for n, next_issued, next_movable in self._choices(issued, movable):
             then = free.copy()
@@ -250,14 +236,8 @@ class _Interleaving:
             if max(then[COMPUTE] + left, *then) < self.best[0] * (1 - NEAR):
                 self._extend(next_issued, next_movable, then, (*order, n), left)
 
-    def _judge(self, order: tuple[int, ...], seconds: float) -> None:
-        if self.block.slow is not None:
-            seconds = self.block.seconds_of(order)
-        if seconds < self.best[0] * (1 - NEAR):
-            self.best = seconds, order
-
     def _choices(self, issued: tuple[int, int], movable: Bits) -> list[tuple[int, tuple[int, int], Bits]]:
-        """What can be issued next: a collective whose turn has come, or else any computation."""
+        """Returns what can be issued next: a collective whose turn has come, or else any computation."""
         block, found = self.block, []
         for strand, (segment, count) in enumerate(zip(self.strands, issued, strict=True)):
             if count < len(segment) and not block.follows[segment[count]] & movable:
@@ -286,7 +266,7 @@ class _Search:
         self.reached: dict[State, tuple[float, State, tuple[int, ...]]] = {(0, 0, 0): (0.0, (0, 0, 0), ())}
 
     def run(self) -> list[tuple[int, ...]]:
-        """What runs between the barriers of the best order."""
+        """Returns the operators between the barriers of the best order, group by group."""
         for state in self._states():
             self._reach(state)
         groups: list[tuple[int, ...]] = []
@@ -341,7 +321,7 @@ class _Search:
 
 
 @cache
-def _subsets(whole: Bits, most: int) -> list[Bits]:
-    """The subsets of at most so many elements, the smallest first."""
+def _subsets(whole: Bits, max_size: int) -> list[Bits]:
+    """Returns the subsets of at most `max_size` elements, the smallest first."""
     elements = [1 << m for m in range(whole.bit_length()) if whole >> m & 1]
-    return [sum(chosen) for count in range(most + 1) for chosen in combinations(elements, count)]
+    return [sum(chosen) for count in range(max_size + 1) for chosen in combinations(elements, count)]

@@ -13,7 +13,7 @@ from hf_helix.planning.graph.operator import Graph, Part, digest
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.instructions import window_instructions
-from hf_helix.planning.pipeline.schedule_file import build_schedule
+from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.activation_memory import activation_memory, shares_of
 from hf_helix.planning.plans.baselines.intra_batch import tile_pair
@@ -97,7 +97,7 @@ def test_every_rule_plans_without_weight_gradients(rule: str, monkeypatch: pytes
     assert not [op for (unit, _), op in named_operators(profile.layout) if unit == "layer.2" and op.part is Part.W]
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2})
     layout = replace(profile.layout, graphs=plan.graphs_for(profile.layout.graphs))
-    (program,) = build_programs(build_schedule("w", 1, 3), layout, plan)
+    (program,) = build_programs(build_schedule("folded_1f1b", 1, 3), layout, plan)
     validate_program(program, [(len(units) - 1, "d.loss")])
 
 
@@ -106,7 +106,7 @@ def test_every_rule_plans_without_weight_gradients(rule: str, monkeypatch: pytes
 def test_a_frozen_layer_gives_back_all_that_it_takes(frozen: tuple[str, ...], mode: str) -> None:
     graphs = {**LLAMA, "layer": GraphPair.of(recomputed(trained(0, *frozen), mode))}
     layout = layout_of(graphs, 3)
-    program = window_instructions(build_schedule("w", 1, 2), layout)
+    program = window_instructions(build_schedule("folded_1f1b", 1, 2), layout)
     for again in (False, True):
         found = activation_memory(program, layout, {"layer": shares_of(graphs["layer"])}, again)
         assert (sum(found.alloc) > 0) == (not again or mode != "none")

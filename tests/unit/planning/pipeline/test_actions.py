@@ -9,9 +9,9 @@ import pytest
 from support.schedules import every_name, every_size, parsed, text
 
 from hf_helix.planning.pipeline.actions import Action, Slot, format_schedule, parse_schedule, without_microbatches
-from hf_helix.planning.pipeline.named import w_schedule
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule, folded_1f1b
 from hf_helix.planning.pipeline.placement import stage_ranks
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule, load_schedule
+from hf_helix.planning.pipeline.schedule_file import load_schedule
 from hf_helix.planning.pipeline.validate import validate
 
 
@@ -20,14 +20,14 @@ def test_torch_reads_every_slot():
 
     slots = [slot for name in PLACEMENT_OF for slots in build_schedule(name, 3, 12) for slot in slots]
     assert {len(slot.actions) for slot in slots} == {1, 2}
-    assert {action.direction for slot in slots for action in slot.actions} == set("FBIW")
+    assert {action.computation_type for slot in slots for action in slot.actions} == set("FBIW")
     for slot in slots:
         read = _Action.from_str(str(slot))
         assert str(read) == str(slot)
         assert (read.computation_type == OVERLAP_F_B) == (len(slot.actions) == 2)
         for ours, theirs in zip(slot.actions, read.sub_actions or (read,), strict=True):
             assert (ours.stage, ours.microbatch) == (theirs.stage_index, theirs.microbatch_index)
-            assert ours.direction == theirs.computation_type.value
+            assert ours.computation_type == theirs.computation_type.value
 
 
 @every_name
@@ -94,14 +94,14 @@ def test_slots_run_forward_beside_backward(pair: tuple[Action | None, Action | N
 
 
 def test_format_marks_the_slot_it_is_told():
-    schedule = w_schedule(1, 1)
+    schedule = folded_1f1b(1, 1)
     assert format_schedule(schedule) == "rank 0: 0F0 1F0 1B0 0B0"
     assert format_schedule(schedule, {0: 2}) == "rank 0: 0F0 1F0 >>> 1B0 0B0"
     assert format_schedule(schedule, {0: 4}) == "rank 0: 0F0 1F0 1B0 0B0 >>>"
 
 
 def test_without_microbatches():
-    assert without_microbatches(w_schedule(1, 2), 1) == w_schedule(1, 1)
+    assert without_microbatches(folded_1f1b(1, 2), 1) == folded_1f1b(1, 1)
     assert text(without_microbatches(parsed("(0F1;1B0)OVERLAP_F_B (1F1;0B0)OVERLAP_F_B 1B1 0B1"), 1)) == [
         ["1B0", "0B0"]
     ]

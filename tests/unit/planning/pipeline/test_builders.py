@@ -7,9 +7,8 @@ import re
 import pytest
 from support.schedules import SIZES, every_name, every_size, live_activations, slots_by_part, start_times, text
 
-from hf_helix.planning.pipeline.named import dualpipe_v, one_f_one_b, w_schedule
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule, dualpipe_v, folded_1f1b, one_f_one_b
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks, stages_of_rank
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule
 
 # Every named schedule
 
@@ -34,7 +33,7 @@ def test_microbatches_keep_their_order_on_every_stage(num_ranks: int, num_microb
     for slots in build_schedule(name, num_ranks, num_microbatches):
         seen: dict[tuple[int, str], list[int]] = {}
         for action in (action for slot in slots for action in slot.actions):
-            for part in action.direction.replace("B", "IW"):
+            for part in action.computation_type.replace("B", "IW"):
                 seen.setdefault((action.stage, part), []).append(action.microbatch)
         assert all(order == list(range(num_microbatches)) for order in seen.values())
 
@@ -46,9 +45,9 @@ def test_microbatches_do_not_enter_memory(num_ranks: int, name: str):
     assert [live_activations(slots) for slots in few] == [live_activations(slots) for slots in many]
 
 
-@pytest.mark.parametrize("arguments", [("nope", 2, 1), ("w", 0, 1), ("w", 1, 0), ("auto", 2, 2)])
+@pytest.mark.parametrize("arguments", [("nope", 2, 1), ("folded_1f1b", 0, 1), ("folded_1f1b", 1, 0), ("auto", 2, 2)])
 def test_what_cannot_be_built_is_named(arguments: tuple[str, int, int]):
-    with pytest.raises(ValueError, match="schedules: w, 1f1b, dualpipe_v, with at least one of each"):
+    with pytest.raises(ValueError, match="schedules: folded_1f1b, dualpipe_v, 1f1b, with at least one of each"):
         build_schedule(*arguments)
 
 
@@ -57,7 +56,7 @@ def test_what_cannot_be_built_is_named(arguments: tuple[str, int, int]):
 
 @every_size
 def test_slots_of_w(num_ranks: int, num_microbatches: int):
-    schedule = w_schedule(num_ranks, num_microbatches)
+    schedule = folded_1f1b(num_ranks, num_microbatches)
     start = start_times(schedule, 2 * num_ranks, num_microbatches)
     if num_microbatches >= num_ranks:
         assert 1 + max(start.values()) == 4 * num_ranks + 2 * num_microbatches - 2
@@ -76,7 +75,7 @@ def test_slots_of_w(num_ranks: int, num_microbatches: int):
 def test_w_is_1f1b_over_units(num_ranks: int, num_microbatches: int):
     """Unit k starts every other slot, goes down the stages and up, and does F of k beside B of k-P on the way."""
     last = 2 * num_ranks - 1
-    for rank, slots in enumerate(w_schedule(num_ranks, num_microbatches)):
+    for rank, slots in enumerate(folded_1f1b(num_ranks, num_microbatches)):
         units: dict[int, set[str]] = {}
         for unit in range(num_microbatches + num_ranks):
             for step in (rank, last - rank):
@@ -87,7 +86,7 @@ def test_w_is_1f1b_over_units(num_ranks: int, num_microbatches: int):
 
 
 def test_one_rank_folded_on_itself():
-    assert text(w_schedule(1, 2)) == [["0F0", "1F0", "(0F1;1B0)OVERLAP_F_B", "(1F1;0B0)OVERLAP_F_B", "1B1", "0B1"]]
+    assert text(folded_1f1b(1, 2)) == [["0F0", "1F0", "(0F1;1B0)OVERLAP_F_B", "(1F1;0B0)OVERLAP_F_B", "1B1", "0B1"]]
 
 
 # Torch's own

@@ -159,6 +159,11 @@ def test_layers_per_stage_that_do_not_fit_are_refused_with_some_that_do(counts: 
     assert sizes(split_layers(10, (0, 1, 1, 0), layers_per_stage=[int(n) for n in works.strip("[]").split(",")]))
 
 
+def test_layers_per_stage_of_the_linear_placement():
+    with pytest.raises(ValueError, match="has 4 counts that add up to 5; it needs 2"):
+        split_layers(5, stage_ranks(LINEAR, 2), layers_per_stage=[1, 1, 2, 1])
+
+
 def test_one_layer_has_no_layers_per_stage_of_two():
     with pytest.raises(ValueError, match="such as layers_per_stage=None"):
         split_layers(1, (0, 0), layers_per_stage=[1, 0])

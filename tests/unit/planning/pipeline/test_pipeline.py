@@ -10,25 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from hf_helix.planning.pipeline import local_search as refine
+from hf_helix.planning.pipeline import local_search
+from hf_helix.planning.pipeline.actions import Schedule, Slot, format_schedule, parse_schedule
+from hf_helix.planning.pipeline.auto import SEARCHED, choose_schedule
+from hf_helix.planning.pipeline.clock import Row, SlotClock
+from hf_helix.planning.pipeline.costs import Costs
 from hf_helix.planning.pipeline.list_schedule import Policy, list_schedule
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
-from hf_helix.planning.pipeline.schedule_file import (
-    PLACEMENT_OF,
-    Schedule,
-    Slot,
-    build_schedule,
-    format_schedule,
-    parse_schedule,
-)
-from hf_helix.planning.pipeline.select import (
-    SEARCHED,
-    Costs,
-    Simulated,
-    choose_schedule,
-    find_schedule,
-    simulate_schedule,
-)
+from hf_helix.planning.pipeline.scheduler import find_schedule
+from hf_helix.planning.pipeline.simulate import Simulated, simulate_schedule
 from hf_helix.planning.pipeline.validate import validate
 
 UNIT = {"forward": 1.0, "input": 1.0, "weight": 1.0}
@@ -85,7 +76,7 @@ def test_costs_that_make_no_sense_are_refused(arguments: tuple[object, ...], sai
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 6) for m in (p, p + 1, 3 * p)])
 def test_the_numbers_of_w(num_ranks: int, num_microbatches: int):
     """With F and B of one unit and fused slots, too, time is the number of slots."""
-    found = simulated("w", num_ranks, num_microbatches, forward=1.0, input=0.5, weight=0.5, gain=2.0)
+    found = simulated("folded_1f1b", num_ranks, num_microbatches, forward=1.0, input=0.5, weight=0.5, gain=2.0)
     assert found.seconds == 4 * num_ranks + 2 * num_microbatches - 2
     assert found.idle == [2 * num_ranks - 2] * num_ranks
     assert found.fused == [2 * (num_microbatches - num_ranks)] * num_ranks
@@ -110,9 +101,9 @@ def test_the_numbers_of_1f1b(num_ranks: int, num_microbatches: int):
 
 def test_transfers_count_between_ranks_only():
     """One micro-batch goes through four stages and back; two hops each way, none at the turn."""
-    found = simulated("w", 2, 1, **UNIT, transfer=10.0)
+    found = simulated("folded_1f1b", 2, 1, **UNIT, transfer=10.0)
     assert found.seconds == 4 * 1 + 4 * 2 + 4 * 10
-    assert simulated("w", 1, 1, **UNIT, transfer=10.0).seconds == 6
+    assert simulated("folded_1f1b", 1, 1, **UNIT, transfer=10.0).seconds == 6
 
 
 def test_activations_are_weighed_by_the_forward_of_their_stage():
@@ -132,7 +123,7 @@ def oracle(schedule: Schedule, ranks: Sequence[int], costs: Costs) -> dict[tuple
         for rank, slots in enumerate(schedule)
         for number, slot in enumerate(slots)
         for a in slot.actions
-        for part in a.direction.replace("B", "IW")
+        for part in a.computation_type.replace("B", "IW")
     }
     edges: dict[tuple[int, int], list[tuple[tuple[int, int], float]]] = {node: [] for node in place.values()}
     for rank, slots in enumerate(schedule):
@@ -140,8 +131,8 @@ def oracle(schedule: Schedule, ranks: Sequence[int], costs: Costs) -> dict[tuple
             if number:
                 edges[rank, number].append(((rank, number - 1), 0.0))
             for a in slot.actions:
-                needs = [(a.stage - 1, "F")] if a.direction == "F" else [(a.stage, "F"), (a.stage + 1, "I")]
-                needs = [(a.stage, "I")] if a.direction == "W" else needs
+                needs = [(a.stage - 1, "F")] if a.computation_type == "F" else [(a.stage, "F"), (a.stage + 1, "I")]
+                needs = [(a.stage, "I")] if a.computation_type == "W" else needs
                 for stage, part in needs:
                     if 0 <= stage < len(ranks):
                         hop = costs.transfer if ranks[stage] != rank else 0.0
@@ -155,11 +146,11 @@ def oracle(schedule: Schedule, ranks: Sequence[int], costs: Costs) -> dict[tuple
 
 @pytest.mark.parametrize("seed", range(30))
 def test_simulation_is_a_longest_path(seed: int):
-    dice = random.Random(seed)
-    name, num_ranks, count = dice.choice(list(PLACEMENT_OF)), dice.randint(1, 4), dice.randint(1, 9)
+    rng = random.Random(seed)
+    name, num_ranks, count = rng.choice(list(PLACEMENT_OF)), rng.randint(1, 4), rng.randint(1, 9)
     ranks = stage_ranks(PLACEMENT_OF[name], num_ranks)
-    times = [[dice.uniform(0.1, 3) for _ in ranks] for _ in range(3)]
-    costs = Costs(*times, transfer=dice.uniform(0, 1), gain=dice.uniform(0.8, 1.8))
+    times = [[rng.uniform(0.1, 3) for _ in ranks] for _ in range(3)]
+    costs = Costs(*times, transfer=rng.uniform(0, 1), gain=rng.uniform(0.8, 1.8))
     schedule = build_schedule(name, num_ranks, count)
     found = simulate_schedule(schedule, ranks, costs)
     ends = oracle(schedule, ranks, costs)
@@ -182,25 +173,25 @@ def test_what_cannot_end_is_refused():
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_policy_gets_stuck_or_takes_more_room(seed: int):
-    dice = random.Random(seed)
-    num_ranks, count = dice.randint(1, 5), dice.randint(1, 12)
+    rng = random.Random(seed)
+    num_ranks, count = rng.randint(1, 5), rng.randint(1, 12)
     ranks = stage_ranks(FOLD, num_ranks)
-    times = [[dice.choice([0.0, dice.uniform(0.1, 3)]) for _ in ranks] for _ in range(3)]
+    times = [[rng.choice([0.0, rng.uniform(0.1, 3)]) for _ in ranks] for _ in range(3)]
     times[0][0] += 0.1
-    costs = Costs(*times, transfer=dice.choice([0.0, dice.uniform(0, 2)]), gain=dice.uniform(0.8, 1.8))
+    costs = Costs(*times, transfer=rng.choice([0.0, rng.uniform(0, 2)]), gain=rng.uniform(0.8, 1.8))
     policy = Policy(
-        most_live=dice.randint(2, 2 * num_ranks + 3),
-        pair=dice.choice([True, False]),
-        early=dice.choice([True, False]),
-        apart=dice.randint(0, 2 * count),
-        forward=dice.randint(0, 2),
-        backward=dice.randint(0, 2),
-        delay=dice.choice([0.0, 0.5, 1.0]),
+        max_live=rng.randint(2, 2 * num_ranks + 3),
+        pair=rng.choice([True, False]),
+        early=rng.choice([True, False]),
+        apart=rng.randint(0, 2 * count),
+        forward=rng.randint(0, 2),
+        backward=rng.randint(0, 2),
+        delay=rng.choice([0.0, 0.5, 1.0]),
     )
-    schedule, seconds = list_schedule(num_ranks, count, costs, policy)
+    schedule, seconds = list_schedule(SlotClock(ranks, costs, count), policy)
     validate(schedule, count, ranks)
     found = simulate_schedule(schedule, ranks, costs)
-    assert max(found.live) <= policy.most_live
+    assert max(found.live) <= policy.max_live
     assert found.seconds <= seconds + 1e-9, "a rank may have waited for a partner that it did not take"
 
 
@@ -210,7 +201,7 @@ def test_no_policy_gets_stuck_or_takes_more_room(seed: int):
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refinement of a few steps."""
-    monkeypatch.setattr(refine, "TRIALS", 200)
+    monkeypatch.setattr(local_search, "TRIALS", 200)
 
 
 def named(num_ranks: int, num_microbatches: int, costs: Costs) -> dict[str, Simulated]:
@@ -223,7 +214,7 @@ def chosen(num_ranks: int, num_microbatches: int, costs: Costs, **options: int) 
     ranks = stage_ranks(FOLD, num_ranks)
     label, schedule = choose_schedule(num_ranks, num_microbatches, costs, **options)
     validate(schedule, num_microbatches, ranks)
-    assert label in ("w", "dualpipe_v", SEARCHED)
+    assert label in ("folded_1f1b", "dualpipe_v", SEARCHED)
     if label != SEARCHED:
         assert schedule == build_schedule(label, num_ranks, num_microbatches)
     return simulate_schedule(schedule, ranks, costs)
@@ -239,29 +230,29 @@ def test_the_choice_is_never_behind_and_takes_no_more_room(num_ranks: int, costs
         assert found.seconds <= min(other.seconds for other in others.values()) + 1e-9
         assert max(found.live) <= max(max(other.live) for other in others.values())
         if num_ranks > 1 and count == 2 * num_ranks:
-            assert others["w"].seconds / found.seconds >= 1.1
+            assert others["folded_1f1b"].seconds / found.seconds >= 1.1
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_choice_on_uneven_stages(seed: int, hasty: None):
-    dice = random.Random(seed)
-    num_ranks, count = dice.randint(1, 5), dice.randint(1, 12)
-    times = [[dice.uniform(0.5, 2) for _ in range(2 * num_ranks)] for _ in range(3)]
-    costs = Costs(*times, transfer=dice.choice([0.0, 0.3]), gain=dice.choice([0.9, 1.0, 1.4]))
+    rng = random.Random(seed)
+    num_ranks, count = rng.randint(1, 5), rng.randint(1, 12)
+    times = [[rng.uniform(0.5, 2) for _ in range(2 * num_ranks)] for _ in range(3)]
+    costs = Costs(*times, transfer=rng.choice([0.0, 0.3]), gain=rng.choice([0.9, 1.0, 1.4]))
     found = chosen(num_ranks, count, costs)
     assert found.seconds <= min(other.seconds for other in named(num_ranks, count, costs).values()) + 1e-9
     assert format_schedule(choose_schedule(num_ranks, count, costs)[1]) == format_schedule(found.schedule)
 
 
-@pytest.mark.parametrize("most_live", [2, 3, 5, 8, 12, 30])
-def test_the_choice_keeps_to_the_room_it_is_given(most_live: int, hasty: None):
-    found = chosen(3, 9, even(6, **UNIT, gain=1.4), most_live=most_live)
-    assert max(found.live) <= most_live
+@pytest.mark.parametrize("max_live", [2, 3, 5, 8, 12, 30])
+def test_the_choice_keeps_to_the_room_it_is_given(max_live: int, hasty: None):
+    found = chosen(3, 9, even(6, **UNIT, gain=1.4), max_live=max_live)
+    assert max(found.live) <= max_live
 
 
 def test_room_is_made_use_of(hasty: None):
     costs = even(6, **UNIT, gain=1.2)
-    few, some, usual = (chosen(3, 9, costs, most_live=most_live).seconds for most_live in (2, 4, 7))
+    few, some, usual = (chosen(3, 9, costs, max_live=max_live).seconds for max_live in (2, 4, 7))
     assert few > 1.1 * some > 1.1 * 1.1 * usual
 
 
@@ -269,27 +260,27 @@ def test_one_rank_has_no_bubble():
     for count in (1, 2, 5):
         found = chosen(1, count, even(2, **UNIT, gain=1.4))
         assert found.idle == pytest.approx([0.0])
-        assert found.seconds <= named(1, count, even(2, **UNIT, gain=1.4))["w"].seconds
+        assert found.seconds <= named(1, count, even(2, **UNIT, gain=1.4))["folded_1f1b"].seconds
 
 
-@pytest.mark.parametrize("most_live", [1, 0, -1])
-def test_no_room_is_refused(most_live: int):
-    with pytest.raises(ValueError, match=f"most_live={most_live} is too few.* use 2 or more"):
-        choose_schedule(2, 4, even(4), most_live=most_live)
+@pytest.mark.parametrize("max_live", [1, 0, -1])
+def test_no_room_is_refused(max_live: int):
+    with pytest.raises(ValueError, match=f"max_live={max_live} is too few.* use 2 or more"):
+        choose_schedule(2, 4, even(4), max_live=max_live)
 
 
 @pytest.mark.slow
 def test_the_choice_takes_seconds(monkeypatch: pytest.MonkeyPatch):
     """Two on an idle core, which run about so many slots."""
     slots = 0
-    run = refine._Clock.run
+    run = SlotClock.run
 
-    def counting(clock: refine._Clock, rows: Sequence[refine.Row]) -> object:
+    def counting(clock: SlotClock, rows: Sequence[Row]) -> object:
         nonlocal slots
         slots += sum(map(len, rows))
         return run(clock, rows)
 
-    monkeypatch.setattr(refine._Clock, "run", counting)
+    monkeypatch.setattr(SlotClock, "run", counting)
     choose_schedule(8, 64, even(16, **UNIT, gain=1.4, transfer=0.05))
     assert 0 < slots < 2_000_000, slots
 
@@ -299,23 +290,23 @@ def test_the_choice_takes_seconds(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_refinement_is_never_slower_and_keeps_to_its_room(seed: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(refine, "TRIALS", 1500)
-    dice = random.Random(seed)
-    name, num_ranks, count = dice.choice(list(PLACEMENT_OF)), dice.randint(1, 4), dice.randint(1, 8)
+    monkeypatch.setattr(local_search, "TRIALS", 1500)
+    rng = random.Random(seed)
+    name, num_ranks, count = rng.choice(list(PLACEMENT_OF)), rng.randint(1, 4), rng.randint(1, 8)
     ranks = stage_ranks(PLACEMENT_OF[name], num_ranks)
-    times = [[dice.uniform(0.5, 2) for _ in ranks] for _ in range(3)]
-    costs = Costs(*times, transfer=dice.choice([0.0, 0.3]), gain=dice.choice([1.0, 1.3]))
+    times = [[rng.uniform(0.5, 2) for _ in ranks] for _ in range(3)]
+    costs = Costs(*times, transfer=rng.choice([0.0, 0.3]), gain=rng.choice([1.0, 1.3]))
     before = simulate_schedule(build_schedule(name, num_ranks, count), ranks, costs)
-    schedule = refine.refine_schedule(before.schedule, ranks, costs, max(before.live))
+    clock = SlotClock(ranks, costs, count)
+    schedule = local_search.improve_schedule(before.schedule, clock, max(before.live))
     validate(schedule, count, ranks)
     after = simulate_schedule(schedule, ranks, costs)
-    clock = refine._Clock(ranks, costs, count)
-    run = clock.run([[clock.item(slot) for slot in slots] for slots in schedule])
+    run = clock.run([[clock.timed(slot) for slot in slots] for slots in schedule])
     assert run is not None
-    assert run.ends == [ends[-1] for ends in after.ends], "the fast clock is the simulation"
+    assert run.ends == [ends[-1] for ends in after.ends]
     assert after.seconds <= before.seconds
     assert max(after.live) <= max(before.live)
-    assert refine.refine_schedule(before.schedule, ranks, costs, max(before.live)) == schedule
+    assert local_search.improve_schedule(before.schedule, clock, max(before.live)) == schedule
 
 
 @every_set
@@ -323,8 +314,10 @@ def test_refinement_helps(costs: dict[str, float]):
     """W alone becomes a schedule without most of its bubble."""
     times = even(8, **costs)
     ranks = stage_ranks(FOLD, 4)
-    before = simulate_schedule(build_schedule("w", 4, 8), ranks, times)
-    after = simulate_schedule(refine.refine_schedule(before.schedule, ranks, times, 9), ranks, times)
+    before = simulate_schedule(build_schedule("folded_1f1b", 4, 8), ranks, times)
+    after = simulate_schedule(
+        local_search.improve_schedule(before.schedule, SlotClock(ranks, times, 8), 9), ranks, times
+    )
     assert before.seconds > 1.1 * after.seconds
 
 
@@ -341,8 +334,10 @@ def test_schedules_are_found_by_name_or_path(tmp_path: Path, hasty: None):
         assert find_schedule(name, 2, None, costs) == (name, build_schedule(name, 2, 6))
     assert find_schedule("auto", 2, 5, costs) == choose_schedule(2, 5, even(4))
     path = tmp_path / "schedule.txt"
-    path.write_text(format_schedule(build_schedule("w", 2, 5)))
-    assert find_schedule(str(path), 2, None, costs) == (str(path), build_schedule("w", 2, 5))
-    assert find_schedule(str(path), 2, 5, costs)[1] == build_schedule("w", 2, 5)
-    with pytest.raises(ValueError, match=r"'magic' is neither .* use one of w, dualpipe_v, 1f1b, auto, or the path"):
+    path.write_text(format_schedule(build_schedule("folded_1f1b", 2, 5)))
+    assert find_schedule(str(path), 2, None, costs) == (str(path), build_schedule("folded_1f1b", 2, 5))
+    assert find_schedule(str(path), 2, 5, costs)[1] == build_schedule("folded_1f1b", 2, 5)
+    with pytest.raises(
+        ValueError, match=r"'magic' is neither .* use one of auto, folded_1f1b, dualpipe_v, 1f1b, or the path"
+    ):
         find_schedule("magic", 2, 5, costs)

@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 from support.schedules import every_name, oracle_can_run, parsed, text
 
-from hf_helix.planning.pipeline.named import w_schedule
+from hf_helix.planning.pipeline.actions import Schedule, Slot, format_schedule, num_microbatches_of
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule, folded_1f1b
 from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks
-from hf_helix.planning.pipeline.schedule_file import (
-    PLACEMENT_OF,
-    Schedule,
-    Slot,
-    build_schedule,
-    format_schedule,
-    load_schedule,
-    num_microbatches_of,
-    placement_of,
-)
+from hf_helix.planning.pipeline.schedule_file import load_schedule, placement_of
 from hf_helix.planning.pipeline.validate import validate
 
 
@@ -38,7 +30,7 @@ def refused(schedule: Schedule, num_microbatches: int, placement: str = FOLD) ->
 
 
 def test_a_swapped_order_cannot_run():
-    schedule = w_schedule(1, 2)
+    schedule = folded_1f1b(1, 2)
     schedule[0][:2] = schedule[0][1::-1]
     assert "rank 0 waits for 0F0 before 1F0\nrank 0: >>> 1F0 0F0 " in refused(schedule, 2)
 
@@ -47,7 +39,7 @@ def test_every_swap_on_a_chain_is_found():
     """With one micro-batch a rank's four actions have only one order."""
     for rank in range(2):
         for place in range(3):
-            schedule = w_schedule(2, 1)
+            schedule = folded_1f1b(2, 1)
             slots = schedule[rank]
             slots[place], slots[place + 1] = slots[place + 1], slots[place]
             refused(schedule, 1)
@@ -108,7 +100,7 @@ def test_every_missing_slot_is_found(name: str):
 
 
 def test_the_last_action_of_one_microbatch_is_missed():
-    schedule = w_schedule(2, 3)
+    schedule = folded_1f1b(2, 3)
     assert str(schedule[0].pop()) == "0B2"
     said = refused(schedule, 3)
     assert "'>>>': it never runs 0B2\nrank 0: " in said
@@ -134,32 +126,32 @@ def test_every_repeated_slot_is_found(name: str):
     ("foreign", "said"), [("0F1", "of micro-batch 1; they are 0 to 0"), ("2F0", "of stage 2; the stages are 0 to 1")]
 )
 def test_a_microbatch_or_stage_that_does_not_exist_is_found(foreign: str, said: str):
-    message = refused([[*w_schedule(1, 1)[0], Slot.parse(foreign)]], 1)
+    message = refused([[*folded_1f1b(1, 1)[0], Slot.parse(foreign)]], 1)
     assert f">>> {foreign}" in message
     assert said in message
 
 
 def test_actions_on_ranks_that_do_not_hold_their_stage_are_refused():
-    assert "1F0 is on rank 0, but rank 1 holds stage 1" in refused(w_schedule(2, 3)[::-1], 3)
+    assert "1F0 is on rank 0, but rank 1 holds stage 1" in refused(folded_1f1b(2, 3)[::-1], 3)
     assert "1F0 is on rank 0, but rank 1 holds stage 1" in refused(parsed("0F0 1F0 1B0 0B0", ""), 1, LINEAR)
 
 
 def test_empty_slots_and_other_numbers_of_ranks_are_refused():
     with pytest.raises(ValueError, match="empty slot"):
-        validate([[Slot(), *w_schedule(1, 1)[0]]], 1, (0, 0))
+        validate([[Slot(), *folded_1f1b(1, 1)[0]]], 1, (0, 0))
     with pytest.raises(ValueError, match="is for 1 ranks and the stages are on 2"):
-        validate(w_schedule(1, 1), 1, (0, 1))
+        validate(folded_1f1b(1, 1), 1, (0, 1))
 
 
 def test_random_changes_are_valid_exactly_if_the_oracle_can_run_them():
     """Two slots of a rank swapped: the validator and the topological order agree."""
-    dice, outcomes = random.Random(0), []
+    rng, outcomes = random.Random(0), []
     for _ in range(400):
-        name, num_ranks, count = dice.choice(list(PLACEMENT_OF)), dice.randint(1, 3), dice.randint(1, 5)
+        name, num_ranks, count = rng.choice(list(PLACEMENT_OF)), rng.randint(1, 3), rng.randint(1, 5)
         schedule = build_schedule(name, num_ranks, count)
-        slots = dice.choice(schedule)
-        a = dice.randrange(len(slots))
-        b = min(len(slots) - 1, a + dice.randint(1, 3))
+        slots = rng.choice(schedule)
+        a = rng.randrange(len(slots))
+        b = min(len(slots) - 1, a + rng.randint(1, 3))
         slots[a], slots[b] = slots[b], slots[a]
         ranks = stage_ranks(PLACEMENT_OF[name], num_ranks)
         try:
@@ -214,3 +206,28 @@ def test_what_is_no_text_is_refused(tmp_path: Path):
         load_schedule(tmp_path / "schedule.txt", 2, 2)
     with pytest.raises(FileNotFoundError):
         load_schedule(tmp_path / "absent.txt", 2, 2)
+
+
+GOOD = format_schedule(build_schedule("folded_1f1b", 2, 3))
+WRONG: dict[str, tuple[str, str]] = {
+    "no action": (GOOD.replace("0F1", "0F?1", 1), "not an action"),
+    "communication": (GOOD.replace("0F1", "0SEND_F1", 1), "which the runner adds itself"),
+    "runs twice": (GOOD.replace("0F1", "0F0", 1), "runs twice"),
+    "a rank's line twice": (GOOD.replace("rank 1:", "rank 0:"), "here comes the line of rank 1"),
+    "an action of another rank": (GOOD.replace("rank 0: 0F0", "rank 0: 1F0"), "rank 1 holds stage 1"),
+    "waits for ever": ("rank 0: 3F0 0F0 3B0 0B0\nrank 1: 1F0 2F0 2B0 1B0", "rank 0 waits for 2F0 before 3F0"),
+    "nothing at the end": (GOOD.replace(" 0B2", ""), "it never runs 0B2"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_invalid_file_is_printed_whole(wrong: str, tmp_path: Path):
+    written, problem = WRONG[wrong]
+    (tmp_path / "actions.txt").write_text(written)
+    with pytest.raises(ValueError, match=f"^schedule file {tmp_path}/actions.txt: ") as error:
+        load_schedule(tmp_path / "actions.txt", 2, 3)
+    message = str(error.value)
+    assert problem in message
+    shown = message[message.index("rank 0:") :]
+    assert shown.count(">>>") == (2 if wrong == "waits for ever" else 1)
+    assert shown.replace(">>> ", "").replace(" >>>", "").split() == written.split()

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from support.graphs import SMALL, efforts, layout_of, pipeline_of, profile_of
 
+from hf_helix.config import AUTO
+from hf_helix.planning.pipeline.actions import format_schedule
+from hf_helix.planning.pipeline.costs import Costs, stage_costs
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks
-from hf_helix.planning.pipeline.schedule_file import PLACEMENT_OF, build_schedule, format_schedule
-from hf_helix.planning.pipeline.scheduler import Scheduler, candidates, stage_costs
-from hf_helix.planning.pipeline.select import AUTO, Costs
+from hf_helix.planning.pipeline.scheduler import Scheduler, candidates
 from hf_helix.planning.pipeline.validate import validate
 from hf_helix.planning.profile import Profile
 
@@ -51,7 +53,7 @@ def test_auto_goes_by_the_costs():
     assert Scheduler(AUTO, 2, even)(6) != Scheduler(AUTO, 2, uneven)(6)
 
 
-@pytest.mark.parametrize(("name", "placement"), [("w", FOLD), ("1f1b", LINEAR)])
+@pytest.mark.parametrize(("name", "placement"), [("folded_1f1b", FOLD), ("1f1b", LINEAR)])
 def test_a_file_says_where_its_stages_are(name: str, placement: str, tmp_path: Path):
     scheduler = Scheduler(written(tmp_path / "actions.txt", name, 2, 6), 2)
     assert scheduler.placement == placement
@@ -59,14 +61,14 @@ def test_a_file_says_where_its_stages_are(name: str, placement: str, tmp_path: P
 
 
 def test_a_file_serves_shorter_windows_and_says_which_are_too_long(tmp_path: Path):
-    scheduler = Scheduler(written(tmp_path / "actions.txt", "w", 2, 3), 2)
+    scheduler = Scheduler(written(tmp_path / "actions.txt", "folded_1f1b", 2, 3), 2)
     validate(scheduler(2), 2, stage_ranks(FOLD, 2))
     with pytest.raises(ValueError, match=r"actions.txt is for 3 micro-batches and the window has 4"):
         scheduler(4)
 
 
 def test_a_file_is_checked_when_the_scheduler_is_made(tmp_path: Path):
-    path = written(tmp_path / "actions.txt", "w", 2, 3)
+    path = written(tmp_path / "actions.txt", "folded_1f1b", 2, 3)
     with pytest.raises(ValueError, match=r"actions.txt"):
         Scheduler(path, 3)
     Path(path).write_text("0F0 0B0 0F0\n")
@@ -92,7 +94,7 @@ def test_one_rank_has_nothing_to_choose():
 
 def test_auto_chooses_among_those_on_the_fold_with_the_measured_costs():
     found = candidates(AUTO, profile_on(2))
-    assert {each.name for each in found} == {"w", "dualpipe_v", AUTO}
+    assert {each.name for each in found} == {"folded_1f1b", "dualpipe_v", AUTO}
     assert all(each.placement == FOLD for each in found)
     (searched,) = [each for each in found if each.name == AUTO]
     assert searched(6) == Scheduler(AUTO, 2, stage_costs(profile_on(2)))(6)

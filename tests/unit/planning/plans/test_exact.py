@@ -10,8 +10,8 @@ from hf_helix.planning.cost import entry_of, work_of
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
-from hf_helix.planning.plans.list_scheduler import EXTRA_LAYERS
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
+from hf_helix.planning.plans.list_scheduler import EXTRA_LIVE_LAYERS
 from hf_helix.planning.plans.search import bound, predict, search
 from hf_helix.planning.profile import Profile
 
@@ -100,13 +100,17 @@ def whole_window(size: int, num_layers: int, num_microbatches: int, seed: int) -
     """Everything from the embedding to the head, and how many layers may be alive."""
     layout = layout_of({**ENDS, "layer": LAYERS[size]}, num_layers)
     in_turns = num_layers + (num_layers % 2 if num_microbatches > 1 else 0)
-    return profile_of(layout, random_times(layout, seed)), schedule_of(num_microbatches), in_turns + EXTRA_LAYERS
+    return profile_of(layout, random_times(layout, seed)), schedule_of(num_microbatches), in_turns + EXTRA_LIVE_LAYERS
 
 
 def pair_of_strands(size: int, num_layers: int, seed: int) -> tuple[Profile, Schedule, int]:
     """Layers forward beside as many backward, the middle of a window; one layer in, one out."""
     layout = Layout(["layer"] * num_layers, {0: list(range(num_layers))}, {"layer": LAYERS[size]})
-    return profile_of(layout, random_times(layout, seed)), [[Slot(Action(0, "F", 1), Action(0, "B", 0))]], EXTRA_LAYERS
+    return (
+        profile_of(layout, random_times(layout, seed)),
+        [[Slot(Action(0, "F", 1), Action(0, "B", 0))]],
+        EXTRA_LIVE_LAYERS,
+    )
 
 
 def found(profile: Profile, schedule: Schedule) -> int:

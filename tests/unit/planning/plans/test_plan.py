@@ -31,13 +31,13 @@ from hf_helix.planning.graph.backward import derive_backward
 from hf_helix.planning.graph.operator import Graph, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.plans.baselines.interleave import sequential
 from hf_helix.planning.plans.block_plan import BARRIER, Block, BlockPlan, all_blocks, entries, validate_order
 from hf_helix.planning.plans.files import load_plan, parse_plan
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import FORMAT, Plan, graphs_digest
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.registry import RULES, make_plan
+from hf_helix.planning.plans.sequential import sequential
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.text import first_difference
 
@@ -447,7 +447,7 @@ TILE_DAMAGES = [
         "is damaged: tiles must be a whole number of at least 1, got 0",
     ),
     (lambda data: data["tiled_blocks"].pop("tiles"), "is damaged: it lacks 'tiles'"),
-    (lambda data: data["tiled_blocks"].update(tiles=3), "the order lacks|is not an operator of this block"),
+    (lambda data: data["tiled_blocks"].update(tiles=3), "comes before the operator that writes up.2"),
     (lambda data: data["tiled_blocks"].pop("blocks"), "is damaged: it lacks 'blocks'"),
 ]
 
@@ -468,7 +468,7 @@ def test_a_damaged_file_is_refused_with_the_reason_and_a_remedy(file: Path, dama
     ("plan", "damage"),
     [
         ("blocks", lambda data: data["blocks"].update({"F.nope": ["F.anything"]})),
-        ("flow", lambda data: data["flow"]["operators"].update(nope={"F.anything": {"ms": -1}})),
+        ("priorities", lambda data: data["priorities"]["operators"].update(nope={"F.anything": {"ms": -1}})),
     ],
     indirect=["plan"],
 )

@@ -32,7 +32,7 @@ from hf_helix.planning.cost import Timeline, Work, simulate, work_of
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import window_instructions
-from hf_helix.planning.pipeline.schedule_file import Action, Slot
+from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.plans import search as searching
 from hf_helix.planning.plans.list_scheduler import ListScheduler, Priorities
 from hf_helix.planning.plans.registry import make_plan
@@ -137,7 +137,7 @@ def ring_profile(slower: float) -> Profile:
 
 def test_communication_is_early_even_where_computation_takes_longest(monkeypatch: pytest.MonkeyPatch):
     """Planned with computations 1.4 times as long as they are then, most orders leave communication for late."""
-    monkeypatch.setattr(searching, "MOST_STEPS", 300)
+    monkeypatch.setattr(searching, "MAX_STEPS", 300)
     slow, then, schedule = ring_profile(1.4), ring_profile(1.0), schedule_of(8)
     limit = lower_bound(then, schedule)
     assert predict(greedy(slow), then, schedule).seconds > 1.08 * limit
@@ -148,8 +148,8 @@ def test_communication_is_early_even_where_computation_takes_longest(monkeypatch
 
 def test_interference_is_searched_around(monkeypatch: pytest.MonkeyPatch):
     """What is best where nothing interferes is not best where a computation slows the transfer beside it down."""
-    monkeypatch.setattr(searching, "MOST_STEPS", 100)
-    monkeypatch.setattr(searching, "PACES", (1.0,))
+    monkeypatch.setattr(searching, "MAX_STEPS", 100)
+    monkeypatch.setattr(searching, "COMPUTE_TIME_FACTORS", (1.0,))
     profile, schedule = llama_profile(1, 3, interference=True), schedule_of(3)
     blind = profile_of(profile.layout, profile.times)
     assert (

@@ -1,4 +1,4 @@
-"""Flows: valid orders for any graph, times and urgency, within their memory, the same everywhere."""
+"""List scheduling: valid orders for any graph, times and priorities, within their memory, the same everywhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hf_helix.planning.graph.operator import Graph, Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.schedule_file import Action, Schedule, Slot
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.search import greedy
 from hf_helix.planning.program import build_programs, validate_program

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,8 @@ from hf_helix.planning.instructions import BARRIER_INSTRUCTION, unit_instruction
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.planning.plans.baselines.dhelix import dhelix
-from hf_helix.planning.plans.baselines.interleave import sequential
 from hf_helix.planning.plans.block_plan import BARRIER, Order, all_blocks, entries, validate_order
+from hf_helix.planning.plans.sequential import sequential
 from hf_helix.planning.profile import Pair, Profile, named_operators, rough_profile
 
 L, X = Kind.LOCAL, Kind.CROSS
@@ -254,21 +255,24 @@ def test_a_self_overlapping_weight_gradient_stays_with_its_collective():
 
 
 @pytest.mark.parametrize("slowed", [False, True])
-def test_the_quick_evaluation_agrees_with_the_cost_function(slowed: bool):
+def test_the_bound_is_the_cost_function_without_contention(slowed: bool):
     """On random orders of a whole block, for which nothing is searched."""
-    dice = random.Random(0)
+    rng = random.Random(0)
     units = llama()
-    profile = profile_of(units, dice if slowed else None)
+    profile = profile_of(units, rng if slowed else None)
+    free = replace(profile, pairs={})
     forward, backward = units["layer"].forward, units["layer"].backward
     block = pairing._Block(forward, backward, profile)
     for _ in range(30):
         strands = [[i for i, entry in enumerate(block.entries) if entry[0] == letter] for letter in "BF"]
         order = []
         while strands[0] or strands[1]:
-            strand = dice.choice([strand for strand in strands if strand])
+            strand = rng.choice([strand for strand in strands if strand])
             order.append(strand.pop(0))
         entered = tuple(block.entries[i] for i in order)
+        assert block.bound(order) == pytest.approx(seconds(entered, forward, backward, free))
         assert block.seconds_of(order) == pytest.approx(seconds(entered, forward, backward, profile))
+        assert block.seconds_of(order) >= block.bound(order) * (1 - 1e-9)
 
 
 def test_a_long_block_keeps_fewer_weight_gradients_waiting(monkeypatch: pytest.MonkeyPatch):

@@ -1,8 +1,8 @@
-"""Interrupts: what a run that was stopped by Ctrl-C goes on from.
+"""What to say when a run is stopped by Ctrl-C: which checkpoint it can be resumed from.
 
 In:   a trainer that trains.
 Out:  the sentence that ends the run's output.
-Must hold: reads only; the trainer is not kept alive by it.
+Must hold: nothing is written; the trainer is not kept alive by the advice.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from hf_helix.runtime.failures.endings import advise_on_interrupt
 
 
 def prepare_for_interrupts(trainer: Any) -> None:
-    """Let Ctrl-C say how the run of this trainer goes on."""
-    kept = weakref.ref(trainer)
+    """Makes Ctrl-C end with the sentence of `describe_stop`."""
+    reference = weakref.ref(trainer)
     advise_on_interrupt(
-        lambda: describe_stop(found.args.output_dir, found.state.global_step) if (found := kept()) else ""
+        lambda: describe_stop(alive.args.output_dir, alive.state.global_step) if (alive := reference()) else ""
     )
 
 
 def describe_stop(output_dir: str | None, step: int) -> str:
-    """Where a run was stopped and what it goes on from.
+    """Says where a run was stopped and how to resume it.
 
     Args:
+        output_dir: the folder of its checkpoints.
         step: optimizer steps that were taken.
     """
     folders = Path(output_dir or ".").glob("checkpoint-*")
-    steps = {int(found[1]): path for path in folders if (found := re.search(r"checkpoint-(\d+)$", path.name))}
+    steps = {int(name[1]): path for path in folders if (name := re.search(r"checkpoint-(\d+)$", path.name))}
     complete = [number for number in steps if (steps[number] / NAME).is_file()]
     if not complete:
         hint = "TrainingArguments(save_strategy='steps', save_steps=...) saves checkpoints on the way"

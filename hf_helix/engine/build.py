@@ -1,0 +1,151 @@
+"""Builds a runner: cuts a whole model in place, gives this rank its part, and makes it runnable under a first plan.
+
+In:   an ordinary whole model, the options of `HelixConfig` and of the run, and a mesh.
+Out:  a runner, with this rank's part of the weights in the parameters of the model.
+Must hold: a model that cannot be cut is refused before any of its weights change; training and measuring build their
+runners here, so that what is measured is what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_helix.checkpoint.load import load_parameters
+from hf_helix.checkpoint.random_weights import initialize_parameters
+from hf_helix.checkpoint.shard import cut_parameters
+from hf_helix.config import HelixConfig
+from hf_helix.engine.checks import check_placements
+from hf_helix.engine.recompute import recompute_units
+from hf_helix.models.builder import Additions, Sharing
+from hf_helix.models.model_code import check_forwards
+from hf_helix.models.peft import base_of
+from hf_helix.models.registry import family_of
+from hf_helix.operators.unit import Unit
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.stage import Stage, place_units
+from hf_helix.runtime.streams import make_streams
+
+ChoosePlan = Callable[[Layout], tuple[Plan, Scheduler]]
+"""Returns the plan that a run starts with, and what makes its schedules, for a layout of units over ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a run asks for beside its `HelixConfig`.
+
+    Attributes:
+        seed: the seed that the randomness of the run derives from.
+        num_microbatches: the micro-batches of a usual window, whose schedule the ranks compare.
+        products: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
+        additions: what the run adds to the mathematics of the model.
+        checkpointing: options of activation checkpointing, if the run asks for it in the words of Transformers.
+        weights: a checkpoint folder for a model on the meta device; without one, such a model starts at random.
+    """
+
+    seed: int = 0
+    num_microbatches: int = 1
+    products: torch.dtype | None = None
+    additions: Additions = field(default_factory=Additions)
+    checkpointing: Mapping[str, Any] | None = None
+    weights: str | Path | None = None
+
+
+class Built(NamedTuple):
+    """A model that was cut.
+
+    Attributes:
+        runner: runs windows through this rank's part.
+        called: the modules of the whole model whose forwards run as operators or before them, see `check_forwards`.
+    """
+
+    runner: Runner
+    called: Sequence[nn.Module]
+
+
+def build_runner(
+    model: Any,
+    config: HelixConfig,
+    mesh: Mesh,
+    modes: Sequence[str],
+    options: RunOptions | None = None,
+    choose_plan: ChoosePlan | None = None,
+) -> Built:
+    """Cuts a model and returns its runner. Collective.
+
+    Args:
+        model: a whole model, perhaps a `PeftModel`, with weights or on the meta device.
+        config: the sizes of the mesh, and how the model is cut.
+        mesh: which ranks share what.
+        modes: the recompute mode of every layer, see `hf_helix.engine.recompute`.
+        options: what the run asks for; None for the defaults.
+        choose_plan: returns the plan to start with, the same on every rank; None for `sequential`.
+
+    Raises:
+        ValueError: the model cannot be cut like this.
+    """
+    options = options or RunOptions()
+    base = base_of(model)
+    family = family_of(base)
+    units, called = _declare_units(model, config, mesh, modes, options.additions)
+    stage = place_units(
+        units,
+        mesh.pipe,
+        family.empty(base, mesh.tp.size),
+        Scheduler(config.schedule, config.pp_size).placement,
+        family.head_cost(base),
+        config.layers_per_stage,
+    )
+    with watched():
+        plan, scheduler = (choose_plan or _sequential(base, config, mesh))(stage.layout)
+        _fill_parameters(model, stage, mesh, options)
+    streams = make_streams(mesh.device)
+    return Built(Runner(stage, plan, mesh, streams, scheduler, options.seed, options.products), called)
+
+
+def _declare_units(
+    model: Any, config: HelixConfig, mesh: Mesh, modes: Sequence[str], additions: Additions
+) -> tuple[list[Unit], list[nn.Module]]:
+    """The units of the whole model, and the modules whose forwards they replace or call."""
+    base = base_of(model)
+    family = family_of(base)
+    ways = config.cp_method, config.expert_capacity_factor
+    sharing = Sharing(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
+    units = recompute_units(family.units(base, sharing, additions), modes)
+    called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
+    check_forwards(model, base, family, called)
+    check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
+    return units, called
+
+
+def _sequential(base: Any, config: HelixConfig, mesh: Mesh) -> ChoosePlan:
+    """Chooses one strand at a time, which every rank makes alike and without a measurement."""
+
+    def choose(layout: Layout) -> tuple[Plan, Scheduler]:
+        plan = make_plan("sequential", rough_profile(layout), model=type(base).__name__, mesh=mesh.option_sizes)
+        return plan, Scheduler(config.schedule, config.pp_size)
+
+    return choose
+
+
+def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) -> None:
+    """Leave this rank its part of the weights, read it from a folder, or draw it at random. Collective."""
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        cut_parameters(stage, mesh)
+    elif options.weights is not None:
+        load_parameters(model, stage, mesh, options.weights)
+    else:
+        base = base_of(model)
+        initialize_parameters(model, family_of(base).layers(base), stage, mesh, options.seed)

@@ -1,0 +1,166 @@
+"""What can be measured and seen of a cut model: figures for the logs, overlap, comparisons of plans, memory, traces.
+
+In:   the runner in use, and the last window that was trained.
+Out:  figures, the same on every rank; files with pictures and traces.
+Must hold: measuring leaves training as it was found; a window of training is slowed by nothing but its own trace, once
+between two logs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_helix.config import HelixConfig
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.report.flops import peak_tflops, token_flops
+from hf_helix.report.live import LiveScore, short_entries
+from hf_helix.report.perfetto import write_perfetto
+from hf_helix.runtime.distributed.agreement import over_ranks
+from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
+from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.router_stats import router_entries
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.trace import Trace
+from hf_helix.tuning.compare import PAPER, Comparison, compare
+from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.measure.memory import peak_bytes
+from hf_helix.tuning.measure.overlap import Overlap, measure_overlap, trace_window
+from hf_helix.tuning.result import TuningResult
+from hf_helix.tuning.tuner import Tuner
+
+
+class Diagnostics:
+    """The measurements of an `Engine`, which is its only subclass.
+
+    Args:
+        model: a whole Transformers model, before it is cut.
+        config: the options of the run.
+        mesh: which ranks share what.
+
+    Attributes:
+        overlap: what `measure_overlap` or `compare_plans` measured last; None as long as neither was called.
+        last_window: the micro-batches of the last window that was trained.
+        figures: all figures of the last `log_entries`.
+    """
+
+    # What the engine provides.
+    model: Any
+    runner: Runner
+    tuner: Tuner
+
+    def __init__(self, model: Any, config: HelixConfig, mesh: Mesh) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.overlap: Overlap | None = None
+        self.last_window: list[MicroBatch] = []
+        self.figures: dict[str, float] = {}
+        peak = peak_tflops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
+        self._live = LiveScore(token_flops(model), world_size(), mesh.dp_size, peak)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self.runner.plan
+
+    @property
+    def tuning(self) -> TuningResult | None:
+        """What was measured to choose the plan; None as long as nothing was."""
+        return self.tuner.result
+
+    def measure_overlap(self, repeats: int = 5) -> Overlap:
+        """Measures how much communication the plan hides, on the last window that was trained. Collective.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        window = self._window_to_repeat("measure_overlap")
+        with watched():
+            self.overlap = measure_overlap({"": self.runner}, window, repeats)[""]
+        return self.overlap
+
+    def compare_plans(self, rules: Sequence[str] = (BASELINE, PAPER), repeats: int = 5) -> Comparison:
+        """Measures the plan in use beside those of other rules, on the last window that was trained. Collective.
+
+        Args:
+            rules: the rules to compare with, see `HelixConfig.plan`.
+            repeats: how often each plan is timed; medians are taken.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        window = self._window_to_repeat("compare_plans")
+        profile = self.tuning.profile if self.tuning is not None else None
+        with watched():
+            comparison = compare(self.runner, window, rules, profile, repeats)
+        self.overlap = comparison.overlaps[comparison.kept]
+        return comparison
+
+    def measure_memory(self) -> list[int]:
+        """Returns the most bytes of activations and buffers alive in the last window, rank by rank. Collective.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        window = self._window_to_repeat("measure_memory")
+        with watched():
+            return over_ranks(peak_bytes(self.runner, window))
+
+    def trace(self, path: str | Path) -> None:
+        """Writes a trace of the last window for https://ui.perfetto.dev, a track for each stream. Collective.
+
+        Raises:
+            ValueError: nothing has been trained yet.
+        """
+        window = self._window_to_repeat("trace")
+        with watched():
+            spans = over_ranks(trace_window(self.runner, window, complete=self.mesh.dp_size > 1).spans)
+        if rank() == 0:
+            write_perfetto(path, spans)
+
+    def _window_to_repeat(self, asked: str) -> list[MicroBatch]:
+        if not self.last_window:
+            raise ValueError(f"{asked}() needs a window to repeat; call it after train() or train_window()")
+        self.model.train()
+        return self.last_window
+
+    # -- the logs ------------------------------------------------------------------------------------------------
+
+    def log_entries(self, full: bool = False) -> dict[str, float]:
+        """Returns the figures of the windows since the last call. Collective.
+
+        Args:
+            full: return all figures, which `figures` keeps in any case; otherwise those that a log line has room for.
+        """
+        self.runner.executor.streams.synchronize()  # a GPU may be behind the host, whose clock counts
+        tuned = self.tuning.overlaps[self.tuning.kept] if self.tuning else None
+        capped = self.config.expert_capacity_factor is not None
+        routers = router_entries(self.runner.stage, self.mesh, capped)
+        self.figures = {**self._live.entries(self.overlap or tuned), **routers}
+        return self.figures if full else {**short_entries(self.figures), **routers}
+
+    def _count(self, window: list[MicroBatch], length: int, train: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Train a window and count it for the logs."""
+        result: list[Tensor] = self._live.add(sum(batch.num_tokens for batch in window), length, train)
+        return result
+
+    def _count_traced(self, window: list[MicroBatch], length: int, train: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Train a window and count it for the logs; the first one after each log is traced."""
+        if not self._live.wants_trace:
+            return self._count(window, length, train)
+        streams = self.runner.executor.streams
+        streams.trace = trace = Trace()
+        start = time.perf_counter()
+        try:
+            losses = self._count(window, length, train)
+            streams.synchronize()
+        finally:
+            streams.trace = None
+        self._live.add_trace(trace, sum(batch.num_tokens for batch in window), time.perf_counter() - start)
+        return losses

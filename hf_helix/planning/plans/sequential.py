@@ -1,0 +1,21 @@
+"""`sequential`: one strand at a time, the order that every other plan is measured against.
+
+In:   the forward and the backward graph of a block (None: that strand is absent).
+Out:  an order of their operators.
+Must hold: a pure function, the same on all ranks.
+
+It is what Megatron-LM does. It overlaps one thing, as Megatron-LM does: the weight gradient of a column-parallel linear
+runs beside the reduce-scatter that follows its input gradient.
+"""
+
+from __future__ import annotations
+
+from hf_helix.planning.graph.operator import Graph
+from hf_helix.planning.plans.block_plan import BARRIER, Order, entries
+from hf_helix.planning.profile import Profile
+
+
+def sequential(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
+    """The forward strand, a barrier, then the backward strand, a barrier; each strand in canonical order."""
+    strands = (entries(forward, None), entries(None, backward))
+    return tuple(entry for strand in strands if strand for entry in (*strand, BARRIER))

@@ -1,0 +1,111 @@
+"""Candidate plans: rank 0 makes them from a profile, and every rank gets a runner for each.
+
+In:   a runner, the names of rules, and a profile.
+Out:  runners that share parameters and streams and differ in their plan; what the cost function predicts for one.
+Must hold: every rank has the same plans; if rank 0 cannot make one, every rank raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.plans.files import parse_plan
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.registry import make_plan, predict_plan
+from hf_helix.planning.profile import Profile, rough_profile
+from hf_helix.runtime.distributed.groups import control_group
+from hf_helix.runtime.distributed.mesh import rank
+from hf_helix.runtime.runner import Runner
+from hf_helix.tuning.effort import BASELINE
+from hf_helix.tuning.progress import StageProgress, stage_progress
+
+
+def plan_runners(
+    runner: Runner,
+    rules: Sequence[str],
+    profile: Profile,
+    num_microbatches: int,
+    progress: StageProgress | None = None,
+    searching: float = 1.0,
+) -> dict[str, Runner]:
+    """Returns, by rule, a runner with the plan that the rule makes. Collective.
+
+    Args:
+        runner: the runner whose parameters, streams and schedule are used.
+        rules: names of `hf_helix.planning.plans.registry`.
+        profile: the operator times to plan with.
+        num_microbatches: the number of micro-batches of the window to plan for.
+        progress: called while plans are made.
+        searching: the length of a search, see `make_plan`.
+    """
+    plans = make_plans(
+        rules,
+        profile,
+        model=runner.plan.model,
+        mesh=runner.plan.mesh,
+        schedule=runner.scheduler(num_microbatches),
+        progress=progress,
+        searching=searching,
+    )
+    return {rule: runner.with_plan(plan) for rule, plan in plans.items()}
+
+
+def baseline_runner(runner: Runner, num_microbatches: int) -> Runner:
+    """Returns a runner with the plan `sequential`, which needs no measurement. Collective."""
+    return plan_runners(runner, [BASELINE], rough_profile(runner.stage.layout), num_microbatches)[BASELINE]
+
+
+def make_plans(
+    rules: Sequence[str],
+    profile: Profile,
+    *,
+    model: str,
+    mesh: Mapping[str, int],
+    schedule: Schedule | None = None,
+    progress: StageProgress | None = None,
+    searching: float = 1.0,
+) -> dict[str, Plan]:
+    """Returns the plan of each rule: rank 0 makes them, and every rank receives them. Collective.
+
+    Args:
+        rules: names of `hf_helix.planning.plans.registry`.
+        profile: the operator times to plan with.
+        model: the name of the model's class, for plan files.
+        mesh: the sizes of the mesh by the names of the options, for plan files.
+        schedule: the schedule of the window that searched plans are made for.
+        progress: called while plans are made.
+        searching: the length of a search, see `make_plan`.
+
+    Raises:
+        RuntimeError: on every rank, if rank 0 could not make one.
+    """
+    texts: dict[str, str] = {}
+    error = ""
+    if rank() == 0:
+        try:
+            for place, rule in enumerate(rules):
+                told = stage_progress(progress, "making plans", place, len(rules))
+                if told is not None:
+                    told(0.0)
+                plan = make_plan(
+                    rule, profile, model=model, mesh=mesh, schedule=schedule, progress=told, searching=searching
+                )
+                texts[rule] = plan.to_json()
+        except Exception as problem:  # every rank must hear of it
+            error = f"rank 0 could not make a plan: {type(problem).__name__}: {problem}"
+    if dist.is_initialized():
+        box = [texts, error]
+        dist.broadcast_object_list(box, src=0, group=control_group())
+        texts, error = box  # type: ignore[assignment]
+    if error:
+        raise RuntimeError(error)
+    graphs = profile.layout.graphs
+    return {rule: parse_plan(text, graphs, model=model, mesh=mesh) for rule, text in texts.items()}
+
+
+def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> float:
+    """Returns the seconds that the cost function predicts for a window, without the gradient sums at its end."""
+    return predict_plan(runner.plan, profile, runner.scheduler(num_microbatches))[1].seconds
