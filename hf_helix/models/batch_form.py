@@ -1,7 +1,7 @@
-"""The form of a batch: what the host must know of its mask and positions before it can say what attention computes.
+"""The form of a batch: what the host must know of mask and positions to choose the masks of attention.
 
 In:   the batches of a window, on whatever device.
-Out:  for each whether tokens are masked, and whether positions start anew.
+Out:  for each batch whether tokens are masked, and whether positions start anew (packed documents).
 Must hold: all batches are read at once, before the window, so that inside of it nothing waits for the device; batches
 that bring neither a mask nor positions are not read at all.
 """
@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.nn import functional
 
 FORM = "form"
-"""In a batch: its `Form`, where that was read before."""
+"""The key of a batch under which its `Form` stands, where that was read before."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the values of a batch's mask and positions say.
+    """The facts about a batch's mask and positions that the host needs.
 
     Attributes:
-        is_masked: the mask hides a token, or is none of tokens [batch, sequence].
-        rises: a token stands behind one that the mask hides.
+        is_masked: the mask hides a token, or is not a mask of tokens [batch, sequence].
+        rises: a token that is seen follows one that the mask hides (padding on the left).
         starts_anew: a position is not the one before it plus one.
-        num_documents: tokens at the smallest position, of all rows.
-        longest: the most tokens from one of these to the next.
+        num_documents: the number of tokens of all rows that are at the smallest position.
+        longest: the largest number of tokens from one of these to the next.
     """
 
     is_masked: bool = False
@@ -40,30 +40,34 @@ class Form:
 
 
 def form_of(batch: Mapping[str, Any]) -> Form:
-    """The form of a batch; where nobody has read it before, this waits for the device."""
-    found = batch.get(FORM)
-    return forms_of([batch])[0] if found is None else found
+    """Returns the form of a batch; waits for the device where it was not read before."""
+    form = batch.get(FORM)
+    return forms_of([batch])[0] if form is None else form
 
 
 def forms_of(batches: Sequence[Mapping[str, Any]]) -> list[Form]:
-    """The form of every batch. Waits for the device once, and only where a batch has a mask or positions."""
-    read = [_figures(batch) for batch in batches]
-    there = [figures for figures in read if figures is not None]
-    known = iter(torch.stack(there).tolist() if there else ())
+    """Returns the form of every batch. Waits for the device once, and only where a batch has a mask or positions."""
+    tensors = [_figures(batch) for batch in batches]
+    present = [figures for figures in tensors if figures is not None]
+    values = iter(torch.stack(present).tolist() if present else ())
     return [
-        Form() if figures is None else _form(batch, next(known)) for batch, figures in zip(batches, read, strict=True)
+        Form() if figures is None else _form(batch, next(values))
+        for batch, figures in zip(batches, tensors, strict=True)
     ]
 
 
 def starts_of(positions: Tensor) -> Tensor:
-    """True where a document starts [batch, sequence], but for the first token: positions do not go on by one."""
+    """Returns True where a document starts, i.e. where a position is not its predecessor plus one [batch, sequence].
+
+    The first token of a row is False.
+    """
     return functional.pad(positions.diff(dim=1) != 1, (1, 0))
 
 
 def document_ends(positions: Tensor, form: Form) -> dict[str, Any]:
-    """What flash attention of Transformers is told of documents in one row [1, sequence]: where they end, the longest.
+    """Returns the keywords that tell flash attention of Transformers where the documents of one row [1, sequence] end.
 
-    It would find the same in every layer, and wait for the device each time.
+    Without them it would find the same in every layer, and wait for the device each time.
     """
     flat = positions.flatten()
     places = torch.arange(len(flat), device=flat.device)
@@ -79,21 +83,21 @@ def _form(batch: Mapping[str, Any], figures: Sequence[int]) -> Form:
 
 
 def _figures(batch: Mapping[str, Any]) -> Tensor | None:
-    """What a `Form` is made of, on the device; None where there is nothing to read."""
+    """Returns the values of a `Form` on the device; None where there is nothing to read."""
     ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
     if mask is None and positions is None:
         return None
     zero = torch.zeros((), dtype=torch.long, device=ids.device)
-    found = [zero] * 5
+    figures = [zero] * 5
     if mask is not None and mask.dim() == 2:
-        found[:2] = (mask == 0).any(), (mask[:, 1:] > mask[:, :-1]).any()
+        figures[:2] = (mask == 0).any(), (mask[:, 1:] > mask[:, :-1]).any()
     if positions is not None:
-        found[2:] = starts_of(positions).any(), *_documents(positions.flatten())
-    return torch.stack([figure.to(ids.device, torch.long) for figure in found])
+        figures[2:] = starts_of(positions).any(), *_documents(positions.flatten())
+    return torch.stack([figure.to(ids.device, torch.long) for figure in figures])
 
 
 def _documents(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """How many documents there are, and the tokens of the longest."""
+    """Returns the number of documents, and the number of tokens of the longest."""
     starts = positions == positions.min()
     places = torch.arange(len(positions), device=positions.device)
     return starts.sum(), (places - torch.where(starts, places, 0).cummax(0).values).max() + 1

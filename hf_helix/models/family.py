@@ -1,8 +1,8 @@
-"""What a model family declares: the way from a Transformers model and its batches to units and their side inputs.
+"""The base of model families: from a Transformers model and its batches to units and their side inputs.
 
 In:   an ordinary Transformers causal language model and the axes that it is cut over.
 Out:  the units of the embedding, of every decoder layer and of the head, and the side inputs of a batch.
-Must hold: what a family does not say is as in Llama.
+Must hold: a family says only what differs from Llama.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from hf_helix.planning.graph.pair import GraphPair
 
 
 class Family(ABC):
-    """What a model family declares. A family needs `layer` and, where it differs from Llama, the rest.
+    """A model family. It must have `layer` and `attention_inputs`, and replaces what differs from Llama.
 
     Attributes:
-        model_class: name of the Transformers class, such as "LlamaForCausalLM".
+        model_class: the name of the Transformers class, such as "LlamaForCausalLM".
     """
 
     model_class: str
 
     @abstractmethod
     def layer(self, b: Builder, layer: Any) -> Unit:
-        """Declare one decoder layer: value `x` [sequence shard, batch, hidden] in, the same out."""
+        """Declares one decoder layer: `x` [sequence shard, batch, hidden] enters, and a value of that shape leaves."""
 
     def layers(self, model: Any) -> Sequence[nn.Module]:
-        """The decoder layers in order."""
+        """Returns the decoder layers in order."""
         return model.model.layers
 
     def final_norm(self, model: Any) -> nn.Module:
-        """What lies between the last layer and the head."""
+        """Returns the norm between the last layer and the head."""
         return model.model.norm
 
     def embedding(self, b: Builder, model: Any) -> Unit:
-        """Declare the way from side inputs `ids`, and `places`, the positions of these tokens, to the first layer."""
+        """Declares the embedding of side input `ids`; side input `places` has the positions of these tokens."""
         x = b.lookup("lookup", model.get_input_embeddings())
         return b.build(b.reduce_scatter("scatter", x))
 
     def head(self, b: Builder, model: Any) -> Unit:
-        """Declare the way from the last layer to the loss."""
+        """Declares the unit between the last layer and the loss."""
         return b.build(self.loss(b, model, b.input("x")))
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
-        """Declare norm, head and loss of the tokens. Whatever a model does to its logits stands before `b.loss`."""
+        """Declares norm, head and loss of the tokens. What a model does to its logits stands before `b.loss`."""
         h = b.norm("norm", self.final_norm(model), x)
         h = b.all_gather("gather", h)
         head = model.get_output_embeddings()
@@ -66,19 +66,19 @@ class Family(ABC):
         return b.loss("loss", logits, head.weight.shape[0])
 
     def check(self, config: Any, tp_size: int) -> None:
-        """Raise ValueError, naming the option and a value that works, if the model cannot be cut so."""
+        """Raises ValueError, with the option and a value that works, if `tp_size` ranks cannot share the model."""
         heads = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
         check_cuts(tp_size, heads, {name: getattr(config, name) for name in ("vocab_size", "intermediate_size")})
 
     def check_context(self, model: Any) -> None:
-        """Raise ValueError if the attention of the model cannot be cut over context-parallel ranks."""
+        """Raises ValueError if the attention of the model cannot be cut over context-parallel ranks."""
         raise ValueError(
             f"cp_size above 1 is not built for {type(model).__name__}: its declaration has no attention over a shared "
             "sequence (models.attention.declare_attention); use cp_size=1 and tp_size or pp_size instead"
         )
 
     def check_experts(self, model: Any, sharing: ParallelContext) -> None:
-        """Raise ValueError if the model's experts cannot be shared so."""
+        """Raises ValueError if the experts of the model cannot be spread over the ranks of `sharing`."""
         for name, given in (("ep_size", sharing.ep_size > 1), ("expert_capacity_factor", sharing.capacity_factor)):
             if given:
                 usual = "1" if name == "ep_size" else "None"
@@ -88,36 +88,45 @@ class Family(ABC):
                 )
 
     def units(self, model: Any, sharing: ParallelContext, additions: LossTweaks | None = None) -> list[Unit]:
-        """Every unit of the model in forward order: the embedding, the layers, the head."""
+        """Returns all units of the model in forward order: the embedding, the layers, the head.
+
+        Args:
+            model: the Transformers model, uncut.
+            sharing: the axes that it is cut over.
+            additions: what training arguments add to its mathematics.
+
+        Raises:
+            ValueError: the model cannot be cut so; names the option and a value that works.
+        """
         self.check(model.config, sharing.tp.size)
         self.check_experts(model, sharing)
         if sharing.cp.size > 1:
             self.check_context(model)
-        found = [self.embedding(Builder("embedding", "embedding", sharing, additions=additions), model)]
+        units = [self.embedding(Builder("embedding", "embedding", sharing, additions=additions), model)]
         for index, layer in enumerate(self.layers(model)):
             b = Builder(self.kind_of(layer), f"layers.{index}", sharing, repeats=True)
-            found.append(self.layer(b, layer))
-        found.append(self.head(Builder("head", "head", sharing, additions=additions), model))
-        return number_distinct_graphs(found)
+            units.append(self.layer(b, layer))
+        units.append(self.head(Builder("head", "head", sharing, additions=additions), model))
+        return number_distinct_graphs(units)
 
     def kind_of(self, layer: Any) -> str:
-        """The name of the units of such layers; layers of one name have equal graphs where they train the same."""
+        """Returns the name of the unit of a layer; layers of one name that train the same have equal graphs."""
         return "layer"
 
     def loss_adds_up(self, model: Any) -> bool:
-        """Whether the loss of a batch is the sum of what its rows bring by themselves."""
+        """Returns whether the loss of a batch is the sum of the losses of its rows."""
         return True
 
     def side_modules(self, model: Any) -> Sequence[nn.Module]:
-        """The submodules that are called to make side inputs, such as a rope."""
+        """Returns the submodules that are called to make side inputs, such as a rope."""
         return ()
 
     def num_positions(self, model: Any) -> int | None:
-        """The rows of a table of positions; None where any position has an embedding."""
+        """Returns the rows of the table of positions; None where every position has an embedding."""
         return None
 
     def empty(self, model: Any, tp_size: int) -> Callable[[Mapping[str, Any]], Tensors]:
-        """From the side inputs of a micro-batch, room for what a layer hands on: [sequence shard, batch, hidden].
+        """Returns a function of the side inputs that allocates what a layer hands on [sequence shard, batch, hidden].
 
         Called before the model is cut.
         """
@@ -131,7 +140,7 @@ class Family(ABC):
         return make
 
     def head_cost(self, model: Any) -> float:
-        """The work of head and loss in layers, by the sizes of their matrices."""
+        """Returns the work of head and loss relative to that of a layer, by the sizes of their matrices."""
         layer = next(iter(self.layers(model)))
         matrices = sum(weight.numel() for weight in layer.parameters() if weight.dim() > 1)
         return float(model.get_output_embeddings().weight.numel() / matrices)
@@ -144,14 +153,15 @@ class Family(ABC):
         loss_scale: Tensor,
         batch_scale: float = 1.0,
     ) -> dict[str, Any]:
-        """The tensors of a micro-batch that carry no gradient: of this rank's tokens, sequence first.
+        """Returns the tensors of a micro-batch that carry no gradient: those of this rank's tokens, sequence first.
 
         Args:
+            model: the Transformers model.
             batch: what the data collator made: `input_ids` [batch, sequence] and, where given, `attention_mask`,
                 `position_ids`, `labels` or `shift_labels`.
             cut: which tokens are this rank's; a sequence that does not divide is padded.
-            loss_scale: what the summed loss of the tokens is multiplied with.
-            batch_scale: what a loss of the batch as a whole is multiplied with.
+            loss_scale: the factor of the summed loss of the tokens.
+            batch_scale: the factor of a loss of the batch as a whole.
         """
         ids, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
         targets = batch.get("shift_labels")
@@ -160,7 +170,7 @@ class Family(ABC):
             targets = torch.full_like(ids, IGNORED) if labels is None else labels
             targets = functional.pad(targets[:, 1:], (0, 1), value=IGNORED)
         counted = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0) if positions is None else positions
-        found = {
+        side = {
             "ids": cut.take(ids, 1).t().contiguous(),
             "places": cut.take(counted, 1).t(),
             "targets": cut.take(targets, 1, IGNORED).t().contiguous(),
@@ -170,35 +180,46 @@ class Family(ABC):
         form = form_of(batch)
         if cut.cp_size == 1:
             documents = starts_of(counted).cumsum(1) if form.starts_anew and mask is None else None
-            found["ends"] = document_ends(counted, form) if form.starts_anew and len(ids) == 1 else {}
-            seen = mask if form.is_masked else None
-            return {**found, **self.attention_inputs(model, ids, seen, counted, documents)}
+            side["ends"] = document_ends(counted, form) if form.starts_anew and len(ids) == 1 else {}
+            hiding = mask if form.is_masked else None
+            return {**side, **self.attention_inputs(model, ids, hiding, counted, documents)}
         documents = documents_of(ids, mask, positions, form)
         if documents is not None:
             extra = cut.padded(ids.shape[1]) - ids.shape[1]
             documents = functional.pad(documents, (0, extra), value=ABSENT)
-        return {**found, DOCUMENTS: documents, **self.context_inputs(model, ids, counted, cut)}
+        return {**side, DOCUMENTS: documents, **self.context_inputs(model, ids, counted, cut)}
 
     @abstractmethod
     def attention_inputs(
         self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
     ) -> dict[str, Any]:
-        """Masks and positions in the form that the layers' attention takes them, of the length without padding.
+        """Returns masks and positions in the form that the layers' attention takes, for the length without padding.
 
         Args:
+            model: the Transformers model.
+            ids: the tokens [batch, sequence].
             mask: hides some of the tokens; None where none is hidden.
-            documents: of every token [batch or 1, sequence], where the batch is packed; tokens see those of their own.
+            positions: the positions of the tokens [batch or 1, sequence].
+            documents: the document of every token [batch or 1, sequence] where the batch is packed, else None; a token
+                attends to tokens of its own document only.
         """
 
     def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
-        """What layers need of the positions of this rank's tokens. Computed for the whole sequence, then cut."""
+        """Returns what layers need of the positions of this rank's tokens: computed for the whole sequence, then cut.
+
+        Args:
+            model: the Transformers model.
+            ids: the tokens [batch, sequence].
+            positions: the positions of the tokens [batch or 1, sequence].
+            cut: which tokens are this rank's.
+        """
         return {}
 
 
 def number_distinct_graphs(units: Sequence[Unit]) -> list[Unit]:
-    """Units of one name have equal graphs: those that train other weights than the first of a name get a number."""
+    """Numbers the names of units whose graphs differ (they train other weights), so that one name means one graph."""
     known: dict[str, list[Graph]] = {}
-    found = []
+    named = []
     for unit in units:
         graph = unit.graphs.forward
         alike = known.setdefault(graph.name, [])
@@ -207,16 +228,17 @@ def number_distinct_graphs(units: Sequence[Unit]) -> list[Unit]:
         number = alike.index(graph)
         if number:
             unit = replace(unit, graphs=GraphPair.of(replace(graph, name=f"{graph.name}.{number + 1}")))
-        found.append(unit)
-    return found
+        named.append(unit)
+    return named
 
 
 def check_cuts(tp_size: int, heads: Mapping[str, int], lengths: Mapping[str, int]) -> None:
-    """Raise ValueError unless every rank gets as many heads, and a part of every dimension that is cut.
+    """Raises ValueError unless all ranks get equally many heads, and a part of every dimension that is cut.
 
     Args:
-        heads: numbers of heads, by what they are called.
-        lengths: of dimensions, by their options.
+        tp_size: the number of tensor-parallel ranks.
+        heads: the numbers of heads, by what they are called.
+        lengths: the lengths of dimensions, by their options.
     """
     if any(count % tp_size for count in heads.values()):
         works = [size for size in range(1, min(heads.values()) + 1) if not any(n % size for n in heads.values())]

@@ -1,9 +1,9 @@
-"""A model's own code: a family declares what Transformers' classes compute, so what stands in their place must be seen.
+"""The code of a model: a family declares what classes of Transformers compute, so code in their place is refused.
 
 In:   a model, and the submodules that its declared operators call as they are (norms, activations, routers).
 Out:  nothing, or an error that names every hook, patch or class that would never run, and what to do.
-Must hold: what operators call may be anybody's code, hooks included. Everything else runs operator by operator, so its
-`forward` must be the one that the family declares. What Transformers and PEFT put there by themselves passes.
+Must hold: a submodule that operators call may be anybody's code, hooks included. Everything else runs operator by
+operator, so its `forward` must be the one that the family declares. What Transformers and PEFT put there passes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ OWN = ("transformers", "torch", "peft")
 """Packages whose classes a declaration describes."""
 
 PATCHING = (*OWN, "trl")
-"""Packages that may replace a `forward` on an instance: TRL's fused head computes the same loss, for a method of its
+"""Packages that may replace a `forward` on an instance. TRL's fused head computes the same loss, in a method of its
 trainers that is never called, and passes every other call on."""
 
 KERNELS = "kernels"
 """The package of the Hub's kernels, which Transformers puts in the place of its own forwards if asked to."""
 
-MOST = 5
-"""Problems that an error shows."""
+MAX_SHOWN = 5
+"""The number of problems that an error shows."""
 
 _HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -40,11 +40,12 @@ _HOOKS = {
 
 
 def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Module]) -> None:
-    """Refuse hooks and code that would never run.
+    """Refuses hooks and code that would never run.
 
     Args:
-        model: as it was given, perhaps a `PeftModel`.
-        base: the Transformers model, which is inside it then.
+        model: the model as it was given, perhaps a `PeftModel`.
+        base: the Transformers model, which is inside a `PeftModel`.
+        family: the family of the model.
         called: the submodules that operators call.
 
     Raises:
@@ -65,15 +66,15 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
                 "of a weight, and complete only when training_step returns"
             )
     if problems:
-        more = [f"and {len(problems) - MOST} more"] if len(problems) > MOST else []
+        more = [f"and {len(problems) - MAX_SHOWN} more"] if len(problems) > MAX_SHOWN else []
         raise ValueError(
             f"{type(model).__name__} does more than its declaration says, which would never run, since a model is not "
-            "called but run operator by operator:\n  " + "\n  ".join([*problems[:MOST], *more])
+            "called but run operator by operator:\n  " + "\n  ".join([*problems[:MAX_SHOWN], *more])
         )
 
 
 def check_class(model: Any, model_class: str) -> None:
-    """Refuse a class that has the name of one of Transformers, and nothing else of it.
+    """Refuses a class that has the name of a class of Transformers and does not derive from it.
 
     Raises:
         ValueError: names both.
@@ -88,7 +89,7 @@ def check_class(model: Any, model_class: str) -> None:
 
 
 def _problems_of_loss(base: Any, is_own: bool) -> Iterator[str]:
-    """A loss that is not computed: any but that of causal language models."""
+    """Yields problems with the loss: only that of causal language models is built."""
     given = vars(base).get("_loss_function")
     of_type = LOSS_MAPPING.get(str(getattr(base, "loss_type", None)), ForCausalLMLoss)
     owner = _owner(type(base), "loss_function")
@@ -114,11 +115,13 @@ def _problems_of_hooks(where: str, module: nn.Module) -> Iterator[str]:
 
 
 def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: bool) -> Iterator[str]:
-    """Code in the place of a `forward`: on this instance, in its class, or a class of somebody else's.
+    """Yields code in the place of a `forward`: on this instance, in its class, or in a class of another package.
 
     Args:
-        is_own: the model is of no class of Transformers, so that its family declares the user's own.
-        kernels: Transformers was asked to use kernels of the Hub.
+        where: the name of the module in the model.
+        module: the module.
+        is_own: whether the model's class is not of Transformers, so that its family declares the user's own code.
+        kernels: whether Transformers was asked to use kernels of the Hub.
     """
     kind = type(module)
     named = f"{kind.__module__}.{kind.__qualname__}"
@@ -156,7 +159,7 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
 
 
 def _is_written_there(function: Any, owner: type) -> bool:
-    """Whether a method is the one in the class's source, under decorators of known packages only.
+    """Returns whether a method is the one in the class's source, under decorators of known packages only.
 
     `functools.wraps` copies names, so what counts is where the code of each wrapper is.
     """
@@ -170,21 +173,21 @@ def _is_written_there(function: Any, owner: type) -> bool:
 
 
 def _owner(kind: type, name: str) -> type | None:
-    """The class that a method comes from."""
+    """Returns the class that a method comes from."""
     return next((base for base in kind.__mro__ if name in vars(base)), None)
 
 
 def _plain(function: Any) -> Any:
-    """Without `functools.partial` and binding."""
+    """Returns the function without `functools.partial` and binding."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__func__", function)
 
 
 def _home(function: Callable[..., Any]) -> str:
-    """The module in which the code of a function or of a callable object stands."""
-    found = _plain(function)
-    return str(found.__globals__["__name__"] if hasattr(found, "__globals__") else type(found).__module__)
+    """Returns the name of the module in which the code of a function or of a callable object stands."""
+    plain = _plain(function)
+    return str(plain.__globals__["__name__"] if hasattr(plain, "__globals__") else type(plain).__module__)
 
 
 def _root(module: str) -> str:
@@ -192,5 +195,5 @@ def _root(module: str) -> str:
 
 
 def _named(function: Any) -> str:
-    found = _plain(function)
-    return f"{_home(found)}.{getattr(found, '__qualname__', type(found).__qualname__)}"
+    plain = _plain(function)
+    return f"{_home(plain)}.{getattr(plain, '__qualname__', type(plain).__qualname__)}"

@@ -1,8 +1,8 @@
 """RMS norms of Transformers by torch's own kernel, where a device has one.
 
-In:   a norm of a decoder and what it is called with.
+In:   a norm of a decoder and its argument.
 Out:  its value: what the module itself computes, or the same mathematics by `torch.nn.functional.rms_norm`.
-Must hold: only a module that is known to compute `weight * (x / rms(x))`, and that nobody has patched, replaced or
+Must hold: only a module that is known to compute `weight * (x / rms(x))`, and that was not patched, replaced or
 hooked, is left uncalled. The result has the type that the module would give it.
 """
 
@@ -18,31 +18,31 @@ from hf_helix.models.stock_modules import is_untouched
 from hf_helix.operators.explicit import alike
 
 NAMES = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
-"""Classes that are alike. Others of the name differ: that of Gemma multiplies with 1 + weight."""
+"""Classes that compute the same. Others differ: that of Gemma multiplies with 1 + weight."""
 
 DEVICES = {"cuda"}
-"""Where torch has a kernel, one forward and two backward, for what the modules do in 7 and 16. On a CPU it computes the
-same steps as the modules, in another order."""
+"""Devices for which torch has a fused kernel: 1 forward and 2 backward, where the modules launch 7 and 16. On a CPU it
+computes the same steps as the modules, in another order."""
 
 
 def normed(module: Any, value: Tensor) -> Tensor:
-    """`module(value)`, fused where that is the same. `torch.compile` fuses what the module itself does."""
+    """Returns `module(value)`, by the fused kernel where that is the same. `torch.compile` fuses the module itself."""
     if not torch.compiler.is_compiling() and is_fused(module, value):
         return rms_norm(value, module.weight, module.variance_epsilon)
     return module(value)
 
 
 def is_fused(module: nn.Module, value: Tensor) -> bool:
-    """Whether torch has a kernel for what a module computes on the device of a value."""
+    """Returns whether torch has a fused kernel for a module on the device of a value."""
     return value.device.type in DEVICES and is_rms_norm(module)
 
 
 def rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMS norm over the last dimension, computed in fp32. It rounds once, where the modules round twice in bf16."""
+    """Returns the RMS norm over the last dimension, computed in fp32. In bf16 it rounds once, the modules twice."""
     value, weight = alike(value, weight)
     return functional.rms_norm(value, weight.shape, weight, epsilon).to(value.dtype)  # autocast may give a higher type
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module computes what `rms_norm` does, and nothing else."""
+    """Returns whether a module computes what `rms_norm` does, and nothing else."""
     return is_untouched(module, NAMES)

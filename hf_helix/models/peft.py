@@ -1,10 +1,10 @@
-"""PEFT: what it wraps a model and its submodules in, as declarations see it.
+"""PEFT: the wrappers that it puts around a model and its submodules, as declarations see them.
 
 In:   a model, perhaps inside a `PeftModel`; a submodule, perhaps with LoRA beside it or kept for `modules_to_save`.
 Out:  the Transformers model, the plain submodule that computes, the adapters beside it, and everything that is cut
       with it; or an error that names what cannot be cut.
-Must hold: PEFT's names stay. Which adapters are switched on is looked up whenever they run. Without peft there is no
-such model, so it is not imported before there is one.
+Must hold: PEFT's names stay. Which adapters are switched on is looked up whenever they run. peft is not imported here:
+a model of PEFT exists only where it is imported already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_helix.upstream.check import check_package
 
 LORA = "get_peft_model(model, LoraConfig(...))"
 
-# What is refused of LoraConfig besides what PEFT marks as variants of LoRA, and what works instead.
+# Options of LoraConfig that are refused, besides those that PEFT marks as variants of LoRA, and what works instead.
 _REFUSED = {
     "use_dora": "its magnitudes need the norms of whole rows; use use_dora=False",
     "target_parameters": "experts are cut as they are; use target_modules with linears, such as those of attention",
@@ -36,13 +36,13 @@ _REFUSED = {
 
 
 def is_peft(model: Any) -> bool:
-    """Whether a model is a `PeftModel`."""
+    """Returns whether a model is a `PeftModel`."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def base_of(model: Any) -> Any:
-    """The Transformers model inside a PEFT model; any other model itself."""
+    """Returns the Transformers model inside a PEFT model; any other model itself."""
     return model.get_base_model() if is_peft(model) else model
 
 
@@ -51,9 +51,9 @@ class Opened:
     """A linear or an embedding, and what PEFT put around it.
 
     Attributes:
-        copies: all plain ones, which are cut alike; besides the first, those of adapters with `modules_to_save`.
-        lora: PEFT's layer of adapters; None without any.
-        wrapper: PEFT's choice between the copies; None where there is one.
+        copies: all plain modules, which are cut alike: the model's own, then those of adapters with `modules_to_save`.
+        lora: PEFT's layer of adapters; None without adapters.
+        wrapper: PEFT's wrapper that chooses between the copies; None where there is one copy.
     """
 
     copies: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Opened:
 
     @property
     def module(self) -> Any:
-        """The plain one that computes."""
+        """The plain module that computes."""
         if self.wrapper is None or self.wrapper.disable_adapters:
             return self.copies[0]
         active, kept = self.wrapper.active_adapters, self.wrapper.modules_to_save
@@ -78,7 +78,7 @@ class Opened:
 
     @property
     def projection(self) -> Any:
-        """What has the weight that counts: itself where PEFT chooses, otherwise the plain one, which is quicker."""
+        """The object whose `weight` is the one in use: this one where PEFT chooses, else the plain module (faster)."""
         return self if self.wrapper is not None else self.copies[0]
 
     @property
@@ -87,13 +87,13 @@ class Opened:
         return isinstance(self.copies[0], Conv1D)
 
     def adapters(self) -> list[LowRank]:
-        """Those that are switched on."""
+        """Returns the adapters that are switched on."""
         if self.lora is None or self.lora.disable_adapters:
             return []
         return [self._adapter(name) for name in self.lora.active_adapters if name in self.lora.scaling]
 
     def all_adapters(self) -> list[LowRank]:
-        """Also those that are switched off: they are cut and saved all the same."""
+        """Returns all adapters: those that are switched off are cut and saved, too."""
         return [] if self.lora is None else [self._adapter(name) for name in self.lora.scaling]
 
     def _adapter(self, name: str) -> LowRank:
@@ -106,36 +106,36 @@ class Opened:
 
 
 def unwrap_peft(module: Any, label: str) -> Opened:
-    """What is inside a submodule that a declaration cuts.
+    """Returns the plain module inside a submodule that a declaration cuts, and the adapters beside it.
 
     Raises:
-        ValueError: it is neither plain nor one of PEFT's that can be cut.
+        ValueError: the submodule is neither plain nor one of PEFT's that can be cut.
     """
     if hasattr(module, "modules_to_save"):
-        found = Opened((module.original_module, *module.modules_to_save.values()), wrapper=module)
+        inside = Opened((module.original_module, *module.modules_to_save.values()), wrapper=module)
     elif hasattr(module, "lora_A"):
-        found = Opened((module.get_base_layer(),), lora=module)
+        inside = Opened((module.get_base_layer(),), lora=module)
     else:
-        found = Opened((module,))
-    for plain in found.copies:
+        inside = Opened((module,))
+    for plain in inside.copies:
         if type(plain) not in (nn.Linear, Conv1D, nn.Embedding):
             raise ValueError(
                 f"{label}: a projection is a {type(plain).__module__}.{type(plain).__name__}, and this version cuts "
                 f"plain torch.nn.Linear and Transformers' Conv1D, also with LoRA beside them: {LORA}; load the model "
                 "without quantization_config, or merge the adapters"
             )
-    return found
+    return inside
 
 
 def adapter_weights(model: Any) -> set[Tensor]:
-    """The weights of adapters, which may have another type than the model."""
+    """Returns the weights of adapters, which may have another type than the model."""
     peft = sys.modules.get("peft")
     layers = [m for m in model.modules() if peft is not None and isinstance(m, peft.tuners.lora.LoraLayer)]
     return {p for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()}
 
 
 def check_adapters(model: Any) -> None:
-    """Refuse what PEFT offers beyond LoRA that can be cut.
+    """Refuses what PEFT offers beyond LoRA that can be cut.
 
     Raises:
         ValueError: names the options or layers, and what works.

@@ -1,7 +1,7 @@
-"""How a sequence is cut over the ranks that share it.
+"""The cut of a sequence over the ranks that share it.
 
 In:   tensors over the whole sequence of a micro-batch.
-Out:  this rank's tokens of them, and what attention must know of the whole.
+Out:  this rank's tokens of them, and the documents of the whole sequence.
 Must hold: with c context-parallel ranks, rank r holds the parts r and 2c-1-r of 2c equal ones, so that all have as much
 of the causal triangle; padding that makes the sequence divide stands at its end, where nothing looks at it.
 """
@@ -21,7 +21,13 @@ from hf_helix.operators.communication.transport import Axis
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """Sizes of the two axes that share a sequence, and this rank's place on the context-parallel one."""
+    """The cut of a sequence.
+
+    Attributes:
+        tp_size: the number of tensor-parallel ranks.
+        cp_size: the number of context-parallel ranks.
+        cp_rank: this rank among the context-parallel ones.
+    """
 
     tp_size: int = 1
     cp_size: int = 1
@@ -29,15 +35,21 @@ class SequenceCut:
 
     @classmethod
     def of(cls, tp: Axis, cp: Axis) -> SequenceCut:
-        """The cut of a mesh."""
+        """Returns the cut over two axes of a mesh."""
         return cls(tp.size, cp.size, cp.rank)
 
     def padded(self, length: int) -> int:
-        """The length that divides."""
+        """Returns the smallest length that divides among the ranks and holds the given one."""
         return length + -length % (self.tp_size * (2 * self.cp_size if self.cp_size > 1 else 1))
 
     def take(self, value: Tensor, dim: int, fill: float = 0) -> Tensor:
-        """This rank's tokens of a value over the sequence, which is filled up first."""
+        """Returns this rank's tokens of a value over the whole sequence.
+
+        Args:
+            value: the value of the whole sequence.
+            dim: the dimension of the sequence.
+            fill: the padding that makes the sequence divide.
+        """
         extra = self.padded(value.shape[dim]) - value.shape[dim]
         if extra:
             value = functional.pad(value, (0, 0) * (value.dim() - 1 - dim % value.dim()) + (0, extra), value=fill)
@@ -47,7 +59,7 @@ class SequenceCut:
         return value.index_select(dim, positions_of(n, self.cp_size, self.cp_rank, value.device))
 
     def join(self, parts: Tensor) -> Tensor:
-        """Every rank's tokens [ranks * n, ...] to the whole sequence, in order."""
+        """Returns the whole sequence in order, from the tokens of every rank [ranks * n, ...]."""
         if self.cp_size == 1:
             return parts
         n = parts.shape[0] // self.cp_size
@@ -56,17 +68,17 @@ class SequenceCut:
 
 
 def documents_of(ids: Tensor, mask: Tensor | None, positions: Tensor | None, form: Form | None = None) -> Tensor | None:
-    """Which tokens may see each other, by the rules of Transformers.
+    """Returns which tokens may attend to each other, by the rules of Transformers.
 
     Args:
         ids: [batch, sequence].
         mask: 1 for tokens, 0 for padding [batch, sequence].
         positions: as the collator gave them; where they start anew, so does a document, unless there is a mask.
-        form: of the batch; None reads it.
+        form: the form of the batch; None reads it.
 
     Returns:
-        The document of every token [batch, sequence], `PADDING` for padding; None where everything before a token is
-        seen: padding at the end is seen by padding only.
+        The document of every token [batch, sequence], `PADDING` for padding; None where a token attends to all tokens
+        before it (only padding attends to padding at the end).
 
     Raises:
         ValueError: the mask is not of two dimensions.

@@ -1,8 +1,8 @@
-"""Modules that compute what their class is known for, and nothing else.
+"""Modules that compute exactly what their class in Transformers computes.
 
 In:   a submodule of a model, and names of classes of Transformers.
-Out:  whether its kernels may be called without it.
-Must hold: a module that anybody has patched, replaced or hooked is called.
+Out:  whether its kernels may be called in the place of the module.
+Must hold: a module that was patched, replaced or hooked is called itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SILU = frozenset({"SiLUActivation"})
 
 
 def is_silu(module: nn.Module) -> bool:
-    """Whether a module computes `silu(x)`, and nothing else."""
+    """Returns whether a module computes `silu(x)`, and nothing else."""
     return is_untouched(module, SILU)
 
 
 def is_untouched(module: nn.Module, names: Collection[str]) -> bool:
-    """Whether a module is of one of these classes of Transformers, as Transformers wrote it and without hooks."""
+    """Returns whether a module is of one of these classes of Transformers, unpatched and without hooks."""
     kind: Any = type(module)
     if kind.__name__ not in names or not _is_of_transformers(kind, kind.forward) or "forward" in vars(module):
         return False
@@ -33,6 +33,6 @@ def is_untouched(module: nn.Module, names: Collection[str]) -> bool:
 
 @lru_cache
 def _is_of_transformers(kind: Any, forward: Any) -> bool:
-    """Of a class and its present `forward`."""
+    """Returns whether a class is of Transformers, and its present `forward` the one in the source."""
     written_in = getattr(forward, "__globals__", {}).get("__name__")
     return kind.__module__.startswith("transformers.") and written_in == kind.__module__
