@@ -94,7 +94,7 @@ def test_layers_share_a_compilation_and_shapes_do_too(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
-@pytest.mark.parametrize("products", [None, torch.bfloat16])
+@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
 def test_generated_code(family: str, autocast_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the error against fp32 is at most twice that without compilation."""
     monkeypatch.setattr(local, "COMPILER", "inductor")

@@ -69,7 +69,7 @@ def test_another_activation_is_left_to_autograd() -> None:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("products", [None, BF16])
+@pytest.mark.parametrize("autocast_dtype", [None, BF16])
 @pytest.mark.parametrize("weight", [FP32, BF16])
 @pytest.mark.parametrize("value", [FP32, BF16])
 def test_rms_norm_gives_what_autograd_gives(
