@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_helix.planning.graph.operator import Kind, Operator, Part
+from hf_helix.planning.graph.operator import Operator, Part
 from hf_helix.planning.profile import Name, Profile, named_operators
 from hf_helix.report.figures import COLOURS, EMPTY, FAINT, INK, figure_file
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TOO_SHORT = 0.01  # of the longer one's time: below, the noise of the longer is larger than the shorter
-KINDS = ("GEMM", "attention", "other computation", "local communication", "cross communication")
+KINDS = ("GEMM", "attention", "other computation", "intra-node communication", "inter-node communication")
 KIND_COLOURS = ("#2e6fae", "#6a4c93", "#8fa3b5", "#f2b84b", "#d1603d")
 CELL, LINE = 0.5, 0.26  # width and height of a cell of a heat map, in inches
 
@@ -141,7 +141,7 @@ def _draw_cells(
 def kind_of(op: Operator) -> str:
     """Which of `KINDS` an operator is."""
     if op.kind.communicates:
-        return f"{op.kind.value} communication"
+        return f"{op.kind.value.replace('_', '-')} communication"
     if op.splits_dgrad_wgrad:
         return "GEMM"
     return "attention" if "attention" in op.forward_name.split(".") else "other computation"
@@ -212,6 +212,6 @@ def _draw_share(axes: Axes, place: int, left: float, value: float, whole: float,
     patch = axes.barh(place, value * 1e3, 0.72, left * 1e3, label=kind if place == 0 else None, **style)
     patch[0].set_gid(f"{('forward', 'backward', 'both')[place]}:{kind}")
     if value > 0.045 * whole:
-        ink = INK if kind == f"{Kind.INTRA_NODE.value} communication" else "white"
+        ink = INK if kind == "intra-node communication" else "white"
         middle = (left + value / 2) * 1e3
         axes.text(middle, place, f"{value / whole:.0%}", ha="center", va="center", color=ink, fontsize=7)

@@ -62,14 +62,14 @@ TORCH: tuple[Used, ...] = tuple(
             "_parameters _buffers _non_persistent_buffers_set",
             "lists the tensors of a module itself",
             "a model on the meta device is an error",
-            within=f"{_MODULE}.__init__",
+            within=f"{_MODULE}.__delattr__",
         ),
         used(
             _MODULE,
             "_forward_pre_hooks _forward_hooks _backward_pre_hooks _backward_hooks",
             "refuses hooks that would never run",
             "making a trainer is an error",
-            within=f"{_MODULE}.__init__",
+            within=f"{_MODULE}._call_impl",
         ),
         used(_MODULE, "_compiled_call_impl", "refuses a model that was compiled", NO_REFUSAL),
         used(

@@ -29,7 +29,7 @@ def layer() -> GraphPair:
     operators = (
         operator("norm", Kind.COMPUTE, "x"),
         operator("gather", Kind.INTRA_NODE, "norm"),
-        operator("up", Kind.COMPUTE, "gather", split=True),
+        operator("up", Kind.COMPUTE, "gather", splits_dgrad_wgrad=True),
         operator("attention", Kind.COMPUTE, "up"),
         operator("send", Kind.INTER_NODE, "attention"),
     )

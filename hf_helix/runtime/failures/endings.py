@@ -101,7 +101,7 @@ def finish(limit: float) -> None:
 def _shared_folder() -> Path | None:
     """A folder that the ranks of this host have in common, new for every start."""
     file = os.environ.get(_ERROR_FILE)
-    return Path(file).parents[2] if file else None
+    return Path(file).parents[1] if file else None
 
 
 def record(sentence: str, late: bool = False) -> None:

@@ -122,7 +122,11 @@ def test_dropout_is_the_same_under_every_plan(cluster_of: Any, tmp_path: Path) -
 def test_recomputation_gives_the_same_bits(cluster_of: Any, tmp_path: Path) -> None:
     """Also where a linear with dropout in front of its adapter runs again."""
     lora = {"lora_dropout": 0.3, "target_modules": ["q_proj", "up_proj", "down_proj"], "layers_to_transform": [0]}
-    case = {"folder": str(tmp_path), "model": {"num_hidden_layers": 2, "lora": lora}, "cases": [("greedy", "w", 2)]}
+    case = {
+        "folder": str(tmp_path),
+        "model": {"num_hidden_layers": 2, "lora": lora},
+        "cases": [("greedy", "folded_1f1b", 2)],
+    }
     kept, *others = (
         cluster_of(2).run("support.pipeline_jobs:windows", helix={"tp_size": 2, "recompute": mode}, **case)[0][0]
         for mode in ("none", "selective", "full")

@@ -45,19 +45,19 @@ PIPELINES: dict[str, Case] = {
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phimoe", "qwen2", "qwen3", "qwen3_moe")
 VARIANTS: dict[str, Case] = {
     "plain": {},
-    "bf16": {"products": BF16},
+    "bf16": {"autocast_dtype": BF16},
     "selective": {"recompute": "selective"},
     "full": {"recompute": "full"},
 }
 QUICK: dict[str, Case] = {
     "tp sequential": {"tp_size": 2, "plan": "sequential"},
     "tp in tiles": {"tp_size": 2, "plan": "intra_batch"},
-    "tp of gpt2 in bf16": {"tp_size": 2, "family": "gpt2", "products": BF16},
+    "tp of gpt2 in bf16": {"tp_size": 2, "family": "gpt2", "autocast_dtype": BF16},
     "cp ring": {"cp_size": 2, "rank": 1},
     "tp cp dhelix, recomputed": {**LAYOUTS["tp cp"], "plan": "dhelix", "recompute": "selective"},
-    "zero in bf16": {**LAYOUTS["zero"], "products": BF16},
+    "zero in bf16": {**LAYOUTS["zero"], "autocast_dtype": BF16},
     "ep recomputed": {**LAYOUTS["ep"], "recompute": "full"},
-    "ep with a capacity": {**LAYOUTS["ep with a capacity"], "plan": "round_robin", "products": BF16},
+    "ep with a capacity": {**LAYOUTS["ep with a capacity"], "plan": "round_robin", "autocast_dtype": BF16},
     "folded_1f1b": {**PIPELINES["folded_1f1b rank 0"], "plan": "round_robin"},
     "dualpipe_v": {**PIPELINES["dualpipe_v rank 1"], "tp_size": 2, "rank": 3},
     "1f1b": {**PIPELINES["1f1b rank 0"], "plan": "dhelix"},
@@ -102,7 +102,7 @@ def test_every_layout_under_every_plan(layout: str, plan: str, variant: str) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str) -> None:
     for layout in ({"tp_size": 2}, {"cp_size": 2}, {**PIPELINES["folded_1f1b rank 0"], "tp_size": 2}):
-        check({**layout, "family": family, "products": BF16, "recompute": "selective"})
+        check({**layout, "family": family, "autocast_dtype": BF16, "recompute": "selective"})
 
 
 # -- mistakes are seen -------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ COUNTS = {"moe/row_counts.py:Reading.numbers tolist": LAYERS}
 
 WAITS: dict[str, tuple[Case, dict[str, int]]] = {
     "dense": ({"tp_size": 2}, {}),
-    "recomputed": ({"tp_size": 2, "recompute": "selective", "products": BF16}, {}),
+    "recomputed": ({"tp_size": 2, "recompute": "selective", "autocast_dtype": BF16}, {}),
     "windows of attention": ({"tp_size": 2, "family": "qwen2"}, {}),
     "shared sequences": ({"cp_size": 2}, {}),
     "a pipeline": (PIPELINES["folded_1f1b rank 0"], {}),

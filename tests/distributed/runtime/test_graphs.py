@@ -70,7 +70,7 @@ def same(found: list[Any], wanted: list[Any]) -> bool:
     "options",
     [
         pytest.param({}, id="one rank"),
-        pytest.param({"tp": 2, "products": torch.bfloat16}, id="tp2 bf16"),
+        pytest.param({"tp": 2, "autocast_dtype": torch.bfloat16}, id="tp2 bf16"),
         pytest.param({"cp": 2}, id="cp2"),
         pytest.param({"tp": 2, "recompute": "full"}, id="tp2 recompute"),
         pytest.param({"family": "gpt2", "model": {"n_inner": 32}}, id="tied weights"),

@@ -31,7 +31,7 @@ CASES["tp"] = TP
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks find the same; no GPU is there to be held."""
     for module in (machine, measure, profiler):
-        monkeypatch.setattr(module, "over_ranks", lambda mine: [mine])
+        monkeypatch.setattr(module, "all_gather_object", lambda mine: [mine])
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
 
 

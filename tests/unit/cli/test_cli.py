@@ -179,7 +179,7 @@ def test_a_profile_as_text(file: Path, capsys: Any) -> None:
     assert "overlap efficiency" in text
     # (3 + 2 - 3.4) / 2
     assert "0.80" in text
-    assert "local communication" in text
+    assert "intra-node communication" in text
 
 
 def test_a_profile_without_pairs_as_text(tmp_path: Path, capsys: Any) -> None:

@@ -489,7 +489,10 @@ def test_a_file_of_bytes_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["tp_size: 2\ncross_node: [tp, cp]\ncache: no\n", "tp_size: 2\ncache: false\ncross_node:\n  - tp\n  - cp\n"],
+    [
+        "tp_size: 2\ninter_node_axes: [tp, cp]\ncache: no\n",
+        "tp_size: 2\ncache: false\ninter_node_axes:\n  - tp\n  - cp\n",
+    ],
 )
 def test_lists_and_cache_in_yaml(tmp_path: Path, text: str):
     config = HelixConfig.from_file(write(tmp_path / "helix.yaml", text))

@@ -285,7 +285,7 @@ def test_a_profile_with_other_graphs_of_the_same_names_is_refused(file: Path):
     layer = pair("layer", *crossing, repeats=True)
     check_refused(
         file,
-        r"other operators: .*attn.gather \[local.* against .*attn.gather \[cross",
+        r"other operators: .*attn.gather \[intra_node.* against .*attn.gather \[inter_node",
         layout=layout_of({**LLAMA, "layer": layer}, 3),
     )
 

@@ -70,8 +70,8 @@ def test_the_breakdown() -> None:
         "GEMM": [12, 26],
         "attention": [4, 10],
         "other computation": [2, 4],
-        "local communication": [8, 8],
-        "cross communication": [6, 6],
+        "intra-node communication": [8, 8],
+        "inter-node communication": [6, 6],
     }
     assert breakdown(profile(), num_layers=6)["GEMM"] == pytest.approx((36e-3, 78e-3))
     lines = {line[:19].strip(): line[19:].split() for line in text_breakdown(profile()).splitlines()}

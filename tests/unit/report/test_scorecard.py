@@ -75,7 +75,9 @@ def test_a_gain() -> None:
 
 def test_kinds_of_communication_are_told_apart_where_there_are_two() -> None:
     kept = overlap(overlapped_by_kind={"inter_node": 0.75, "intra_node": 0.25})
-    assert "beside computation (cross 75%, local 25%), " in format_tuning(tuning("search", {**BOTH, "search": kept}))
+    assert "beside computation (inter_node 75%, intra_node 25%), " in format_tuning(
+        tuning("search", {**BOTH, "search": kept})
+    )
     one = overlap(overlapped_by_kind={"intra_node": 0.25})
     assert "intra_node" not in format_tuning(tuning("search", {**BOTH, "search": one}))
 

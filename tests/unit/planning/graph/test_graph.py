@@ -239,8 +239,14 @@ def test_the_description_tells_properties_apart():
         op = Operator(**{"name": "a", "kind": Kind.COMPUTE, "reads": ("f",), "writes": ("y",), **changes})
         return Graph("g", (first, op), ("x",), ("y",), repeats).describe()
 
-    others = [{"effort": 2.0}, {"split": True}, {"kind": Kind.INTRA_NODE}, {"after": ("first",)}, {"repeats": True}]
-    others += [{"again": True}, {"keeps": ("f",)}]
+    others = [
+        {"relative_cost": 2.0},
+        {"splits_dgrad_wgrad": True},
+        {"kind": Kind.INTRA_NODE},
+        {"ordered_after": ("first",)},
+        {"repeats": True},
+    ]
+    others += [{"recomputed": True}, {"saved_for_backward": ("f",)}]
     assert len({text(), *(text(**changes) for changes in others)}) == 8
 
 
