@@ -132,7 +132,7 @@ def run_into_bad_gradients(folder: str) -> None:
 
 
 ROOM = {
-    "for the model": "hf_helix.checkpoint.shard.draft.write_slice",
+    "for the model": "hf_helix.checkpoint.draft.write_slice",
     "for states": "hf_helix.checkpoint.optimizer_state.FileSystemWriter.write_data",
     "for generators": "hf_helix.integrations.trainer.checkpoints.generators",
     "on the disk": "hf_helix.checkpoint.atomic._sync",

@@ -35,7 +35,7 @@ def reduced(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(tp: int, pp: int, dp: int, tied: bool = False) -> list[dict[str, Any]]:
         key = (tp, pp, dp, tied)
         if key not in found:
-            helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential"}
+            helix = {"tp_size": tp, "pp_size": pp, "plan": "sequential", "schedule": "folded_1f1b"}
             job = {"folder": str(tmp_path_factory.mktemp("reduced")), "helix": helix, "sizes": [0, SMALL, TINY]}
             model = {"tie_word_embeddings": tied}
             found[key] = cluster_of(tp * pp * dp).run(f"{JOB}reductions", model=model, **job)

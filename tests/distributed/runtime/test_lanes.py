@@ -160,7 +160,7 @@ def test_every_way_has_a_group_of_its_two_ranks(cluster_of: Any) -> None:
 
 @pytest.mark.parametrize(("shape", "blocks"), [((6, 3), 1), ((5,), 1), ((12, 2), 3)])
 def test_whole_parameters_go_over_the_host(shape: tuple[int, ...], blocks: int, cluster_of: Any) -> None:
-    (first, sent), (second, received) = cluster_of(2).run(whole_over_host, shape=shape, num_fused=blocks)
+    (first, sent), (second, received) = cluster_of(2).run(whole_over_host, shape=shape, blocks=blocks)
     assert (first, second) == ([True, True], [None, None])
     assert sent == received == [(True, "cpu")] * 2
 
