@@ -32,8 +32,8 @@ demo: $(STAMP)  ## train a small Llama on two processes over an emulated link, a
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_tp2.yaml recipes/pretrain.py --output_dir runs/demo \
 		--link even --gradient_accumulation_steps 8 --max_steps 30
 
-test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## run the tests, two files at a time
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: $(STAMP)  ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow

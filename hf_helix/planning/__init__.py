@@ -1,1 +1,1 @@
-"""Graphs, plans, folds and schedules as plain data. Imports the standard library only; runs without torch."""
+"""Graphs, plans, placements and schedules as plain data. Imports the standard library only; runs without torch."""

@@ -1,4 +1,4 @@
-"""Runs plans: mesh, streams, executor (runs a program), runner (runs a window), profiler and tuning.
+"""Runs plans: streams, executor (runs a program), runner (runs a window), sums of gradients, CUDA graphs.
 
 Never imports transformers or accelerate.
 """
