@@ -3,9 +3,9 @@
     hf-helix profile --model FOLDER --tp_size 2 --output profile.json
     python benchmarks/ablation.py profile.json --without wgrad
 
-Every rule makes its plan twice, with and without what is named: `local` or `cross` (communication of that kind is
-never overlapped), `comm_beside_comm` (both kinds share one stream), `wgrad` (weight gradients stay at their canonical
-places).
+Every rule makes its plan twice, with and without what is named: `intra_node` or `inter_node` (communication of that
+kind is never overlapped), `comm_beside_comm` (both kinds share one stream), `wgrad` (weight gradients stay at their
+canonical places).
 """
 
 from __future__ import annotations

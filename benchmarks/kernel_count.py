@@ -210,7 +210,7 @@ def count_layer(model: Any, tp_size: int = 2, autocast_dtype: torch.dtype | None
 
     Args:
         model: a Transformers causal language model that a family describes; it is trained a little.
-        products: the type of matrix products, see `Precision`.
+        autocast_dtype: the type of matrix products, see `Precision`.
     """
     kernels = Kernels()
     runner, window = _runner(model, tp_size, autocast_dtype, kernels)

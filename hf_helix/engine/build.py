@@ -49,7 +49,7 @@ class RunOptions:
     Attributes:
         seed: the seed that the randomness of the run derives from.
         num_microbatches: the micro-batches of a usual window, whose schedule the ranks compare.
-        products: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
+        autocast_dtype: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
         additions: what the run adds to the mathematics of the model.
         checkpointing: options of activation checkpointing, if the run asks for it in the words of Transformers.
         weights: a checkpoint folder for a model on the meta device; without one, such a model starts at random.

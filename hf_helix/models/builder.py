@@ -342,7 +342,7 @@ class Builder:
         """Adds an operator, and how its parameters are trained and what it saves. All other methods end here.
 
         Args:
-            operator: what plans see. `trained` and `saves` are filled in from the other argument.
+            operator: what plans see. `wgrad_fraction` and `has_saved_state` are filled in from the other argument.
             tensor_operator: what it does to tensors.
 
         Returns:

@@ -32,7 +32,7 @@ def fingerprint(
     Args:
         model: a whole Transformers model.
         mesh: which ranks share what.
-        products: the type of matrix products under autocast; None for no autocast.
+        autocast_dtype: the type of matrix products under autocast; None for no autocast.
         recompute: the recompute mode of every layer, see `hf_helix.engine.recompute`.
     """
     weights = [

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -28,6 +29,20 @@ def compare_weights(folder: Path | str, expected_folder: Path | str) -> None:
     for name, weight in theirs.items():
         distance = torch.linalg.vector_norm(ours[name].double() - weight.double())
         assert distance <= 1e-4 * torch.linalg.vector_norm(weight.double()), name
+
+
+def compare_predictions(result: dict[str, Any], expected: dict[str, Any], with_loss: bool) -> None:
+    """Labels, logits and metrics are those of the stock Trainer; `with_loss` where batches are the same."""
+    np.testing.assert_array_equal(result["label_ids"], expected["label_ids"])
+    np.testing.assert_allclose(result["predictions"], expected["predictions"], rtol=0, atol=1e-5)
+    assert len(result["seen"]) == 2  # once by predict, once by evaluate
+    for labels in result["seen"]:
+        np.testing.assert_array_equal(labels, expected["label_ids"])
+    for kind in ("predicted", "evaluated"):
+        assert result[kind].keys() == expected[kind].keys()
+        for name, value in result[kind].items():
+            if with_loss or not name.endswith("_loss"):
+                assert value == pytest.approx(expected[kind][name], abs=1e-5), name
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ Must hold: rank order everywhere, so that every rank and every run gets the same
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import final
 
@@ -20,25 +21,17 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@final
-class GroupTransport(Transport):
-    """The collectives of a torch.distributed process group (NCCL)."""
+class ProcessGroupTransport(Transport):
+    """A transport over the process group of an axis.
 
-    group: dist.ProcessGroup
+    Args:
+        group: the group.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-
-    def all_gather(self, out: Tensor, value: Tensor) -> None:
-        _all_gather(out, value, group=self.group)
-
-    def exchange(self, out: Tensor, value: Tensor) -> None:
-        dist.all_to_all_single(out, value, group=self.group)
-
-    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        dist.all_to_all_single(out, value, list(arriving), list(sent), group=self.group)
 
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
         _reduce_scatter(out, value, group=self.group)
@@ -48,6 +41,24 @@ class GroupTransport(Transport):
 
     def shift_back(self, out: Tensor, value: Tensor) -> None:
         self._pass_on(out, value, -1)
+
+    @abstractmethod
+    def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
+        """Send a value so many ranks further round the axis, and receive that of the rank as many before."""
+
+
+@final
+class GroupTransport(ProcessGroupTransport):
+    """The collectives of a torch.distributed process group (NCCL)."""
+
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        _all_gather(out, value, group=self.group)
+
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        dist.all_to_all_single(out, value, group=self.group)
+
+    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
+        dist.all_to_all_single(out, value, list(arriving), list(sent), group=self.group)
 
     def prefers_exchange(self, value: Tensor) -> bool:
         # A group adds up from rank to rank in the type of the values; a local sum rounds once.
@@ -63,7 +74,7 @@ class GroupTransport(Transport):
 
 
 @final
-class GlooTransport(Transport):
+class GlooTransport(ProcessGroupTransport):
     """The collectives of gloo, over two groups, so that both directions of a link are used at once.
 
     A gloo connection carries one direction at a time: ranks of even number send over the first group, the others over
@@ -74,12 +85,8 @@ class GlooTransport(Transport):
         other: a second group over the same ranks.
     """
 
-    group: dist.ProcessGroup
-
     def __init__(self, group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+        super().__init__(group)
         self._lanes = (group, other)
         self._ranks = dist.get_process_group_ranks(group)
 
@@ -94,15 +101,6 @@ class GlooTransport(Transport):
 
     def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
         self._swap(value.split(list(sent)), out.split(list(arriving)))
-
-    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
-        _reduce_scatter(out, value, group=self.group)
-
-    def shift(self, out: Tensor, value: Tensor) -> None:
-        self._pass_on(out, value, 1)
-
-    def shift_back(self, out: Tensor, value: Tensor) -> None:
-        self._pass_on(out, value, -1)
 
     def prefers_exchange(self, value: Tensor) -> bool:
         return True

@@ -22,8 +22,8 @@ def ablate(pair: GraphPair, names: Collection[str]) -> GraphPair:
 
     Args:
         pair: the graphs.
-        names: `local`, `cross`: communication of that kind runs on the compute stream; `comm_beside_comm`: all
-            communication shares one stream; `wgrad`: weight gradients stay at their canonical places.
+        names: `intra_node`, `inter_node`: communication of that kind runs on the compute stream; `comm_beside_comm`:
+            all communication shares one stream; `wgrad`: weight gradients stay at their canonical places.
     """
     kinds = {kind: Kind.COMPUTE for kind in (Kind.INTRA_NODE, Kind.INTER_NODE) if kind.value in names}
     if "comm_beside_comm" in names:

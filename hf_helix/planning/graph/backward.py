@@ -7,11 +7,13 @@ Must hold: the gradient of a value that several operators read is summed in one 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
+
+KeepWaiting = Callable[[Operator, Operator | None, Sequence[Operator]], bool]
 
 
 def derive_backward(graph: Graph) -> Graph:
@@ -47,7 +49,7 @@ def derive_backward(graph: Graph) -> Graph:
     """
     parts = backward_parts(graph)
     recomputed = {op.name for op in parts.chain if op.recomputed and op.kind.communicates}
-    operators = _place_weights(advance(parts.chain, recomputed), parts.weights)
+    operators = place_weights(advance(parts.chain, recomputed), parts.weights)
     return backward_graph(graph, place_recomputation(operators, parts.recomputation))
 
 
@@ -225,8 +227,16 @@ def advance(operators: Iterable[Operator], names: Collection[str]) -> list[Opera
     return found
 
 
-def _place_weights(operators: Sequence[Operator], weights: Mapping[str, Operator]) -> list[Operator]:
-    """The operators with each W after its I, or after the communication that follows the I and reads its result."""
+def place_weights(
+    operators: Sequence[Operator], weights: Mapping[str, Operator], keep_waiting: KeepWaiting | None = None
+) -> list[Operator]:
+    """Returns the operators with each W after its I, or after communication that follows the I and reads its result.
+
+    Args:
+        operators: the chain of backward, in order.
+        weights: the W of every I, by the I's name.
+        keep_waiting: whether W's wait further, given an operator, the one that follows it, and the W's; None for never.
+    """
     found: list[Operator] = []
     waiting: list[Operator] = []
     for op, following in zip_longest(operators, operators[1:]):
@@ -235,6 +245,8 @@ def _place_weights(operators: Sequence[Operator], weights: Mapping[str, Operator
             waiting.append(weights[op.name])
             if feeds(op, following):
                 continue
+        if keep_waiting is not None and keep_waiting(op, following, waiting):
+            continue
         found += waiting
         waiting = []
     return found

@@ -1,8 +1,8 @@
 """Recomputation (activation checkpointing): operators that backward runs again, so that less need be kept.
 
 In:   the forward graph of a layer, and how much to recompute; or a profile.
-Out:  the graph with the mark `again` on those operators, from which `derive_backward` makes a backward that runs them;
-      the profile of such graphs.
+Out:  the graph with the mark `recomputed` on those operators, from which `derive_backward` makes a backward that runs
+      them; the profile of such graphs.
 Must hold: operators whose outputs no backward operator reads are not recomputed (the last linear, its reduce-scatter,
 the residual). Indices and counts are kept: they are small, and so what follows from them, such as how many rows go
 where, is the same the second time.

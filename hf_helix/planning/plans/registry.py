@@ -50,14 +50,12 @@ class Rule:
         make: makes the plan.
         needs_profile: whether it is of use with measured times only. The others serve before anything is measured, too.
         runs_one_strand: whether one micro-batch runs at a time, so that a window may have a single one.
-        is_baseline: whether it is there to compare with, and not one of the product's own.
     """
 
     name: str
     make: Callable[[Request], Plan]
     needs_profile: bool = False
     runs_one_strand: bool = False
-    is_baseline: bool = False
 
 
 def _by_blocks(order_block: OrderBlock) -> Callable[[Request], Plan]:
@@ -93,9 +91,9 @@ RULES: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
         Rule("sequential", _by_blocks(sequential), runs_one_strand=True),
-        Rule("intra_batch", _in_tiles, runs_one_strand=True, is_baseline=True),
-        Rule("round_robin", _by_blocks(round_robin), is_baseline=True),
-        Rule("dhelix", _by_blocks(dhelix), needs_profile=True, is_baseline=True),
+        Rule("intra_batch", _in_tiles, runs_one_strand=True),
+        Rule("round_robin", _by_blocks(round_robin)),
+        Rule("dhelix", _by_blocks(dhelix), needs_profile=True),
         Rule("greedy", _by_priorities(_greedy)),
         Rule("search", _by_priorities(_search), needs_profile=True),
     )

@@ -106,7 +106,7 @@ def test_profile_of_a_pipeline(tmp_path: Path, capsys: Any) -> None:
         run("plan", tmp_path / "profile.json", "--rule", "greedy", "--schedule", schedule, "--output", output)
         assert load_plan(output, profile.layout.graphs, model=MODEL, mesh={"tp_size": 1, "pp_size": 2}).rule == "greedy"
     run("show", tmp_path / "profile.json")
-    run("show", tmp_path / "w.json", "--profile", tmp_path / "profile.json")
+    run("show", tmp_path / "folded_1f1b.json", "--profile", tmp_path / "profile.json")
     assert "greedy: 3 micro-batches" in capsys.readouterr().out
 
 

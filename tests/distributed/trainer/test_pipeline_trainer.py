@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import pipeline_trainer_jobs as jobs
-from support.comparisons import compare_runs, compare_weights
+from support.comparisons import compare_predictions, compare_runs, compare_weights
 from support.models import llama
 from transformers import AutoModelForCausalLM
 
@@ -110,16 +110,7 @@ def test_predictions_and_metrics(case: str, tp: int, dp: int, schedule: str, clu
     helix = {"tp_size": tp, "pp_size": 2, "schedule": schedule, **GREEDY}
     ranks = cluster_of(2 * tp * dp).run(f"{JOB}predict", folder=str(tmp_path), helix=helix, **PREDICTIONS[case])
     for result in ranks:
-        np.testing.assert_array_equal(result["label_ids"], expected["label_ids"])
-        np.testing.assert_allclose(result["predictions"], expected["predictions"], rtol=0, atol=1e-5)
-        assert len(result["seen"]) == 2  # once by predict, once by evaluate
-        for labels in result["seen"]:
-            np.testing.assert_array_equal(labels, expected["label_ids"])
-        for kind in ("predicted", "evaluated"):
-            # The stock loss is a mean over batches, which are others with dp.
-            names = [name for name in expected[kind] if dp == 1 or not name.endswith("_loss")]
-            for name in names:
-                assert result[kind][name] == pytest.approx(expected[kind][name], abs=1e-5), name
+        compare_predictions(result, expected, with_loss=dp == 1)  # a mean over batches, which are others with dp
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 2)])

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_helix.planning.graph.backward import (
     advance,
     backward_graph,
     backward_parts,
-    feeds,
     place_recomputation,
+    place_weights,
 )
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.graph.pair import GraphPair
@@ -171,26 +170,18 @@ def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
         for name, weight in parts.weights.items()
     }
     early = {op.name for op in chain if op.kind.communicates and (op.name in later or op.recomputed)}
-    operators = _place_weights(advance(chain, early), weights)
-    return GraphPair(forward, backward_graph(forward, place_recomputation(operators, parts.recomputation)))
 
-
-def _place_weights(operators: Sequence[Operator], weights: Mapping[str, Operator]) -> list[Operator]:
-    """As for whole operators, but the W's of a row stay together behind the communication of all of its tiles."""
-    found: list[Operator] = []
-    waiting: list[Operator] = []
-    for op, following in zip_longest(operators, operators[1:]):
-        found.append(op)
-        if op.name in weights:
-            waiting.append(weights[op.name])
-            if feeds(op, following):
-                continue
+    def row_goes_on(op: Operator, following: Operator | None, waiting: Sequence[Operator]) -> bool:
+        """Whether the W's stay together, behind the communication of all tiles of their row."""
         further = weights.get(following.name) if following else None
-        if op.kind.communicates and further and any(weight.name in further.ordered_after for weight in waiting):
-            continue
-        found += waiting
-        waiting = []
-    return found
+        return (
+            op.kind.communicates
+            and further is not None
+            and any(weight.name in further.ordered_after for weight in waiting)
+        )
+
+    operators = place_weights(advance(chain, early), weights, row_goes_on)
+    return GraphPair(forward, backward_graph(forward, place_recomputation(operators, parts.recomputation)))
 
 
 def sites(graph: Graph) -> list[Site]:

@@ -31,7 +31,7 @@ LAYERS = {
 
 
 def optimum(profile: Profile, schedule: Schedule, most_layers: int) -> int:
-    """Microseconds of the shortest window. The rules are said anew here: nothing of `flow` or `cost` is used.
+    """Microseconds of the shortest window. The rules are said anew here: nothing of `list_scheduler` or `cost` is used.
 
     Communication needs no rule about what is issued before it: issued directly after what it reads, it waits for
     nothing else.
