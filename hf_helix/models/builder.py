@@ -138,6 +138,7 @@ class Builder:
         *inputs: str,
         side: Sequence[str] = (),
         uses: Sequence[nn.Module] = (),
+        reads: Sequence[nn.Parameter] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
         compiles: bool = True,
@@ -152,6 +153,7 @@ class Builder:
             inputs: the values that it takes.
             side: the side inputs of the micro-batch that it takes as keywords.
             uses: the submodules that a function calls, or whose parameters it reads.
+            reads: parameters that it reads besides.
             on_shard: whether its inputs are this rank's part of the sequence or of the heads, so that the gradients of
                 its parameters are summed over the ranks.
             draws: returns whether the function draws random numbers, see `Segment`.
@@ -159,7 +161,7 @@ class Builder:
             explicit: takes the place of the function, unless that is compiled.
             effort: a rough time relative to other operators.
         """
-        parameters = self._parameters(function, uses, on_shard)
+        parameters = self._parameters(function, uses, on_shard, reads)
         runs = self.compiled(function) if compiles and not draws else function
         segment = Segment(runs, parameters, side, draws, explicit=explicit if runs is function else None)
         return self._compute(name, segment, inputs, cheap=True, effort=effort)
@@ -172,6 +174,7 @@ class Builder:
         *inputs: str,
         side: Sequence[str] = (),
         uses: Sequence[nn.Module] = (),
+        reads: Sequence[nn.Parameter] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
         plain: Sequence[str] = (),
@@ -182,7 +185,7 @@ class Builder:
             outputs: the names of the outputs that have gradients.
             plain: the names of further outputs, which have no gradient (indices).
         """
-        parameters = self._parameters(function, uses, on_shard)
+        parameters = self._parameters(function, uses, on_shard, reads)
         segment = Segment(function if draws else self.compiled(function), parameters, side, draws, len(plain))
         return self.declare(
             Operator(
@@ -228,7 +231,7 @@ class Builder:
         return self._compute(name, Dropout(module), (value,), effort=LIGHT)
 
     def column_parallel(
-        self, name: str, linears: Mapping[str, Projection], value: str, blocks: int = 1
+        self, name: str, linears: Mapping[str, Projection], value: str, blocks: Sequence[int] = ()
     ) -> tuple[str, ...]:
         """Adds linears over the whole sequence, each cut by its output features.
 
@@ -242,10 +245,28 @@ class Builder:
             One value for each linear [tokens, batch, output features of this rank].
         """
         plain_linears = [unwrap_peft(linear, self.label) for linear in linears.values()]
-        rows = replace(CUT_ROWS, num_fused=blocks)
+        rows = replace(CUT_ROWS, blocks=tuple(blocks))
         for linear in plain_linears:
-            matrix = replace(CUT_COLUMNS, num_fused=blocks) if linear.is_transposed else rows
+            matrix = replace(CUT_COLUMNS, blocks=tuple(blocks)) if linear.is_transposed else rows
             self._place_linear(linear, matrix, rows, down=COPIED_ON_SHARDS, up=rows)
+        transposed = any(linear.is_transposed for linear in plain_linears)
+        projections = [linear.projection for linear in plain_linears]
+        return self.declare(
+            Operator(
+                name=name,
+                kind=Kind.COMPUTE,
+                reads=(value,),
+                writes=tuple(f"{name}.{key}" for key in linears),
+                splits_dgrad_wgrad=True,
+                relative_cost=GEMM * max(1, len(linears) / 2),
+            ),
+            Linear(projections, transposed=transposed, adapters=_adapters(plain_linears)),
+        )
+
+    def replicated_linear(self, name: str, linears: Mapping[str, Projection], value: str) -> tuple[str, ...]:
+        plain_linears = [unwrap_peft(linear, self.label) for linear in linears.values()]
+        for linear in plain_linears:
+            self._place_linear(linear, COPIED_ON_SHARDS, COPIED_ON_SHARDS, down=COPIED_ON_SHARDS, up=COPIED_ON_SHARDS)
         transposed = any(linear.is_transposed for linear in plain_linears)
         projections = [linear.projection for linear in plain_linears]
         return self.declare(
@@ -282,12 +303,12 @@ class Builder:
         """Adds the reduce-scatter of a sequence: from partial sums over the whole to this rank's part of their sum."""
         return self._collective(name, ReduceScatter(self.tp), value)
 
-    def lookup(self, name: str, embedding: nn.Module) -> str:
+    def lookup(self, name: str, embedding: nn.Module, plain: bool = False) -> str:
         """Adds the lookup of token embeddings in a table that is cut by rows; gives partial sums for `reduce_scatter`.
 
         Reads the side input `ids` and, where noise is added, `length`.
         """
-        table = unwrap_peft(embedding, self.label)
+        table = Opened((embedding,)) if plain else unwrap_peft(embedding, self.label)
         self.place([copy.weight for copy in table.copies], CUT_ROWS)
         for adapter in table.all_adapters():
             self.place([adapter.down], CUT_COLUMNS)
@@ -317,6 +338,13 @@ class Builder:
         value = self._compute(f"{name}.statistics", statistics, (logits,), effort=GEMM)
         value = self.replicate(f"{name}.gather", value, self.tp)
         return self.segment(name, cross_entropy, value, side=("targets", "loss_scale"))
+
+    def sum_over_ranks(self, name: str, value: str) -> str:
+        if self.tp.size == 1:
+            return value
+        one = self.segment(f"{name}.part", lambda v: v.unsqueeze(0), value)
+        every = self.all_gather(f"{name}.gather", one)
+        return self.segment(name, lambda v: v.sum(0), every)
 
     def replicate(self, name: str, value: str, axis: Axis) -> str:
         """Adds the all-gather of [1, ...] to [ranks, ...], which all ranks use in the same way.
@@ -426,12 +454,15 @@ class Builder:
             self.place([adapter.up], up)
             self.place([adapter.bias], bias)
 
-    def _parameters(self, function: object, uses: Sequence[nn.Module], on_shard: bool) -> list[nn.Parameter]:
+    def _parameters(
+        self, function: object, uses: Sequence[nn.Module], on_shard: bool, reads: Sequence[nn.Parameter] = ()
+    ) -> list[nn.Parameter]:
         """Returns the parameters that a function under autograd differentiates; every rank has a copy of them."""
         modules = [function] if isinstance(function, nn.Module) else uses
         self.called += modules
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        self.place(parameters, COPIED_ON_SHARDS if on_shard else COPIED)
+        parameters = [*reads, *(parameter for module in modules for parameter in module.parameters())]
+        copied = [parameter for parameter in parameters if parameter not in self._placements]
+        self.place(copied, COPIED_ON_SHARDS if on_shard else COPIED)
         return parameters
 
 
