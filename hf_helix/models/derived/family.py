@@ -24,7 +24,7 @@ from hf_helix.models.builder import Builder, LossTweaks, ParallelContext
 from hf_helix.models.derived.calls import LayerCall, LayerCalls, named_masks
 from hf_helix.models.derived.leaves import ATTENTION, DTYPE, LAYER, OPS, Leaves, MaskOf, skeleton_of
 from hf_helix.models.derived.lower import Outline
-from hf_helix.models.derived.placements import PARTIAL, SHARD, Inference, NeedsInlining, Placed
+from hf_helix.models.derived.placements import FREE, SHARD, Inference, NeedsInlining, Placed
 from hf_helix.models.derived.segments import Share
 from hf_helix.models.derived.trace import (
     EXAMPLE_BATCH,
@@ -73,6 +73,7 @@ class DerivedFamily(Family):
         self._width = base.get_input_embeddings().weight.shape[1]
         with refusing(base):
             self.calls = LayerCalls(base)
+            self._traces: dict[tuple[str, frozenset[str]], Trace] = {}
             self._kinds: dict[tuple[str, int, int], _Kind] = {}
             self._ends: dict[tuple[int, int], tuple[Outline, Outline]] = {}
             self._windows = sorted(
@@ -129,11 +130,33 @@ class DerivedFamily(Family):
         key = self._key(number), size, rank
         if key not in self._kinds:
             layer, call = self.calls.decoder.layers[number], self.calls.calls[number]
-            inference = _infer(lambda inlined: self._trace_layer(layer, call, inlined), size, Placed(SHARD))
+            inference = self._infer(
+                self._key(number), lambda inlined: self._trace_layer(layer, call, inlined), size, Placed(SHARD)
+            )
             graph = inference.trace
             outline = Outline(inference, Share(size, rank), [graph.hidden], graph.result)
             self._kinds[key] = _Kind("layer", outline, frozenset(m.sliding_window for m in _masks(call)))
         return self._kinds[key]
+
+    def _infer(
+        self, key: str, make: Callable[[frozenset[str]], Trace], tp_size: int, hidden: Placed
+    ) -> Inference:
+        """Infers placements of a trace, and traces again through the norms that this asks for.
+
+        Args:
+            key: tells traces apart: each is made once, for all layers of a kind and all numbers of ranks.
+            make: traces, given the paths of norms to trace through.
+            tp_size: the number of ranks.
+            hidden: the placement of what enters.
+        """
+        inlined: frozenset[str] = frozenset()
+        while True:
+            if (key, inlined) not in self._traces:
+                self._traces[key, inlined] = make(inlined)
+            try:
+                return Inference(self._traces[key, inlined], tp_size, hidden)
+            except NeedsInlining as needed:
+                inlined |= {needed.path}
 
     def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> Trace:
         leaves, skeleton = Leaves(inlined), skeleton_of(layer).train()
@@ -174,7 +197,7 @@ class DerivedFamily(Family):
 
     def _outlines_of_ends(self, model: Any, size: int, rank: int) -> tuple[Outline, Outline]:
         if (size, rank) not in self._ends:
-            inference = _infer(lambda inlined: self._trace_model(model, inlined), size, Placed("free"))
+            inference = self._infer("", lambda inlined: self._trace_model(model, inlined), size, Placed(FREE))
             graph = inference.trace
             layers = [n for n in graph.nodes if (leaf := graph.leaf(n)) is not None and leaf.kind == LAYER]
             layers.sort(key=lambda node: int(graph.leaf(node).path))  # type: ignore[union-attr]
@@ -218,18 +241,6 @@ def _as_leaf(leaf: int, is_tuple: bool) -> Any:
         return (result,) if is_tuple else result
 
     return forward
-
-
-def _infer(make: Callable[[frozenset[str]], Trace], tp_size: int, hidden: Placed) -> Inference:
-    """Traces, and infers placements; traces again through the norms that this asks for."""
-    inlined: frozenset[str] = frozenset()
-    while True:
-        try:
-            return Inference(make(inlined), tp_size, hidden)
-        except NeedsInlining as needed:
-            if needed.path in inlined:
-                raise Underivable(f"the norm {needed.path} cannot be computed on cut values") from None
-            inlined |= {needed.path}
 
 
 def _masks(call: LayerCall) -> list[MaskOf]:

@@ -46,6 +46,7 @@ from hf_helix.models.derived.trace import BATCH, SEQUENCE, Underivable, is_tenso
 from hf_helix.models.expert_layer import declare_experts
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.explicit import GatedSilu
+from hf_helix.operators.unit import CUT_ROWS
 
 PLACES = "places"
 
@@ -221,6 +222,8 @@ class _Lowering:
 
     def run(self) -> None:
         outline = self.outline
+        cut = [node for node in outline.inference.decisions.cut if node in outline.needed]
+        self.b.place([self._parameter(node) for node in cut], CUT_ROWS)
         for node in self.trace.nodes:
             if node in outline.values and node not in outline.start and node in outline.needed:
                 if not self._is_there(node):
@@ -245,13 +248,12 @@ class _Lowering:
 
     def _declare(self, node: Node) -> None:
         leaf = self.trace.leaf(node)
-        if leaf is None:
-            if self.outline.is_residual(node):
-                self._residual(node)
-            else:
-                self._segment(node)
-        else:
+        if leaf is not None and self.outline.is_operator(node):
             self._OF_LEAVES[leaf.kind](self, node, leaf)
+        elif self.outline.is_residual(node):
+            self._residual(node)
+        else:
+            self._segment(node)
 
     def _linear(self, node: Node, leaf: Leaf) -> None:
         outline, source = self.outline, node.args[0]

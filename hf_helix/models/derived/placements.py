@@ -84,7 +84,7 @@ class Decisions:
 
     demoted: set[str] = field(default_factory=set)
     boundaries: dict[str, set[int]] = field(default_factory=dict)
-    cut: set[Node] = field(default_factory=set)
+    cut: dict[Node, None] = field(default_factory=dict)
     shortened: set[tuple[Node, int]] = field(default_factory=set)
     ways: dict[Node, str] = field(default_factory=dict)
     heads: set[int] = field(default_factory=set)
@@ -486,7 +486,7 @@ class Inference:
 
     def _cut(self, value: Node) -> None:
         if value not in self.decisions.cut:
-            self.decisions.cut.add(value)
+            self.decisions.cut[value] = None
             raise _Again
 
     def _demote(self, origins: Iterable[str], node: Node) -> None:
