@@ -20,25 +20,26 @@ SOFT_CAP = 5.0
 """Larger soft caps are lowered to this one: they would change nothing in a small model."""
 
 SIZES = {
-    VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size max_position_embeddings max_seq_len",
+    VOCABULARY: "max_position_embeddings max_seq_len mamba_d_ssm",
     HIDDEN: "hidden_size embedding_size word_embed_proj_dim backbone_hidden_size lru_width input_embedding_size "
-    "output_embedding_size attention_hidden_size",
+    "output_embedding_size embedding_dim pronunciation_embed_dim shape_embed_dim output_channels ext_pw_out_channel "
+    "depthwise_separable_out_channel nemo_conv_channels image_size crop_size",
     96: "intermediate_size intermediate_size_mlp dense_intermediate_size prefix_dense_intermediate_size ffn_dim "
-    "encoder_ffn_dim decoder_ffn_dim ffn_hidden_size n_inner dff dim_ff feed_forward_size d_inner",
-    32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size "
-    "shared_experts_intermediate_size shared_intermediate_size kv_lora_rank q_lora_rank o_lora_rank router_hidden_size "
-    "hidden_size_per_layer_input moe_latent_size",
-    24: "query_pre_attn_scalar",
+    "encoder_ffn_dim decoder_ffn_dim ffn_hidden_size n_inner dff dim_ff feed_forward_size d_inner mlp_dim",
+    32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+    "expert_ffn_hidden_size shared_experts_intermediate_size shared_intermediate_size kv_lora_rank q_lora_rank "
+    "o_lora_rank router_hidden_size hidden_size_per_layer_input moe_latent_size",
+    24: "qk_head_dim query_pre_attn_scalar",
     16: "qk_nope_head_dim v_head_dim index_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
-    "original_max_position_embeddings mamba_d_state state_size ssm_state_size mamba_d_head mamba_headdim mamba_head_dim "
-    "gated_norm_rank laurel_rank adapter_rank",
+    "original_max_position_embeddings mamba_d_state state_size ssm_state_size mamba_d_head mamba_headdim "
+    "mamba_head_dim gated_norm_rank laurel_rank adapter_rank",
     ROTARY_SIZE: "qk_rope_head_dim rotary_dim sliding_window attention_chunk_size floor_scale log_scaling_n_floor "
-    "chunk_size mamba_chunk_size mamba_n_heads index_topk index_block_size",
-    HEADS: "num_attention_heads swa_num_attention_heads encoder_attention_heads decoder_attention_heads index_n_heads "
-    "linear_num_value_heads linear_num_heads num_attention_heads_per_layer",
+    "chunk_size mamba_chunk_size mamba_n_heads index_topk index_block_size ffn_round_up_to_multiple_of",
+    HEADS: "num_attention_heads swa_num_attention_heads encoder_attention_heads decoder_attention_heads "
+    "index_n_heads linear_num_value_heads linear_num_heads num_attention_heads_per_layer num_heads",
     2: "num_experts_per_tok moe_topk n_group num_expert_group encoder_layers decoder_layers linear_num_key_heads "
-    "index_topk_blocks num_mem_blocks zero_expert_num num_hash_layers decoder_layers num_decoder_layers "
-    "num_encoder_layers n_shared_experts num_shared_experts",
+    "index_topk_blocks num_mem_blocks zero_expert_num n_shared_experts num_shared_experts num_encoder_layers "
+    "num_blocks",
     1: "topk_group",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
@@ -50,10 +51,7 @@ QUERY_HEADS = {
 }
 """The field of query heads beside each field of key-value heads."""
 
-HEAD_DIMS = ("head_dim", "swa_head_dim", "kv_channels", "attention_head_size")
-
-SPECIAL: dict[str, dict[str, Any]] = {}
-"""What a kind of model (`model_type`) needs beyond the rules."""
+HEAD_DIMS = ("head_dim", "swa_head_dim", "kv_channels", "attention_head_size", "d_head", "dim_head")
 
 
 def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) -> Any:
@@ -69,6 +67,8 @@ def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) 
         return value
     if isinstance(value, list):
         return [small_value(name, standard, each, given) for each in value]
+    if name == "per_layer_config":
+        return {layer: _small_changes(changes, given) for layer, changes in value.items()}
     if not isinstance(value, int | float):
         return value
     if "dropout" in name or name.endswith(("pdrop", "layerdrop", "dropout_prob", "jitter_noise")):
@@ -79,14 +79,36 @@ def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) 
         return HEADS if value == given.get(QUERY_HEADS[name]) else GROUPED_HEADS
     if name in HEAD_DIMS:
         return _small_head(value, given)
+    if name.endswith("vocab_size"):
+        return VOCABULARY
     size = SIZE_OF.get(name, SIZE_OF.get(standard))
     return value if size is None or not isinstance(value, int) else min(size, value)
 
 
 def _small_head(value: int, given: Mapping[str, Any]) -> int:
-    """Returns the size of heads; they are wider together than the model, where they were not as wide as it."""
+    """Returns the size of heads: as wide together as the model or wider, as they were.
+
+    Args:
+        value: the size in the configuration of any size. With multi-head latent attention it may be that of the part
+            that is rotated, or of both parts.
+        given: all of that configuration's fields.
+    """
+    rotated, other = given.get("qk_rope_head_dim"), given.get("qk_nope_head_dim")
+    if rotated and other and value in (rotated, rotated + other):
+        return SIZE_OF["qk_rope_head_dim" if value == rotated else "qk_head_dim"]
     hidden, heads = given.get("hidden_size"), given.get("num_attention_heads")
     return HEAD_SIZE if hidden is None or heads is None or value * heads == hidden else WIDE_HEAD_SIZE
+
+
+def _small_changes(changes: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields in which a layer differs from the others; what is larger there stays larger."""
+    small = {}
+    for name, value in changes.items():
+        small[name] = small_value(name, name, value, {**given, **changes})
+        usual = given.get(name)
+        if small[name] != value and isinstance(usual, int) and value > usual and "head_dim" in name:
+            small[name] = small_value(name, name, usual, given) * (value // usual)
+    return small
 
 
 def small_rope(rope: Any, rotary_size: int) -> Any:

@@ -14,14 +14,18 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_helix.models.small_fields import HEAD_SIZE, SPECIAL, VOCABULARY, small_rope, small_value
-from hf_helix.models.small_layers import shorten
+from hf_helix.models.small_config.fields import HEAD_SIZE, VOCABULARY, small_rope, small_value
+from hf_helix.models.small_config.layers import shorten
+from hf_helix.models.small_config.special import OPEN, SMALL
 
 Values = dict[str, Any]
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS, EXPERTS_IN_GROUPS = 4, 8
 GROUP_COUNTS = ("n_group", "num_expert_group")
+
+MULTIPLIER = 0.75
+"""What a multiplier is where its default is 1, which would hide that it was forgotten."""
 
 
 def causal_lm_classes() -> list[str]:
@@ -47,10 +51,19 @@ def default_config(class_name: str) -> PretrainedConfig:
             f"{class_name} is not a model class of Transformers {transformers.__version__}; give the name of a "
             "causal-LM class, such as LlamaForCausalLM"
         )
-    config = kind.config_class()
+    kind = kind.config_class
+    config = kind(**OPEN.get(kind.model_type, {}))
+    for name, value in config.to_dict().items():
+        if value == 1.0 and isinstance(value, float) and _is_multiplier(name):
+            setattr(config, name, MULTIPLIER)
     if getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder:
         config.is_decoder = True  # otherwise BERT and its like are encoders
     return small_config(config)
+
+
+def _is_multiplier(name: str) -> bool:
+    """Returns whether a field scales activations; scores of attention are left to their own scale."""
+    return name.endswith(("_multiplier", "logits_scaling", "routed_scaling_factor"))
 
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -67,14 +80,16 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
         values[name] = small_value(name, standard.get(name, name), value, given)
     _make_experts_few(values)
     _bring_token_ids_in_range(values)
-    values.update({name: value for name, value in SPECIAL.get(config.model_type, {}).items() if name in values})
-    rotary = values.get("qk_rope_head_dim") or values.get("head_dim") or HEAD_SIZE
+    values.update(SMALL.get(config.model_type, {}))
+    rotary = values.get("head_dim") or HEAD_SIZE
     for name in ("rope_parameters", "rope_scaling"):
         if name in values:
             values[name] = small_rope(values[name], rotary)
     for name in config.sub_configs:
         if isinstance(part := getattr(config, name, None), PretrainedConfig):
             values[name] = small_config(part).to_dict()
+    if "use_cache" in values:
+        values["use_cache"] = False  # training needs none, and some classes cannot make one
     small: PretrainedConfig = type(config).from_dict(values)
     small._attn_implementation = config._attn_implementation_internal  # `to_dict` leaves it out
     return small
