@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_helix.models.small_config.fields import HEAD_SIZE, VOCABULARY, small_rope, small_value
-from hf_helix.models.small_config.layers import shorten
+from hf_helix.models.small_config.layers import FEWEST, shorten
 from hf_helix.models.small_config.special import OPEN, SMALL
 
 Values = dict[str, Any]
@@ -36,11 +36,12 @@ def causal_lm_classes() -> list[str]:
     return sorted(names)
 
 
-def default_config(class_name: str) -> PretrainedConfig:
+def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedConfig:
     """Returns the small configuration of a class of Transformers that follows from the defaults of its config class.
 
     Args:
         class_name: a causal-LM class, such as `Gemma2ForCausalLM`.
+        fewest_layers: see `small_config`.
 
     Raises:
         ValueError: Transformers has no such class.
@@ -58,7 +59,7 @@ def default_config(class_name: str) -> PretrainedConfig:
             setattr(config, name, MULTIPLIER)
     if getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder:
         config.is_decoder = True  # otherwise BERT and its like are encoders
-    return small_config(config)
+    return small_config(config, fewest_layers)
 
 
 def _is_multiplier(name: str) -> bool:
@@ -66,16 +67,17 @@ def _is_multiplier(name: str) -> bool:
     return name.endswith(("_multiplier", "logits_scaling", "routed_scaling_factor"))
 
 
-def small_config(config: PretrainedConfig) -> PretrainedConfig:
+def small_config(config: PretrainedConfig, fewest_layers: int = FEWEST) -> PretrainedConfig:
     """Returns a small configuration of the same class; the given one stays as it is.
 
     Args:
         config: the configuration of a causal LM, of any size. Configurations within it (of text, of images) become
             small, too.
+        fewest_layers: the number of layers that it has at least; a pipeline needs two for each of its ranks.
     """
     given = config.to_dict()
     standard = {name: word for word, name in (config.attribute_map or {}).items()}
-    values = shorten(given, standard)
+    values = shorten(given, standard, fewest_layers)
     for name, value in values.items():
         values[name] = small_value(name, standard.get(name, name), value, given)
     _make_experts_few(values)
@@ -87,7 +89,7 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
             values[name] = small_rope(values[name], rotary)
     for name in config.sub_configs:
         if isinstance(part := getattr(config, name, None), PretrainedConfig):
-            values[name] = small_config(part).to_dict()
+            values[name] = small_config(part, fewest_layers).to_dict()
     if "use_cache" in values:
         values["use_cache"] = False  # training needs none, and some classes cannot make one
     small: PretrainedConfig = type(config).from_dict(values)

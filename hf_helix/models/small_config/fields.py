@@ -20,15 +20,15 @@ SOFT_CAP = 5.0
 """Larger soft caps are lowered to this one: they would change nothing in a small model."""
 
 SIZES = {
-    VOCABULARY: "max_position_embeddings max_seq_len mamba_d_ssm",
+    VOCABULARY: "max_position_embeddings max_seq_len mamba_d_ssm encoder_hash_byte_group_vocab",
     HIDDEN: "hidden_size embedding_size word_embed_proj_dim backbone_hidden_size lru_width input_embedding_size "
     "output_embedding_size embedding_dim pronunciation_embed_dim shape_embed_dim output_channels ext_pw_out_channel "
-    "depthwise_separable_out_channel nemo_conv_channels image_size crop_size",
+    "depthwise_separable_out_channel nemo_conv_channels image_size crop_size hidden_size_global",
     96: "intermediate_size intermediate_size_mlp dense_intermediate_size prefix_dense_intermediate_size ffn_dim "
     "encoder_ffn_dim decoder_ffn_dim ffn_hidden_size n_inner dff dim_ff feed_forward_size d_inner mlp_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
     "expert_ffn_hidden_size shared_experts_intermediate_size shared_intermediate_size kv_lora_rank q_lora_rank "
-    "o_lora_rank router_hidden_size hidden_size_per_layer_input moe_latent_size",
+    "o_lora_rank indexer_head_dim router_hidden_size hidden_size_per_layer_input moe_latent_size",
     24: "qk_head_dim query_pre_attn_scalar",
     16: "qk_nope_head_dim v_head_dim index_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
     "original_max_position_embeddings mamba_d_state state_size ssm_state_size mamba_d_head mamba_headdim "
@@ -38,8 +38,8 @@ SIZES = {
     HEADS: "num_attention_heads swa_num_attention_heads encoder_attention_heads decoder_attention_heads "
     "index_n_heads linear_num_value_heads linear_num_heads num_attention_heads_per_layer num_heads",
     2: "num_experts_per_tok moe_topk n_group num_expert_group encoder_layers decoder_layers linear_num_key_heads "
-    "index_topk_blocks num_mem_blocks zero_expert_num n_shared_experts num_shared_experts num_encoder_layers "
-    "num_blocks",
+    "index_topk_blocks num_mem_blocks zero_expert_num kv_n_heads moe_top_k n_shared_experts num_shared_experts "
+    "num_encoder_layers num_blocks",
     1: "topk_group",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
@@ -79,7 +79,7 @@ def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) 
         return HEADS if value == given.get(QUERY_HEADS[name]) else GROUPED_HEADS
     if name in HEAD_DIMS:
         return _small_head(value, given)
-    if name.endswith("vocab_size"):
+    if "vocab_size" in name:
         return VOCABULARY
     size = SIZE_OF.get(name, SIZE_OF.get(standard))
     return value if size is None or not isinstance(value, int) else min(size, value)
@@ -106,7 +106,7 @@ def _small_changes(changes: Mapping[str, Any], given: Mapping[str, Any]) -> dict
     for name, value in changes.items():
         small[name] = small_value(name, name, value, {**given, **changes})
         usual = given.get(name)
-        if small[name] != value and isinstance(usual, int) and value > usual and "head_dim" in name:
+        if name == "head_dim" and "qk_rope_head_dim" not in given and isinstance(usual, int) and value > usual:
             small[name] = small_value(name, name, usual, given) * (value // usual)
     return small
 

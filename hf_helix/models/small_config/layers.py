@@ -42,12 +42,13 @@ Features = list[Any]
 """What a field says of each layer."""
 
 
-def shorten(given: Mapping[str, Any], standard: Mapping[str, str]) -> Values:
+def shorten(given: Mapping[str, Any], standard: Mapping[str, str], fewest: int = FEWEST) -> Values:
     """Returns the fields of a configuration with few layers.
 
     Args:
         given: the fields.
         standard: what most configurations call a field, for fields of another name.
+        fewest: the number of layers that stay at least, where there are so many.
     """
     values = dict(given)
     counts = [name for name in values if standard.get(name, name) in COUNTS and isinstance(values[name], int)]
@@ -55,7 +56,8 @@ def shorten(given: Mapping[str, Any], standard: Mapping[str, str]) -> Values:
         return values
     count = values[counts[0]]
     said = {name: features for name, value in values.items() if (features := _features(name, value, count))}
-    kept = _kept(list(zip(*([str(each) for each in features] for features in said.values()), strict=True)), count)
+    kinds = list(zip(*([str(each) for each in features] for features in said.values()), strict=True))
+    kept = _kept(kinds, count, fewest)
     for name, features in said.items():
         values[name] = _restricted(name, features, kept)
     values.update(dict.fromkeys(counts, len(kept)))
@@ -95,12 +97,13 @@ def _restricted(name: str, features: Features, kept: list[int]) -> Any:
     return of_kept
 
 
-def _kept(kinds: list[tuple[str, ...]], count: int) -> list[int]:
+def _kept(kinds: list[tuple[str, ...]], count: int, fewest: int) -> list[int]:
     """Returns the layers to keep: the first of each kind; where there are too many, those that show every feature.
 
     Args:
         kinds: what is said of each layer; empty if nothing tells them apart.
         count: the number of layers.
+        fewest: the number of layers that stay at least.
     """
     kept: list[int] = []
     shown: set[tuple[int, str]] = set()
@@ -111,4 +114,4 @@ def _kept(kinds: list[tuple[str, ...]], count: int) -> list[int]:
             kept.append(layer)
             shown |= new
     others = [layer for layer in range(count) if layer not in kept]
-    return sorted(kept + others[: max(0, FEWEST - len(kept))])
+    return sorted(kept + others[: max(0, fewest - len(kept))])
