@@ -36,6 +36,7 @@ from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.parameter_counts import ParameterCounts
+from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.direct_use import Instead, refuse_calls, refuse_parts
 from hf_helix.models.model_code import check_forwards
@@ -88,6 +89,7 @@ class Engine(Diagnostics):
         check_sizes(model, config)
         self.model = model
         self.base = base = base_of(model)
+        prove_on_first_use(base, config, mesh)
         super().__init__(base, config, mesh)
         self.family = family_of(base)
         self.limits = limits_of(base)

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ PLANS = ("sequential", "greedy")
 """The first runs every kind of batches; the others, two strands, run one window with a batch of each kind."""
 
 MIXED = "all kinds"
+SIZES = ("tp", "pp", "cp", "ep")
 
 
 def prove(model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PLANS) -> Proof:
@@ -54,25 +55,26 @@ def prove(model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PL
         plans: the rules of the plans that it runs under, `sequential` first.
     """
     started = time.monotonic()
-    about = type(model).__name__, describe(mesh)
-    with _random_state_kept(mesh.device):
+    about = type(model).__name__, describe(mesh.sizes)
+    with _undisturbed(mesh.device):
         try:
-            subject = on_all_ranks(lambda: _Subject(model, config, mesh))
-            subject.set_mode(decide_on_rank_0(subject.draws))
-            declared = on_all_ranks(subject.declare)
+            ours = on_all_ranks(lambda: _Copy(model, config, mesh))
+            ours.set_mode(decide_on_rank_0(ours.draws))
+            declared = on_all_ranks(ours.declare)
         except Exception as error:
             return Proof(*about, refusal=_shared_reason(error))
-        cases = subject.run(declared, plans)
+        cases = ours.run(declared, plans)
     return Proof(*about, cases=cases, seconds=time.monotonic() - started)
 
 
-def describe(mesh: Mesh) -> str:
+def describe(sizes: Mapping[str, int]) -> str:
     """Returns the sizes of a mesh as text, such as "tp_size=2, pp_size=2"; data parallelism has no option."""
-    sizes = [f"{name}_size={size}" for name, size in mesh.sizes.items() if size > 1 and name != "dp"]
-    return ", ".join(sizes) or f"{mesh.dp_size} process{'es' * (mesh.dp_size > 1)}"
+    options = [f"{name}_size={sizes[name]}" for name in SIZES if sizes.get(name, 1) > 1]
+    dp_size = sizes.get("dp", 1)
+    return ", ".join(options) or f"{dp_size} process{'es' * (dp_size > 1)}"
 
 
-class _Subject:
+class _Copy:
     """A model that is proven: a copy that is cut, and on the ranks that compare another one that stays whole.
 
     Args:
@@ -193,11 +195,19 @@ class _Subject:
 
 
 @contextlib.contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Leaves the generators of torch as they were, on the host and on the device."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-    if device.type == "cuda":
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Leaves the generators of torch as they were, on the host and on the device; computes in fp32 meanwhile."""
+    if device.type != "cuda":
+        with torch.random.fork_rng(devices=[]):
+            yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"  # not in TF32, which rounds to three digits
+    try:
+        with torch.random.fork_rng(devices=[device]):
+            yield
+    finally:
+        matmul.fp32_precision = before
         torch.cuda.empty_cache()
 
 

@@ -86,6 +86,8 @@ class Proof:
         layout: the sizes of the mesh, such as "tp_size=2".
         cases: the windows that were compared; none where the model was refused.
         refusal: why the model cannot be cut so; empty if it can.
+        failure: the error that a rank ended with; empty if there was none.
+        trace: where it arose.
         seconds: how long it took.
     """
 
@@ -93,6 +95,8 @@ class Proof:
     layout: str
     cases: tuple[Case, ...] = ()
     refusal: str = ""
+    failure: str = ""
+    trace: str = ""
     seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -102,13 +106,15 @@ class Proof:
 
     @property
     def verdict(self) -> str:
-        """One of `equal`, `different`, `refused`."""
-        return "refused" if self.refusal else "equal" if self.ok else "different"
+        """One of `equal`, `different`, `refused`, `failed`."""
+        if self.refusal or self.failure:
+            return "refused" if self.refusal else "failed"
+        return "equal" if self.ok else "different"
 
     @property
     def lines(self) -> list[str]:
-        """What is known, a line for each window; the reason of a refusal."""
-        return [self.refusal] if self.refusal else [str(case) for case in self.cases]
+        """A line for each window, or the reason of a refusal, or where a failure arose."""
+        return list(filter(None, [self.refusal, self.trace or self.failure])) or [str(case) for case in self.cases]
 
     @property
     def wrong(self) -> list[Difference]:
@@ -120,8 +126,8 @@ class Proof:
 
     def __str__(self) -> str:
         head = f"{self.model} at {self.layout}: {self.verdict}"
-        if self.refusal:
-            return f"{head}: {self.refusal}"
+        if self.refusal or self.failure:
+            return f"{head}: {self.refusal or self.failure}"
         worst = [max((getattr(case, what) for case in self.cases), key=_by_error) for what in _COMPARED]
         figures = ", ".join(f"{what} {found.error:.1e}" for what, found in zip(_COMPARED.values(), worst, strict=True))
         wrong = self.wrong
