@@ -228,7 +228,7 @@ class Builder:
         return self._compute(name, Dropout(module), (value,), effort=LIGHT)
 
     def column_parallel(
-        self, name: str, linears: Mapping[str, Projection], value: str, blocks: int = 1
+        self, name: str, linears: Mapping[str, Projection], value: str, blocks: Sequence[int] = ()
     ) -> tuple[str, ...]:
         """Adds linears over the whole sequence, each cut by its output features.
 
@@ -236,15 +236,16 @@ class Builder:
             name: the name of the operator.
             linears: the linears by what their outputs are called: the value of `key` is `name.key`.
             value: the value that all of them take.
-            blocks: the number of equal parts of the output features that are cut each by itself, see `Placement`.
+            blocks: the whole lengths of parts of the output features that are cut each by itself, such as queries, keys
+                and values in one linear; the same for each linear, see `Placement`.
 
         Returns:
             One value for each linear [tokens, batch, output features of this rank].
         """
         plain_linears = [unwrap_peft(linear, self.label) for linear in linears.values()]
-        rows = replace(CUT_ROWS, num_fused=blocks)
+        rows = replace(CUT_ROWS, blocks=tuple(blocks))
         for linear in plain_linears:
-            matrix = replace(CUT_COLUMNS, num_fused=blocks) if linear.is_transposed else rows
+            matrix = replace(CUT_COLUMNS, blocks=tuple(blocks)) if linear.is_transposed else rows
             self._place_linear(linear, matrix, rows, down=COPIED_ON_SHARDS, up=rows)
         transposed = any(linear.is_transposed for linear in plain_linears)
         projections = [linear.projection for linear in plain_linears]
@@ -354,10 +355,20 @@ class Builder:
         return operator.writes
 
     def place(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
-        """Records how parameters are cut."""
+        """Records how parameters are cut.
+
+        Raises:
+            ValueError: the blocks of the placement are not as long as a parameter.
+        """
         for parameter in parameters:
             if isinstance(parameter, nn.Parameter):
                 length = 0 if placement.dim is None else parameter.shape[placement.dim]
+                if placement.blocks and sum(placement.blocks) != length:
+                    raise ValueError(
+                        f"{self.label}: blocks={placement.blocks} are {sum(placement.blocks)} together, and dimension "
+                        f"{placement.dim} of the parameter has {length} (shape {list(parameter.shape)}); give the "
+                        "lengths of the matrices that lie side by side there"
+                    )
                 self._placements[parameter] = replace(placement, length=length)
 
     def build(self, *outputs: str) -> Unit:
