@@ -21,6 +21,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forwa
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from hf_helix.models.builder import ATTENTION, LIGHT, RING, TRANSFER, Builder
+from hf_helix.models.model_code import same_code
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import Kernel
 from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
@@ -53,7 +54,7 @@ class Attention:
         eager: the eager attention of the module's own file.
         dropout: the module's dropout; None for its `attention_dropout`.
         is_plain: whether `eager` is softmax(q k * scaling + mask) v and nothing else, so that attention over a shared
-            sequence may take its place; None for whether it is in `PLAIN`.
+            sequence may take its place; None for whether it is a copy of one in `PLAIN`.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Attention:
         dropout: float | None = None,
         is_plain: bool | None = None,
     ) -> None:
-        self.is_plain = eager in PLAIN if is_plain is None else is_plain
+        self.is_plain = is_plain_attention(eager) if is_plain is None else is_plain
         self.module = module
         self.heads = heads
         self.sliding_window = sliding_window
@@ -94,6 +95,11 @@ class Attention:
             dropout=dropout,
         )
         return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
+
+
+def is_plain_attention(eager: Callable[..., Any]) -> bool:
+    """Returns whether eager attention is one in `PLAIN`, or a copy of one in the file of another model."""
+    return any(same_code(eager, known) for known in PLAIN)
 
 
 def declare_attention(

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 from support.comparisons import assert_same, stored
-from support.fused_jobs import phi3
+from support.declared_jobs import phi3
 from support.parity import check, references
 
-JOB = "support.fused_jobs:"
-MODEL = {"family": "phi3"}
+JOB = "support.declared_jobs:"
+MODEL = {"family": f"{JOB}phi3"}
 
 
 @pytest.mark.parametrize("lora", [None, {"target_modules": ["qkv_proj", "gate_up_proj"]}], ids=["plain", "lora"])
@@ -25,7 +25,7 @@ def test_equals_the_unsplit_model(lora: Any, cluster_of: Any, tmp_path: Path) ->
 def test_a_folder_gives_what_from_pretrained_gives(cluster_of: Any, tmp_path: Path) -> None:
     source = tmp_path / "source"
     phi3().save_pretrained(source, max_shard_size="20KB")
-    job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "source": str(source), "family": "phi3", "changes": {}}
+    job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "source": str(source), **MODEL, "changes": {}}
     for rank in cluster_of(2).run(f"{JOB}start_in_every_way", **job):
         assert rank["differences"] == {"named": [], "meta": [], "again": []}
         assert all(found == rank["losses"][0] for found in rank["losses"])
