@@ -507,10 +507,10 @@ class Builder:
         self, function: object, uses: Sequence[Used], cut: Sequence[Used], on_shard: bool
     ) -> list[nn.Parameter]:
         """Returns the parameters that a function under autograd differentiates: copies, and those that are cut."""
-        is_copied = isinstance(function, nn.Module) and not any(function is each for each in cut)
-        copies = [function] if is_copied else uses
-        self.called += [used for used in (*copies, *cut) if isinstance(used, nn.Module)]
-        copied, shares = _parameters_of(copies), _parameters_of(cut)
+        if isinstance(function, nn.Module):
+            uses = () if any(function is each for each in cut) else (function,)
+        self.called += [used for used in (*uses, *cut) if isinstance(used, nn.Module)]
+        copied, shares = _parameters_of(uses), _parameters_of(cut)
         self.place(copied, COPIED_ON_SHARDS if on_shard else COPIED)
         self.place(shares, CUT_ROWS)
         return [*copied, *shares]

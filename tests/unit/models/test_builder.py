@@ -24,13 +24,17 @@ class Block(nn.Module):
 
 
 def builder(**changes: float) -> Builder:
-    b = Builder("layer", "layers.0", ParallelContext(), additions=LossTweaks(**changes))
+    return Builder("layer", "layers.0", ParallelContext(), additions=LossTweaks(**changes))
+
+
+def builder_of_layer() -> Builder:
+    b = builder()
     b.input("x")
     return b
 
 
-def placements_of(b: Builder, model: nn.Module) -> dict[str, Placement]:
-    placements = b.build().placements
+def placements_of(b: Builder, model: nn.Module, *outputs: str) -> dict[str, Placement]:
+    placements = b.build(*outputs).placements
     return {name: placements[parameter] for name, parameter in model.named_parameters()}
 
 
@@ -41,11 +45,11 @@ def with_lora(linear: nn.Module) -> Any:
 
 def test_blocks_cut_the_bias_and_the_adapters_as_the_weight() -> None:
     model = with_lora(nn.Linear(6, 10))
-    b = builder()
+    b = builder_of_layer()
     b.column_parallel("up", {"fused": model.base_model.model.linear}, "x", blocks=[4, 3, 3])
     blocks = Placement(0, 10, blocks=(4, 3, 3))
     prefix = "base_model.model.linear."
-    assert placements_of(b, model) == {
+    assert placements_of(b, model, "up.fused") == {
         f"{prefix}base_layer.weight": blocks,
         f"{prefix}base_layer.bias": blocks,
         f"{prefix}lora_A.default.weight": COPIED_ON_SHARDS,
@@ -55,9 +59,9 @@ def test_blocks_cut_the_bias_and_the_adapters_as_the_weight() -> None:
 
 
 def test_blocks_of_a_transposed_weight_are_columns() -> None:
-    model, b = Block(Conv1D(10, 6)), builder()
+    model, b = Block(Conv1D(10, 6)), builder_of_layer()
     b.column_parallel("up", {"fused": model.linear}, "x", blocks=(4, 6))
-    found = placements_of(b, model)
+    found = placements_of(b, model, "up.fused")
     assert found == {"linear.weight": Placement(1, 10, blocks=(4, 6)), "linear.bias": Placement(0, 10, blocks=(4, 6))}
 
 
@@ -67,20 +71,19 @@ def test_blocks_are_as_long_as_the_linear() -> None:
 
 
 def test_replicated_linears_sum_their_gradients() -> None:
-    model, b = with_lora(nn.Linear(6, 10)), builder()
+    model, b = with_lora(nn.Linear(6, 10)), builder_of_layer()
     assert b.replicated_linear("up", {"a": model.base_model.model.linear}, "x") == ("up.a",)
-    assert set(placements_of(b, model).values()) == {COPIED_ON_SHARDS}
+    assert set(placements_of(b, model, "up.a").values()) == {COPIED_ON_SHARDS}
     assert b.build("up.a").graphs.forward["up"].splits_dgrad_wgrad
 
 
 def test_parameters_of_segments_are_copied_or_cut() -> None:
     sinks, gain = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(3))
     norm, others = nn.LayerNorm(8), nn.Linear(2, 3)
-    b = builder()
+    b = builder_of_layer()
     b.segment("a", lambda x: x, "x", uses=(others, gain), cut=(sinks,), on_shard=True)
-    b.segment("b", norm, "x", cut=(norm,))
-    (outputs,) = b.segment_outputs("c", lambda x: (x,), ("c.x",), "x", cut=(sinks,))
-    unit = b.build(outputs)
+    b.segment("b", norm, "a", cut=(norm,))
+    unit = b.build(*b.segment_outputs("c", lambda x: (x,), ("c.x",), "b", cut=(sinks,)))
     rows = Placement(0, 8)
     assert unit.placements == {
         others.weight: COPIED_ON_SHARDS,
@@ -92,15 +95,14 @@ def test_parameters_of_segments_are_copied_or_cut() -> None:
     }
     assert unit.called == (others, norm)
     assert [len(unit.operators[name].parameters) for name in "abc"] == [4, 2, 1]
-    c = builder()
-    c.segment("d", lambda x: x, "x", uses=(gain,))
-    assert c.build().placements == {gain: COPIED}
+    c = builder_of_layer()
+    assert c.build(c.segment("d", lambda x: x, "x", uses=(gain,))).placements == {gain: COPIED}
 
 
 def test_one_rank_has_the_whole_sum() -> None:
-    b = builder()
+    b = builder_of_layer()
     assert b.sum_over_ranks("sum", "x") == "x"
-    assert not b.build().operators
+    assert not b.build("x").operators
 
 
 # -- embeddings ----------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ Modeling files are not imported, which would take minutes: the functions are com
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +26,8 @@ from hf_helix.models.model_code import same_code
 
 MODELS = Path(transformers.__file__).parent / "models"
 FUNCTION = r"^def {}\(.*?(?=^[^\s)])"
+IMPORTS = "from __future__ import annotations\nimport math\nimport torch\nfrom torch import nn"
+"""As in the files: Python compiles `torch.matmul(...)` in another way where `torch` is imported by the same file."""
 OWN = ["diffusion_gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "gpt_oss", "t5gemma", "vaultgemma"]
 """Some whose attention has a cap, or sinks."""
 
@@ -35,8 +36,7 @@ def compiled(text: str, name: str, known: dict[str, Any]) -> None:
     """Adds a function of a file to those that are known, if the file has one."""
     found = re.search(FUNCTION.format(name), text + "\nend", re.MULTILINE | re.DOTALL)
     if found is not None:
-        code = compile("from __future__ import annotations\n" + found[0], name, "exec")
-        exec(code, known)
+        exec(compile(f"{IMPORTS}\n{found[0]}", name, "exec"), known)
 
 
 @functools.cache
@@ -44,8 +44,7 @@ def all_of_transformers() -> dict[str, Callable[..., Any]]:
     """The eager attention of every file that has one, by the name of its folder."""
     found = {}
     for path in sorted(MODELS.glob("*/modeling_*.py")):
-        text = path.read_text()
-        known: dict[str, Any] = {"torch": torch, "nn": nn, "math": math, "__name__": path.stem}
+        text, known = path.read_text(), dict[str, Any]()
         if "\ndef eager_attention_forward(" in text:
             for name in ("repeat_kv", "eager_attention_forward"):
                 compiled(text, name, known)
