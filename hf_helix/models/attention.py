@@ -20,12 +20,12 @@ from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gp
 from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forward as gpt_neox_eager
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from hf_helix.models.builder import ATTENTION, LIGHT, RING, TRANSFER, Builder
+from hf_helix.models.builder import ATTENTION, LIGHT, RING, TRANSFER, Builder, Used
+from hf_helix.models.model_code import same_code
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import Kernel
 from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
 from hf_helix.operators.communication.collectives import AllGather
-from hf_helix.operators.unit import CUT_ROWS
 from hf_helix.planning.graph.operator import Kind, Operator
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -54,7 +54,7 @@ class Attention:
         eager: the eager attention of the module's own file.
         dropout: the module's dropout; None for its `attention_dropout`.
         is_plain: whether `eager` is softmax(q k * scaling + mask) v and nothing else, so that attention over a shared
-            sequence may take its place; None for whether it is in `PLAIN`.
+            sequence may take its place; None for whether it is a copy of one in `PLAIN`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Attention:
         self.tensors = dict(tensors or {})
         self.has_mask = has_mask
         self.options = {"sliding_window": sliding_window} if options is None else dict(options)
-        self.is_plain = eager in PLAIN if is_plain is None else is_plain
+        self.is_plain = is_plain_attention(eager) if is_plain is None else is_plain
         self.module = module
         self.heads = heads
         self.sliding_window = sliding_window
@@ -107,13 +107,18 @@ ROPE = ("cos", "sin")
 """The side inputs of a rope."""
 
 
+def is_plain_attention(eager: Callable[..., Any]) -> bool:
+    """Returns whether eager attention is one in `PLAIN`, or a copy of one in the file of another model."""
+    return any(same_code(eager, known) for known in PLAIN)
+
+
 def declare_attention(
     b: Builder,
     attention: Attention,
     *values: str,
     side: Sequence[str] = ROPE,
-    uses: Sequence[nn.Module] = (),
-    reads: Sequence[nn.Parameter] = (),
+    uses: Sequence[Used] = (),
+    cut: Sequence[Used] = (),
     name: str = "attention",
 ) -> str:
     """Adds the attention of a layer, over a sequence that this rank has for itself or shares.
@@ -123,8 +128,8 @@ def declare_attention(
         attention: the function over this rank's heads.
         values: the values that the projections give.
         side: the side inputs that `attention.heads` takes.
-        uses: the submodules whose parameters `attention.heads` reads.
-        reads: parameters that it reads besides.
+        uses: the submodules whose parameters `attention.heads` reads, and single parameters.
+        cut: the same, of which a rank holds the part of its heads.
         name: the name of the operator.
 
     Returns:
@@ -141,14 +146,13 @@ def declare_attention(
     if b.cp.size == 1:
         is_lowered = module.config._attn_implementation == "sdpa"  # by autocast, one kernel later
         attention.heads = b.compiled(_lowered(attention.heads) if is_lowered else attention.heads)
-        b.place(attention.tensors.values(), CUT_ROWS)
         return b.segment(
             name,
             attention,
             *values,
             side=(*side, "masks", "positions", "ends"),
             uses=uses,
-            reads=[*reads, *attention.tensors.values()],
+            cut=[*cut, *attention.tensors.values()],
             on_shard=True,
             draws=lambda: module.training and attention.dropout > 0,
             compiles=False,
@@ -162,7 +166,7 @@ def declare_attention(
 
     outputs = (f"{name}.q", f"{name}.kv")
     q, kv = b.segment_outputs(
-        f"{name}.rotate", rotate, outputs, *values, side=side, uses=uses, reads=reads, on_shard=True
+        f"{name}.rotate", rotate, outputs, *values, side=side, uses=uses, cut=cut, on_shard=True
     )
     kernel = kernel_for(module.config._attn_implementation, b.sharing.device)
     dtype, scale = next(module.parameters()).dtype, attention.options.get("scaling", getattr(module, "scaling", None))

@@ -46,7 +46,6 @@ from hf_helix.models.derived.trace import BATCH, SEQUENCE, Underivable, is_tenso
 from hf_helix.models.expert_layer import declare_experts
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.explicit import GatedSilu
-from hf_helix.operators.unit import CUT_ROWS
 
 PLACES = "places"
 
@@ -222,8 +221,6 @@ class _Lowering:
 
     def run(self) -> None:
         outline = self.outline
-        cut = [node for node in outline.inference.decisions.cut if node in outline.needed]
-        self.b.place([self._parameter(node) for node in cut], CUT_ROWS)
         for node in self.trace.nodes:
             if node in outline.values and node not in outline.start and node in outline.needed:
                 if not self._is_there(node):
@@ -345,18 +342,18 @@ class _Lowering:
         placed = outline.placed(node)
         names = [self.value(value, placed.where) for value in inputs]
         function, side = self._function(glue, [node], inputs)
-        only_gates = glue.gate is not None
+        copied, cut = self._parameters(glue)
         explicit = None
-        if only_gates:
-            act = self.module.get_submodule(str(glue.gate))
+        if glue.gate is not None:
+            act = self.module.get_submodule(glue.gate)
             explicit = GatedSilu(lambda: is_silu(act))
         name = b.segment(
             self._name(node),
             function,
             *names,
             side=side,
-            uses=glue.called(self.module),
-            reads=glue.parameters(self.module),
+            uses=[*glue.called(self.module), *copied],
+            cut=cut,
             on_shard=True,
             explicit=explicit,
         )
@@ -391,6 +388,7 @@ class _Lowering:
             found: tuple[Tensor, Tensor, Tensor] = bound(*[value.transpose(0, 1) for value in values], **side)
             return found
 
+        copied, cut = self._parameters(glue)
         options, mask = dict(leaf.details["options"]), leaf.details["mask"]
         if mask is not None and not isinstance(mask, MaskOf):
             raise Underivable("its attention masks are made in the layer")
@@ -414,11 +412,17 @@ class _Lowering:
             attention,
             *names,
             side=glue.side,
-            uses=glue.called(self.module),
-            reads=glue.parameters(self.module),
+            uses=[*glue.called(self.module), *copied],
+            cut=cut,
             name=self._name(node),
         )
         self._set_heads(node, name)
+
+    def _parameters(self, glue: Glue) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Returns the parameters that glue reads itself: those that every rank has whole, and those that are cut."""
+        cut = {self.trace.attributes[node] for node in self.outline.inference.decisions.cut}
+        found = glue.parameters(self.module)
+        return [p for n, p in found if n not in cut], [p for n, p in found if n in cut]
 
     def _parameter(self, node: Node) -> nn.Parameter:
         path, _, last = self.trace.attributes[node].rpartition(".")

@@ -63,10 +63,10 @@ class Glue:
         called = [module.get_submodule(path) for path in self.modules]
         return functools.partial(self.function, *owners, *called)
 
-    def parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        """Returns the parameters that it reads itself."""
-        found = [getattr(*_named(module, name)) for name in self.attributes]
-        return [value for value in found if isinstance(value, nn.Parameter)]
+    def parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Returns the parameters that it reads itself, by name."""
+        found = [(name, getattr(*_named(module, name))) for name in self.attributes]
+        return [(name, value) for name, value in found if isinstance(value, nn.Parameter)]
 
     def called(self, module: nn.Module) -> list[nn.Module]:
         """Returns the submodules that it calls."""
