@@ -77,7 +77,7 @@ def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) 
         return min(value, SOFT_CAP)
     if name in QUERY_HEADS:
         return HEADS if value == given.get(QUERY_HEADS[name]) else GROUPED_HEADS
-    if name in HEAD_DIMS:
+    if name in HEAD_DIMS and isinstance(value, int):
         return _small_head(value, given)
     if "vocab_size" in name:
         return VOCABULARY
