@@ -25,6 +25,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("tuning", "checkpoint"),
     ("report",),
     ("engine",),
+    ("testing",),
     ("integrations", "cli", "__main__"),
 )
 LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -75,6 +75,18 @@ class Built(NamedTuple):
     called: Sequence[nn.Module]
 
 
+class Declared(NamedTuple):
+    """A model that can be cut.
+
+    Attributes:
+        stage: the units of the whole model, with this rank's part of them.
+        called: see `Built`.
+    """
+
+    stage: Stage
+    called: Sequence[nn.Module]
+
+
 def build_runner(
     model: Any,
     config: HelixConfig,
@@ -97,9 +109,28 @@ def build_runner(
         ValueError: the model cannot be cut like this.
     """
     options = options or RunOptions()
+    declared = declare(model, config, mesh, modes, options.additions)
+    return start_runner(model, declared, config, mesh, options, choose_plan)
+
+
+def declare(
+    model: Any, config: HelixConfig, mesh: Mesh, modes: Sequence[str], additions: LossTweaks | None = None
+) -> Declared:
+    """Returns how a model is cut, on this rank alone. Nothing is communicated, and the model is not changed.
+
+    Args:
+        model: see `build_runner`.
+        config: see `build_runner`.
+        mesh: see `build_runner`.
+        modes: see `build_runner`.
+        additions: what the run adds to the mathematics of the model.
+
+    Raises:
+        ValueError: the model cannot be cut like this.
+    """
     base = base_of(model)
     family = family_of(base)
-    units, called = _declare_units(model, config, mesh, modes, options.additions)
+    units, called = _declare_units(model, config, mesh, modes, additions or LossTweaks())
     stage = place_units(
         units,
         mesh.pipe,
@@ -108,8 +139,30 @@ def build_runner(
         family.head_cost(base),
         config.layers_per_stage,
     )
+    return Declared(stage, called)
+
+
+def start_runner(
+    model: Any,
+    declared: Declared,
+    config: HelixConfig,
+    mesh: Mesh,
+    options: RunOptions,
+    choose_plan: ChoosePlan | None = None,
+) -> Built:
+    """Cuts a model as it was declared and returns its runner. Collective.
+
+    Args:
+        model: see `build_runner`.
+        declared: how the model is cut.
+        config: see `build_runner`.
+        mesh: see `build_runner`.
+        options: see `build_runner`.
+        choose_plan: see `build_runner`.
+    """
+    stage, called = declared
     with watched():
-        plan, scheduler = (choose_plan or _sequential(base, config, mesh))(stage.layout)
+        plan, scheduler = (choose_plan or _sequential(base_of(model), config, mesh))(stage.layout)
         _fill_parameters(model, stage, mesh, options)
     streams = make_streams(mesh.device)
     return Built(Runner(stage, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype), called)

@@ -33,15 +33,15 @@ from hf_helix.engine.checks import (
     say_what_surprises,
 )
 from hf_helix.engine.diagnostics import Diagnostics
-from hf_helix.engine.evaluate import split_rows, whole_logits
+from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.parameter_counts import ParameterCounts
+from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.direct_use import Instead, refuse_calls, refuse_parts
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
 from hf_helix.models.registry import family_of
-from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import format_schedule
 from hf_helix.planning.pipeline.scheduler import Scheduler
@@ -89,6 +89,7 @@ class Engine(Diagnostics):
         check_sizes(model, config)
         self.model = model
         self.base = base = base_of(model)
+        prove_on_first_use(base, config, mesh)
         super().__init__(base, config, mesh)
         self.family = family_of(base)
         self.limits = limits_of(base)
@@ -281,15 +282,8 @@ class Engine(Diagnostics):
         self._check_forwards_again()
         self.check_extents(batch)
         self.model.eval()
-        pieces = split_rows(batch, self.runner) if self.family.loss_adds_up(self.base) else [batch]
-        with torch.no_grad():
-            loss, logits = self.runner.evaluate(self._make_window(pieces, scale, step), keep_logits)
-        if logits is None:
-            return loss.detach(), None
-        if self.runner.precision.autocast_dtype is not None:
-            logits = logits.float()  # as Accelerate hands out what was computed under autocast
-        head, cut = self.base.get_output_embeddings().weight, SequenceCut.of(self.mesh.tp, self.mesh.cp)
-        return loss.detach(), whole_logits(logits, self.runner, head, cut)[:, : batch["input_ids"].shape[1]]
+        make_window = functools.partial(self._make_window, scale=scale, step=step)
+        return evaluate_batch(self.runner, self.base, batch, make_window, keep_logits)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

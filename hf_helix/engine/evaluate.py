@@ -7,17 +7,49 @@ Must hold: every rank of a group that shares the batch gets the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.communication.collectives import prepare_all_gather
 from hf_helix.operators.unit import cut_bounds
 from hf_helix.operators.vocab_parallel import IGNORED
+from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
+
+
+def evaluate_batch(
+    runner: Runner,
+    base: Any,
+    batch: Mapping[str, Any],
+    make_window: Callable[[Sequence[Mapping[str, Any]]], list[MicroBatch]],
+    keep_logits: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Runs a batch forward only. Collective, see `Engine.evaluate`.
+
+    Args:
+        runner: the runner of the cut model.
+        base: the Transformers model.
+        batch: tensors with one row for each sequence.
+        make_window: returns the pieces of the batch as the runner takes them.
+        keep_logits: whether the logits are returned, too.
+
+    Returns:
+        The loss, and if asked for the logits [batch, sequence, vocabulary], on every rank.
+    """
+    pieces = split_rows(batch, runner) if family_of(base).loss_adds_up(base) else [batch]
+    with torch.no_grad():
+        loss, logits = runner.evaluate(make_window(pieces), keep_logits)
+    if logits is None:
+        return loss.detach(), None
+    if runner.precision.autocast_dtype is not None:
+        logits = logits.float()  # as Accelerate hands out what was computed under autocast
+    head, cut = base.get_output_embeddings().weight, SequenceCut.of(runner.mesh.tp, runner.mesh.cp)
+    return loss.detach(), whole_logits(logits, runner, head, cut)[:, : batch["input_ids"].shape[1]]
 
 
 def split_rows(batch: Mapping[str, Any], runner: Runner) -> list[Mapping[str, Any]]:

@@ -32,13 +32,20 @@ class Family(ABC):
 
     Attributes:
         model_class: the name of the Transformers class, such as "LlamaForCausalLM".
+        needs_proof: whether a model of the family is compared with the unsplit one before it is first trained, see
+            `hf_helix.engine.proof.first_use`.
     """
 
     model_class: str
+    needs_proof: bool = False
 
     @abstractmethod
     def layer(self, b: Builder, layer: Any) -> Unit:
         """Declares one decoder layer: `x` [sequence shard, batch, hidden] enters, and a value of that shape leaves."""
+
+    def digest(self, model: Any) -> str:
+        """Returns a text that is another one if the model computes something else, by which proofs are kept."""
+        return ""
 
     def layers(self, model: Any) -> Sequence[nn.Module]:
         """Returns the decoder layers in order."""

@@ -41,6 +41,12 @@ def supported_models() -> list[str]:
     return sorted(_FAMILIES)
 
 
+def registered_elsewhere() -> list[str]:
+    """Returns the modules that families come from which are not the package's: other processes import them."""
+    homes = [type(family).__module__ for family in _FAMILIES.values()]
+    return [home for home in dict.fromkeys(homes) if home.partition(".")[0] != __name__.partition(".")[0]]
+
+
 def family_of(model: Any) -> Family:
     """Returns the family of a model.
 

@@ -69,7 +69,7 @@ def store(cache_key: Mapping[str, str], result: TuningResult, plan_text: str) ->
         "overlaps": {rule: dataclasses.asdict(overlap) for rule, overlap in result.overlaps.items()},
     }
     _write_files(folder, result, plan_text)
-    _write(folder / "tuning.json", format_json(data) + "\n")
+    write_file(folder / "tuning.json", format_json(data) + "\n")
     return folder
 
 
@@ -83,7 +83,7 @@ def export(folder: Path, result: TuningResult, plan_text: str) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_files(folder, result, plan_text)
-    _write(folder / "tuning.txt", f"{result}\n")
+    write_file(folder / "tuning.txt", f"{result}\n")
 
 
 def load(cache_key: Mapping[str, str]) -> tuple[TuningResult, str] | None:
@@ -122,11 +122,12 @@ def _parse_overlap(figures: Mapping[str, Any]) -> Overlap:
 
 def _write_files(folder: Path, result: TuningResult, plan_text: str) -> None:
     if result.profile is not None:
-        _write(folder / "profile.json", profile_json(result.profile))
-    _write(folder / "plan.json", plan_text)
+        write_file(folder / "profile.json", profile_json(result.profile))
+    write_file(folder / "plan.json", plan_text)
 
 
-def _write(path: Path, text: str) -> None:
+def write_file(path: Path, text: str) -> None:
+    """Writes a file that is whole or not there, also where several processes write it."""
     scratch = path.with_name(f"{path.name}.{os.getpid()}")
     scratch.write_text(text)
     os.replace(scratch, path)

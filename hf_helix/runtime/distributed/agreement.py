@@ -70,6 +70,22 @@ def agree_on_success(error: Exception | None) -> None:
         raise told_by(ValueError(f"on rank {failed}: {errors[failed]}"), f"rank {failed} failed: {errors[failed]}")
 
 
+def on_all_ranks(step: Callable[[], T]) -> T:
+    """Runs a step that communicates nothing, and raises on every rank if it fails on any. Collective.
+
+    Raises:
+        Exception: see `agree_on_success`.
+    """
+    found: list[T] = []
+    error: Exception | None = None
+    try:
+        found.append(step())
+    except Exception as raised:
+        error = raised
+    agree_on_success(error)
+    return found[0]
+
+
 def decide_on_rank_0(decide: Callable[[], T]) -> T:
     """What rank 0 finds, on every rank. Collective.
 

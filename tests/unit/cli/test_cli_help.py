@@ -109,8 +109,6 @@ def test_a_model_that_is_nowhere(model: str, hub: Path, capsys: pytest.CaptureFi
         main(["profile", "--model", model])
     assert caught.value.code == 2
     text = capsys.readouterr().err
-    assert text.startswith(
-        f"hf-helix profile: --model {model}: there is no such folder or file here, and the Hub gave "
-    )
+    assert text.startswith(f"hf-helix profile: {model}: there is no such folder or file here, and the Hub gave ")
     assert text.endswith("with a connection and without HF_HUB_OFFLINE=1, a name such as Qwen/Qwen3-0.6B\n")
     assert text.count("\n") == 1

@@ -1,0 +1,111 @@
+"""hf-helix check: is a model, cut into parts, equal to the unsplit Transformers model?
+
+In:   a folder, a name on the Hub, a configuration, or the name of a class; sizes of the mesh.
+Out:  a line for each layout: equal, different, refused or failed, with the largest differences.
+Must hold: it starts the processes that it needs, on the CPU, unless a launcher did; the status is 1 where a layout is
+different or has failed, or where none was proven.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from hf_helix.cli.files import configuration_file
+from hf_helix.cli.options import add_parser
+
+if TYPE_CHECKING:
+    from hf_helix.cli.options import Commands
+    from hf_helix.engine.proof.verdict import Proof
+
+EXAMPLES = """\
+examples:
+  hf-helix check Qwen/Qwen3-0.6B                                the usual layouts, each over two ranks
+  hf-helix check path/to/folder --tp_size 2 --pp_size 2         this layout
+  hf-helix check Gemma2ForCausalLM                              a class of Transformers
+  torchrun --nproc-per-node 2 -m hf_helix check Qwen/Qwen3-0.6B on these processes and their devices
+
+Compared are losses, every gradient by name, and the logits that predict() gives, in fp32 on random weights that are
+large enough for caps, norms and windows to matter, with rows that are padded, packed, and of lengths that do not
+divide. Figures are relative: of a loss to itself (equal up to 1e-5), of a gradient to its norm (1e-4), of logits to the
+largest (1e-4). Of the model only the configuration is read, and made small; --as_is keeps its sizes.
+"""
+
+SIZES = {
+    "tp_size": "ranks that share every layer; with none of these sizes given, the usual layouts are checked",
+    "pp_size": "ranks of the pipeline",
+    "cp_size": "ranks that share every sequence",
+    "ep_size": "data-parallel ranks that share the experts",
+}
+
+
+def add_command(commands: Commands) -> None:
+    """Declare the command and its options."""
+    summary = "compare a model, cut into parts, with the unsplit model: losses, gradients, logits"
+    parser = add_parser(commands, "check", run, summary, EXAMPLES)
+    model = "a folder with a config.json, such a file, a name on the Hugging Face Hub, or a class of Transformers"
+    parser.add_argument("model", metavar="MODEL", help=model)
+    for name, meaning in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, help=meaning)
+    parser.add_argument("--as_is", action="store_true", help="keep the sizes of the configuration")
+    parser.add_argument("--verbose", action="store_true", help="also print a line for each kind of batches")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check every layout, and say what was found as it is found."""
+    from hf_helix.engine.proof.subject import Subject, is_class
+    from hf_helix.testing import prove_layouts
+
+    asked = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
+    given = options.model if is_class(options.model) else configuration_file(options.model)
+    subject = Subject.of(given, options.as_is)
+    is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if is_launched:
+        _join_ranks()
+    proofs = []
+    for proof in prove_layouts(subject, [asked] if asked else None, say=_say_start):
+        proofs.append(proof)
+        _say(proof, options.verbose)
+    if is_launched:
+        _leave_ranks()
+    bad = any(proof.verdict in ("different", "failed") for proof in proofs)
+    if bad or not any(proof.ok for proof in proofs):
+        sys.exit(1)
+
+
+def _join_ranks() -> None:
+    """Join the processes of the launcher, on their devices."""
+    import torch
+    import torch.distributed as dist
+
+    from hf_helix.runtime.environment import load_eagerly
+
+    cuda = torch.cuda.is_available()
+    if cuda:
+        load_eagerly()  # layouts with a pipeline are among those that follow
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
+
+
+def _leave_ranks() -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def _say_start(layout: str) -> None:
+    """Say on rank 0 what is being proven; on a terminal the verdict follows in the next line."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"{layout} ...", file=sys.stderr, flush=True)
+
+
+def _say(proof: Proof, verbose: bool) -> None:
+    """Say a verdict on rank 0."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    print(proof)
+    for line in proof.lines if verbose or proof.trace else ():
+        print("  " + line.rstrip().replace("\n", "\n  "))
+    sys.stdout.flush()

@@ -1,0 +1,218 @@
+"""Proves that a cut model computes what the unsplit Transformers model computes.
+
+In:   a small whole model, a layout, and a mesh of that layout.
+Out:  a `Proof`, equal on all ranks.
+Must hold: the cut model runs the engine's own way: declared, cut, planned and run as in training. The given model,
+the random state of the process and the weights' memory are as before. What fails on one rank before ranks communicate
+fails on all; a failure in the middle of a window is raised, so that this rank ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.config import HelixConfig
+from hf_helix.engine.build import Declared, RunOptions, declare, start_runner
+from hf_helix.engine.evaluate import evaluate_batch
+from hf_helix.engine.microbatches import LossScale, WindowMaker
+from hf_helix.engine.proof.reference import Outcome, Unsplit, add_up
+from hf_helix.engine.proof.samples import ITEMS, KINDS, Batch, make_batches, scale_weights
+from hf_helix.engine.proof.verdict import Case, Proof, compare
+from hf_helix.engine.recompute import modes_of
+from hf_helix.models.registry import family_of
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.distributed.agreement import all_gather_object, decide_on_rank_0, on_all_ranks
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.failures.endings import said_elsewhere
+from hf_helix.runtime.runner import Runner
+
+PLANS = ("sequential", "greedy")
+"""The first runs every kind of batches; the others, two strands, run one window with a batch of each kind."""
+
+MIXED = "all kinds"
+SIZES = ("tp", "pp", "cp", "ep")
+
+
+def prove(model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PLANS) -> Proof:
+    """Compares a cut model with the unsplit one: losses, every gradient by name, and logits. Collective.
+
+    Args:
+        model: a small whole Transformers model in fp32, the same on every rank. Its weights are scaled in a copy.
+        config: how it is cut; its sizes are those of the mesh, its plan is not read.
+        mesh: which ranks share what.
+        plans: the rules of the plans that it runs under, `sequential` first.
+    """
+    started = time.monotonic()
+    about = type(model).__name__, describe(mesh.sizes)
+    with _undisturbed(mesh.device):
+        try:
+            ours = on_all_ranks(lambda: _Copy(model, config, mesh))
+            ours.set_mode(decide_on_rank_0(ours.draws))
+            declared = on_all_ranks(ours.declare)
+        except Exception as error:
+            return Proof(*about, refusal=_shared_reason(error))
+        cases = ours.run(declared, plans)
+    return Proof(*about, cases=cases, seconds=time.monotonic() - started)
+
+
+def describe(sizes: Mapping[str, int]) -> str:
+    """Returns the sizes of a mesh as text, such as "tp_size=2, pp_size=2"; data parallelism has no option."""
+    options = [f"{name}_size={sizes[name]}" for name in SIZES if sizes.get(name, 1) > 1]
+    dp_size = sizes.get("dp", 1)
+    return ", ".join(options) or f"{dp_size} process{'es' * (dp_size > 1)}"
+
+
+class _Copy:
+    """A model that is proven: a copy that is cut, and on the ranks that compare another one that stays whole.
+
+    Args:
+        model: see `prove`.
+        config: see `prove`.
+        mesh: see `prove`.
+    """
+
+    def __init__(self, model: Any, config: HelixConfig, mesh: Mesh) -> None:
+        # The layers are not those of the run, and a capacity or a link would be another thing to compare.
+        config = replace(config, plan=PLANS[0], layers_per_stage=None)
+        self.config = replace(config, expert_capacity_factor=None, link=None)
+        self.mesh = mesh
+        self.model = copy.deepcopy(model).train()
+        scale_weights(self.model)
+        self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self.compares = mesh.pipe.rank == mesh.cp.rank == mesh.tp.rank == 0
+        self.unsplit = Unsplit(self.model, mesh.device) if self.compares else None
+        self.windows = self._make_windows()
+
+    def _make_windows(self) -> list[dict[str, list[Batch]]]:
+        """The batches by kind, for each of some data-parallel ranks; the other ranks repeat them."""
+        pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
+        vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        distinct = next(count for count in (4, 3, 2, 1) if self.mesh.dp_size % count == 0)
+        found = []
+        for place in range(distinct):
+            window = {kind: make_batches(kind, vocab_size, pad, self.mesh.device, place) for kind in KINDS}
+            window[MIXED] = [batches[n % len(batches)] for n, batches in enumerate(window.values())]
+            found.append(window)
+        return found
+
+    # -- before anything is cut ----------------------------------------------------------------------------------
+
+    def draws(self) -> bool:
+        """Whether the model draws random numbers in training (dropout, some routers)."""
+        assert self.unsplit is not None
+        return self.unsplit.draws(self.windows[0][KINDS[0]][0])
+
+    def set_mode(self, draws: bool) -> None:
+        """Leaves the model in training, or puts it in evaluation where it would draw random numbers."""
+        self.model.train(not draws)
+        if self.unsplit is not None:
+            self.unsplit.model.train(not draws)
+
+    def declare(self) -> Declared:
+        """How the copy is cut, on this rank alone."""
+        modes = modes_of(family_of(self.model).layers(self.model), None, self.config)
+        return declare(self.model, self.config, self.mesh, modes)
+
+    # -- windows -------------------------------------------------------------------------------------------------
+
+    def run(self, declared: Declared, plans: Sequence[str]) -> tuple[Case, ...]:
+        """Cuts the copy, and runs and compares all windows. Collective."""
+        runner = start_runner(self.model, declared, self.config, self.mesh, RunOptions()).runner
+        self.model.to(self.mesh.device)
+        first, *others = plans
+        try:
+            return (
+                *[self._case(kind, self._under(first, runner)) for kind in KINDS],
+                *[self._case(MIXED, self._under(plan, runner)) for plan in others],
+            )
+        finally:
+            runner.executor.streams.close()
+
+    def _under(self, rule: str, runner: Runner) -> Runner:
+        """The runner under another plan."""
+        profile, model = rough_profile(runner.layout), type(self.model).__name__
+        return runner.with_plan(make_plan(rule, profile, model=model, mesh=self.mesh.option_sizes))
+
+    def _case(self, kind: str, runner: Runner) -> Case:
+        """One window. Collective."""
+        dp_rank = 0 if self.mesh.dp_group is None else dist.get_rank(self.mesh.dp_group)
+        batches = self.windows[dp_rank % len(self.windows)][kind]
+        scale = LossScale(torch.tensor(1 / ITEMS, device=self.mesh.device))
+        make_window = functools.partial(WindowMaker(self.model, self.mesh).window, scale=scale, step=0)
+        losses = runner.train_window(make_window(batches))
+        gradients = self._whole_gradients(runner)
+        self.model.zero_grad()
+        _, logits = evaluate_batch(runner, self.model, batches[0], make_window, keep_logits=True)
+        assert logits is not None
+        found = Outcome(tuple(loss.item() for loss in losses), gradients, logits.double().cpu())
+        mine = on_all_ranks(lambda: self._compare(kind, runner.plan.rule, batches, found) if self.compares else None)
+        cases = [case for case in all_gather_object(mine) if case is not None]
+        return max(cases, key=lambda case: len(case.wrong))
+
+    def _whole_gradients(self, runner: Runner) -> dict[str, Tensor]:
+        """The gradients by name, in fp64 on the host; empty on ranks that do not compare. Collective."""
+        placements, owners = runner.stage.all_placements, runner.stage.owners
+        found = {}
+        for name in self.names:
+            parameter = self.model.get_parameter(name)
+            mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            whole = whole_parameter(mine, placements[parameter], self.mesh, owners[parameter])
+            if whole is not None:
+                found[name] = whole.double()
+        return found
+
+    def _compare(self, kind: str, plan: str, batches: Sequence[Batch], found: Outcome) -> Case:
+        """A window beside the unsplit model."""
+        unsplit = self.unsplit
+        assert unsplit is not None
+        mask = batches[0].get("attention_mask")  # what attention gives for padding is nobody's concern
+        return compare(
+            kind,
+            plan,
+            found,
+            self._expected(unsplit, kind, batches),
+            lambda: self._expected(unsplit.exact(), kind, batches),
+            None if mask is None else mask.bool().cpu(),
+        )
+
+    def _expected(self, unsplit: Unsplit, kind: str, batches: Sequence[Batch]) -> Outcome:
+        """What the unsplit model gives for a window of this rank, with gradients averaged over data-parallel ranks."""
+        everywhere = [unsplit.run(window[kind]).gradients for window in self.windows]
+        mean = {name: total / len(everywhere) for name, total in add_up(everywhere).items()}
+        return replace(unsplit.run(batches), gradients=mean)
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Leaves the generators of torch as they were, on the host and on the device; computes in fp32 meanwhile."""
+    if device.type != "cuda":
+        with torch.random.fork_rng(devices=[]):
+            yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"  # not in TF32, which rounds to three digits
+    try:
+        with torch.random.fork_rng(devices=[device]):
+            yield
+    finally:
+        matmul.fp32_precision = before
+        torch.cuda.empty_cache()
+
+
+def _shared_reason(error: Exception) -> str:
+    """The reason of a refusal, in the words of the first rank that has one. Collective."""
+    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    reasons = all_gather_object("" if said_elsewhere(error) else text)
+    return next(filter(None, reasons), text)

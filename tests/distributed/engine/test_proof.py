@@ -1,0 +1,267 @@
+"""A proof finds the mistakes that a declaration can have, and every family of the package passes it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import made, tiny
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as capped_eager
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+
+from hf_helix import HelixConfig
+from hf_helix.engine.proof.prove import prove
+from hf_helix.models import registry
+from hf_helix.models.attention import Attention, by_heads, declare_attention
+from hf_helix.models.families.dense import Dense
+from hf_helix.models.families.llama import Llama
+from hf_helix.models.families.mistral import Mistral
+from hf_helix.models.family import Family
+from hf_helix.runtime.distributed.mesh import build_mesh
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
+MIXTURES = ("mixtral", "phimoe", "qwen3_moe")
+LAYOUTS = ("tp", "pp", "cp", "ep")
+QUICK = {("llama", "pp"), ("qwen3", "cp"), ("mixtral", "ep"), ("phimoe", "tp"), *((name, "tp") for name in DENSE)}
+
+
+def every() -> list[Any]:
+    """Every declared class at every layout that it has."""
+    pairs = [(name, axis) for name in (*DENSE, *MIXTURES) for axis in LAYOUTS if axis != "ep" or name in MIXTURES]
+    return [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "axis"), every())
+def test_declared_families_are_equal(name: str, axis: str, cluster_of: Any) -> None:
+    model = {"family": name, "num_hidden_layers": 4 if axis == "pp" else 2}
+    ranks = cluster_of(2).run(proof_of, model=model, helix={f"{axis}_size": 2})
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["verdict"] == "equal", ranks[0]["lines"]
+    assert ranks[0]["undisturbed"]
+
+
+@pytest.mark.parametrize("mistake", ["attention cap", "logits cap", "on_shard", "window", "norm"])
+def test_a_mistake_is_found(mistake: str, cluster_of: Any) -> None:
+    ranks = cluster_of(2).run(proof_of_mistake, mistake=mistake)
+    assert ranks[0] == ranks[1]
+    right, wrong = ranks[0]
+    assert right["verdict"] == "equal", right["lines"]
+    assert wrong["verdict"] == "different", wrong["lines"]
+    if mistake == "on_shard":  # which concerns these gradients only
+        assert all("layernorm" in name for name in wrong["wrong"])
+    if mistake == "logits cap":
+        assert "logits" in wrong["wrong"]
+
+
+def test_a_refusal_is_the_same_on_all_ranks(cluster_of: Any) -> None:
+    ranks = cluster_of(2).run(proof_of, model={"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24})
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["verdict"] == "refused"
+    assert "must divide the model's 3 attention heads" in ranks[0]["text"]
+
+
+def test_an_error_of_one_rank_is_a_refusal_on_all(cluster_of: Any) -> None:
+    ranks = cluster_of(2).run(proof_that_fails_on_rank_1)
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["text"].endswith("refused: KeyError: 'on this rank only'")
+
+
+# In the processes of a cluster
+
+
+def proof_of(model: Mapping[str, Any], helix: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The proof of a tiny model."""
+    return proven(tiny(**model), helix or {"tp_size": 2})
+
+
+def proven(model: Any, helix: Mapping[str, Any]) -> dict[str, Any]:
+    """A proof as plain data, and whether the process is as it was."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    config = HelixConfig(**helix)
+    mesh = build_mesh(config.tp_size, "cpu", config.pp_size, config.cp_size, config.ep_size)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    proof = prove(model, config, mesh)
+    same = all(p.equal(before[name]) for name, p in model.named_parameters())
+    return {
+        "verdict": proof.verdict,
+        "text": str(proof).partition(" (")[0],
+        "lines": proof.lines,
+        "wrong": [difference.name for difference in proof.wrong],
+        "undisturbed": same and state.equal(torch.get_rng_state()),
+    }
+
+
+@contextlib.contextmanager
+def family_is(family: Family) -> Iterator[None]:
+    """Registers a family for a while."""
+    name = family.model_class
+    before = registry._FAMILIES.get(name)
+    registry.register_model(family)
+    yield
+    if before is None:
+        del registry._FAMILIES[name]
+    else:
+        registry.register_model(before)
+
+
+def proof_of_mistake(mistake: str) -> list[dict[str, Any]]:
+    """The proofs of a declaration and of the same with a mistake."""
+    right, wrong, model = MISTAKES[mistake]
+    found = []
+    for family in (right(), wrong()):
+        with family_is(family):
+            found.append(proven(model(), {"tp_size": 2}))
+    return found
+
+
+def proof_that_fails_on_rank_1() -> dict[str, Any]:
+    """The proof of a family whose declaration fails on one rank."""
+    with family_is(Failing()):
+        return proof_of({})
+
+
+# Declarations with and without a mistake
+
+
+class CappedAttention(LlamaAttention):
+    """Attention with the soft cap of Gemma 2."""
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        q, k, v = (
+            linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        out, weights = capped_eager(self, q, k, v, attention_mask, scaling=self.scaling, softcap=50.0)
+        return self.o_proj(out.flatten(2)), weights
+
+
+class CappedForCausalLM(LlamaForCausalLM):
+    """Llama with the soft caps of Gemma 2, at their usual size, and norms that add one to their weights."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn = CappedAttention(config, index)
+            layer.input_layernorm = PlusOne(config.hidden_size)
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        items = kwargs.pop("num_items_in_batch", None)
+        found = super().forward(input_ids, **kwargs)
+        found.logits = capped(found.logits)
+        if labels is not None:
+            found.loss = self.loss_function(found.logits, labels, self.config.vocab_size, num_items_in_batch=items)
+        return found
+
+
+class PlusOne(nn.Module):
+    """A norm as Gemma has it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], 1 + self.weight)
+
+
+def capped(logits: Tensor) -> Tensor:
+    """The final cap of Gemma 2."""
+    return 30.0 * torch.tanh(logits / 30.0)
+
+
+class Capped(Dense):
+    """A right declaration of `CappedForCausalLM`."""
+
+    model_class = "CappedForCausalLM"
+
+    def self_attention(self, b: Any, attn: Any, h: str) -> str:
+        def heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            q, k, v = (by_heads(value, attn.head_dim) for value in (q, k, v))
+            return *self.rotate(attn, q, k, cos, sin), v
+
+        q, k, v = b.column_parallel("attn.qkv", {"q": attn.q_proj, "k": attn.k_proj, "v": attn.v_proj}, h)
+        h = declare_attention(b, Attention(attn, heads, eager=self.eager), q, k, v)
+        return b.row_parallel("attn.out", attn.o_proj, h)
+
+    @staticmethod
+    def eager(*args: Any, sliding_window: Any = None, **kwargs: Any) -> Any:
+        return capped_eager(*args, **{**kwargs, "softcap": 50.0})
+
+    def loss(self, b: Any, model: Any, x: str) -> str:
+        h = b.all_gather("gather", b.norm("norm", self.final_norm(model), x))
+        (h,) = b.column_parallel("out", {"raw": model.lm_head}, h)
+        return b.loss("loss", b.segment("cap", self.cap, h), model.lm_head.weight.shape[0])
+
+    def cap(self, logits: Tensor) -> Tensor:
+        return capped(logits)
+
+
+class WithoutAttentionCap(Capped):
+    @staticmethod
+    def eager(*args: Any, sliding_window: Any = None, **kwargs: Any) -> Any:
+        return capped_eager(*args, **kwargs)
+
+
+class WithoutLogitsCap(Capped):
+    def cap(self, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+
+class NormOfWeight(Capped):
+    """Takes the weight of a norm for what it multiplies with."""
+
+    def attention(self, b: Any, layer: Any, x: str) -> str:
+        norm = layer.input_layernorm
+
+        def multiply(x: Tensor) -> Tensor:
+            return nn.functional.rms_norm(x, x.shape[-1:], norm.weight)
+
+        h = b.all_gather("attn.gather", b.segment("attn.norm", multiply, x, uses=(norm,), on_shard=True))
+        h = b.reduce_scatter("attn.scatter", self.self_attention(b, layer.self_attn, h))
+        return b.add("attn.add", x, h)
+
+
+class WithoutSum(Llama):
+    """Does not say that the norm works on a part of the sequence."""
+
+    def attention(self, b: Any, layer: Any, x: str) -> str:
+        h = b.all_gather("attn.gather", b.segment("attn.norm", layer.input_layernorm, x))
+        h = b.reduce_scatter("attn.scatter", self.self_attention(b, layer.self_attn, h))
+        return b.add("attn.add", x, h)
+
+
+class WithoutWindow(Mistral):
+    def sliding_window(self, attn: Any) -> None:
+        return None
+
+
+class Failing(Llama):
+    def layer(self, b: Any, layer: Any) -> Any:
+        if b.tp.rank == 1:
+            raise KeyError("on this rank only")
+        return super().layer(b, layer)
+
+
+def capped_model() -> Any:
+    return made(CappedForCausalLM, LlamaConfig, {"num_hidden_layers": 2, "attn_implementation": "eager"})
+
+
+MISTAKES: dict[str, Any] = {
+    "attention cap": (Capped, WithoutAttentionCap, capped_model),
+    "logits cap": (Capped, WithoutLogitsCap, capped_model),
+    "norm": (Capped, NormOfWeight, capped_model),
+    "on_shard": (Llama, WithoutSum, lambda: tiny(num_hidden_layers=2)),
+    "window": (Mistral, WithoutWindow, lambda: tiny("mistral", num_hidden_layers=2)),
+}
+"""A right declaration, one with a mistake, and the model."""
