@@ -39,6 +39,7 @@ from hf_helix.models.derived.placements import (
     WHOLE,
     Inference,
     Placed,
+    is_canonical,
     is_sum,
 )
 from hf_helix.models.derived.segments import Glue, Share, build_glue
@@ -95,19 +96,14 @@ class Outline:
         if leaf is None or leaf.kind == ELEMENTWISE:
             return False
         if leaf.kind in (NORM, DROPOUT):
-            return self.is_canonical(node) and self.placed(node).dim is None and self.placed(node).where != FREE
+            return is_canonical(self.trace, node) and self.placed(node).dim is None and self.placed(node).where != FREE
         return True
-
-    def is_canonical(self, node: Node) -> bool:
-        """Returns whether a value can lie between operators: tokens first, once batch and sequence change places."""
-        shape = self.trace.shape(node)
-        return shape[:2] == (BATCH, SEQUENCE) or shape[:1] == (BATCH * SEQUENCE,)
 
     def is_residual(self, node: Node) -> bool:
         """Returns whether a node is a sum of values that are whole in their features."""
         placed = self.placed(node)
         usual = placed.where in (SHARD, PARTIAL) and placed.dim is None and is_sum(self.trace, node)
-        return usual and self.is_canonical(node) and all(self.placed(v).where != FREE for v in node.args)
+        return usual and is_canonical(self.trace, node) and all(self.placed(v).where != FREE for v in node.args)
 
     def placed(self, node: Any) -> Placed:
         return self.inference.placed[node]
@@ -139,7 +135,7 @@ class Outline:
             if must or (len(groups) > 1 and self._is_worth_keeping(node)):
                 if not is_tensor(node):
                     raise Underivable(f"{node.target} in {self.trace.path(node) or 'the layer'} gives several values")
-                if not self.is_canonical(node):
+                if not is_canonical(self.trace, node):
                     raise Underivable(
                         f"{node.target} in {self.trace.path(node) or 'the layer'} hands on a value that is not laid "
                         "out by tokens"
@@ -160,7 +156,7 @@ class Outline:
     def _is_worth_keeping(self, node: Node) -> bool:
         """Returns whether a node that several operators need is computed once; a view is made again by each."""
         views = ("view", "reshape", "transpose", "unsqueeze", "getitem", "split", "slice", "chunk", "expand", "permute")
-        return not any(name in str(node.target) for name in views) and self.is_canonical(node) and is_tensor(node)
+        return not any(name in str(node.target) for name in views) and is_canonical(self.trace, node) and is_tensor(node)
 
     # -- glue ------------------------------------------------------------------------------------------------------
 

@@ -168,6 +168,8 @@ class _Writer:
 
     def _leave(self, node: Node) -> Node:
         made: Node = self.made[node]
+        if any(f"{view}" in str(node.target) for view in ("getitem", "slice", "split")):
+            made = self.graph.call_function(torch.ops.aten.contiguous.default, (made,))
         if not self._is_flattened(node):
             return made
         sizes = [self._size(symbol) for symbol in (self.trace.batch, self.trace.sequence)]
