@@ -157,7 +157,8 @@ class Builder:
             side: the side inputs of the micro-batch that it takes as keywords.
             uses: the submodules that a function calls, or whose parameters it reads, and single parameters.
             cut: the same, of which this rank holds the part that belongs to its share of the heads or features: they
-                are cut along dimension 0 (the weight of a norm over all heads, an attention sink for each head).
+                are cut along dimension 0 (the weight of a norm over all heads, an attention sink for each head). They
+                may be among the parameters of `uses`.
             on_shard: whether its inputs are this rank's part of the sequence or of the heads, so that the gradients of
                 its other parameters are summed over the ranks.
             draws: returns whether the function draws random numbers, see `Segment`.
@@ -513,7 +514,7 @@ class Builder:
         copied, shares = _parameters_of(uses), _parameters_of(cut)
         self.place(copied, COPIED_ON_SHARDS if on_shard else COPIED)
         self.place(shares, CUT_ROWS)
-        return [*copied, *shares]
+        return list(dict.fromkeys([*copied, *shares]))
 
 
 def _parameters_of(used: Sequence[Used]) -> list[nn.Parameter]:

@@ -83,18 +83,18 @@ def test_parameters_of_segments_are_copied_or_cut() -> None:
     b = builder_of_layer()
     b.segment("a", lambda x: x, "x", uses=(others, gain), cut=(sinks,), on_shard=True)
     b.segment("b", norm, "a", cut=(norm,))
-    unit = b.build(*b.segment_outputs("c", lambda x: (x,), ("c.x",), "b", cut=(sinks,)))
+    unit = b.build(*b.segment_outputs("c", lambda x: (x,), ("c.x",), "b", uses=(others,), cut=(sinks, others.bias)))
     rows = Placement(0, 8)
     assert unit.placements == {
-        others.weight: COPIED_ON_SHARDS,
-        others.bias: COPIED_ON_SHARDS,
+        others.weight: COPIED,
+        others.bias: Placement(0, 3),
         gain: COPIED_ON_SHARDS,
         sinks: Placement(0, 4),
         norm.weight: rows,
         norm.bias: rows,
     }
-    assert unit.called == (others, norm)
-    assert [len(unit.operators[name].parameters) for name in "abc"] == [4, 2, 1]
+    assert unit.called == (others, norm, others)
+    assert [len(unit.operators[name].parameters) for name in "abc"] == [4, 2, 3]
     c = builder_of_layer()
     assert c.build(c.segment("d", lambda x: x, "x", uses=(gain,))).placements == {gain: COPIED}
 
