@@ -1,10 +1,10 @@
 """Proves every causal-LM class of the installed Transformers: `python -m benchmarks.census`.
 
 In:   names of classes; without any, all of them.
-Out:  the census (`hf_helix/models/census.json`): for each class and layout whether a small model of the class, cut, equals
-      its unsplit self, why it is refused, or what differs. A line for each class while it runs.
-Must hold: a class that fails, hangs or ends its processes does not end the census; what a run has found stays in the file,
-and the next run goes on from there.
+Out:  the census (`hf_helix/models/census.json`): for each class and layout whether a small model of the class, cut,
+      equals its unsplit self, why it is refused, or what differs. A line for each class while it runs.
+Must hold: a class that fails, hangs or ends its processes does not end the census; what a run has found stays in the
+file, and the next run goes on from there.
 
 Then `make docs` writes the table of docs/models.md.
 """

@@ -165,9 +165,7 @@ def declare_attention(
         return q.to(v.dtype).contiguous(), torch.stack((k.to(v.dtype), v))
 
     outputs = (f"{name}.q", f"{name}.kv")
-    q, kv = b.segment_outputs(
-        f"{name}.rotate", rotate, outputs, *values, side=side, uses=uses, cut=cut, on_shard=True
-    )
+    q, kv = b.segment_outputs(f"{name}.rotate", rotate, outputs, *values, side=side, uses=uses, cut=cut, on_shard=True)
     kernel = kernel_for(module.config._attn_implementation, b.sharing.device)
     dtype, scale = next(module.parameters()).dtype, attention.options.get("scaling", getattr(module, "scaling", None))
     return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype)
