@@ -26,9 +26,10 @@ from typing import Any
 import torch
 import transformers
 
+from hf_helix.cli.models import describe, headline
 from hf_helix.engine.proof.subject import Subject, has_experts
 from hf_helix.engine.proof.verdict import Proof
-from hf_helix.models.census import FAILED, FILE, PROVEN, REFUSED, Census, Finding, Findings, format_census, read_census
+from hf_helix.models.census import FAILED, FILE, PROVEN, REFUSED, Census, Finding, format_census, read_census
 from hf_helix.models.small_config import causal_lm_classes
 from hf_helix.testing import prove_layouts
 
@@ -65,8 +66,8 @@ def main() -> None:
             today = datetime.date.today().isoformat()
             census = replace(census, date=today, classes={**census.classes, name: found})
             write(options.out, census)
-        print(f"{place}/{len(names)} {summary(name, found)} ({time.monotonic() - started:.0f} s)", flush=True)
-    print(f"{len(census.proven_on('tp2', 'pp2'))} of {len(census.classes)} classes are proven at tp2 and pp2")
+        print(f"{place}/{len(names)} {name}: {describe(found)} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(headline(census))
 
 
 def read_options() -> argparse.Namespace:
@@ -124,22 +125,19 @@ def finding_of(proof: Proof) -> Finding:
     if proof.ok:
         return Finding(PROVEN)
     if proof.refusal:
-        return Finding(REFUSED, short(proof.refusal))
+        return Finding(REFUSED, short(reason_of(proof)))
     return Finding(FAILED, short(str(proof).partition(": ")[2]))
+
+
+def reason_of(proof: Proof) -> str:
+    """Returns why a layout is refused, without the name of the class and without advice, which are those of all."""
+    return proof.refusal.removeprefix(f"{proof.model} cannot be derived: ").partition("; describe its decoder")[0]
 
 
 def short(text: str) -> str:
     """Returns a reason in one line of limited length."""
     line = re.sub(r"\s+", " ", text).strip()
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
-
-
-def summary(name: str, found: Findings) -> str:
-    """Returns the line of a class."""
-    by_text: dict[str, list[str]] = {}
-    for layout, (status, reason) in found.items():
-        by_text.setdefault(f"{status}{': ' + reason if reason else ''}", []).append(layout)
-    return f"{name}: " + "; ".join(f"{' '.join(layouts)} {text}" for text, layouts in by_text.items())
 
 
 def write(path: Path, census: Census) -> None:

@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from hf_helix.config import HelixConfig
 from hf_helix.models.small_config import default_config, small_config
 
-IMPLEMENTATIONS = ("eager", "sdpa")
-"""Attention that runs in fp32 on every device. Where a model uses another one, it is proven with `sdpa`."""
+IMPLEMENTATIONS = (None, "eager", "sdpa")
+"""Attention that runs in fp32 on every device; None for what Transformers takes for the class. Where a model uses
+another one, it is proven with `sdpa`."""
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "num_kv_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
