@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,9 @@ from hf_helix.models.derived.trace import (
     Underivable,
     trace,
 )
-from hf_helix.models.family import Family, number_distinct_graphs
+from hf_helix.models.expert_form import is_experts
+from hf_helix.models.expert_layer import check_expert_count, expert_side_inputs
+from hf_helix.models.family import Family, check_cuts
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.unit import Unit
 
@@ -75,6 +77,7 @@ class DerivedFamily(Family):
             self.calls = LayerCalls(base)
             self._traces: dict[tuple[str, frozenset[str]], Trace] = {}
             self._kinds: dict[tuple[str, int, int], _Kind] = {}
+            self._has_experts = bool(self._expert_counts())
             self._ends: dict[tuple[int, int], tuple[Outline, Outline]] = {}
             self._windows = sorted(
                 {mask.sliding_window for call in self.calls.calls for mask in _masks(call)}, key=lambda w: w or 0
@@ -212,6 +215,33 @@ class DerivedFamily(Family):
             )
         return self._ends[size, rank]
 
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def check(self, config: Any, tp_size: int) -> None:
+        heads = {
+            words: getattr(config, name)
+            for name, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads"))
+            if isinstance(getattr(config, name, None), int)
+        }
+        if heads:
+            check_cuts(tp_size, heads, {"vocab_size": config.vocab_size})
+
+    def check_experts(self, model: Any, sharing: ParallelContext) -> None:
+        counts = self._expert_counts()
+        if not counts:
+            super().check_experts(model, sharing)
+        for count in counts:
+            check_expert_count(count, sharing)
+        if counts and getattr(model.config, "output_router_logits", False):
+            raise Underivable(
+                "output_router_logits=True adds a loss for the balance of its experts, which is built for declared "
+                "families; use model.config.output_router_logits = False"
+            )
+
+    def _expert_counts(self) -> set[int]:
+        modules = [m for layer in self.calls.decoder.layers for m in layer.modules() if is_experts(m)]
+        return {int(m.down_proj.shape[0]) for m in modules}
+
     # -- side inputs -----------------------------------------------------------------------------------------------
 
     def side_modules(self, model: Any) -> Sequence[nn.Module]:
@@ -219,6 +249,12 @@ class DerivedFamily(Family):
         own = {id(m) for layer in self.calls.decoder.layers for m in layer.modules()}
         tables = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
         return [m for m in self.calls.decoder.module.modules() if id(m) not in own | layers | tables and not list(m.children())]
+
+    def side_inputs(
+        self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0
+    ) -> dict[str, Any]:
+        side = super().side_inputs(model, batch, cut, loss_scale, batch_scale)
+        return {**side, **expert_side_inputs(batch, cut)} if self._has_experts else side
 
     def attention_inputs(
         self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None

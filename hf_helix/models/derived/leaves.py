@@ -22,6 +22,8 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+from hf_helix.models.expert_form import is_experts
+
 DTYPE = torch.bfloat16
 """The type that models are traced in. A value that is cast to it is cast to the type that the model computes in, and
 one that is cast to fp32 is meant to be fp32."""
@@ -169,9 +171,14 @@ class Leaves:
             module.forward = lambda x: OPS.linear(x, number, features)
         elif is_experts(module):
             number = self.add(EXPERTS, path)
-            module.forward = lambda hidden_states, top_k_index, top_k_weights: OPS.experts(
-                hidden_states, top_k_index, top_k_weights, number
-            )
+            names = [name for name in inspect.signature(module.forward).parameters if name != "self"]
+
+            def run(*values: Any, **named: Any) -> Tensor:
+                hidden, index, weights = (*values, *(named[name] for name in names[len(values) :]))
+                result: Tensor = OPS.experts(hidden, index, weights, number)
+                return result
+
+            module.forward = run
         elif is_norm(module) and path not in self._inlined:
             number = self.add(NORM, path)
             module.forward = lambda x: OPS.unary(x, number)
@@ -274,10 +281,3 @@ def is_activation(module: Any) -> bool:
     known = home in ("transformers.activations", "torch.nn.modules.activation")
     plain = next(module.parameters(), None) is None and next(module.children(), None) is None
     return known and plain and not isinstance(module, (nn.Softmax, nn.GLU, nn.MultiheadAttention))
-
-
-def is_experts(module: Any) -> bool:
-    """Returns whether a module holds fused experts: weights of three dimensions, called with choices and weights."""
-    names = list(inspect.signature(type(module).forward).parameters)
-    weight = getattr(module, "down_proj", None)
-    return isinstance(weight, nn.Parameter) and weight.dim() == 3 and names[2:4] == ["top_k_index", "top_k_weights"]

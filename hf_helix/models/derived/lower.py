@@ -39,6 +39,7 @@ from hf_helix.models.derived.placements import (
     WHOLE,
     Inference,
     Placed,
+    is_canonical,
     is_sum,
 )
 from hf_helix.models.derived.segments import Glue, Share, build_glue
@@ -70,8 +71,10 @@ class Outline:
         self.values: set[Node] = set(start)
         self.results: dict[Node, Node] = {}
         self.folded: set[Node] = set()
+        self.routed: dict[Node, Node] = {}
         self.groups: dict[Node, set[Node]] = {}
         self._choose_values()
+        self.flat = {*self.routed, *self.routed.values()}
         self._glue: dict[tuple[Node, ...], tuple[Glue, list[Node]]] = {}
 
     def _needed(self) -> set[Node]:
@@ -93,19 +96,14 @@ class Outline:
         if leaf is None or leaf.kind == ELEMENTWISE:
             return False
         if leaf.kind in (NORM, DROPOUT):
-            return self.is_canonical(node) and self.placed(node).dim is None and self.placed(node).where != FREE
+            return is_canonical(self.trace, node) and self.placed(node).dim is None and self.placed(node).where != FREE
         return True
-
-    def is_canonical(self, node: Node) -> bool:
-        """Returns whether a value can lie between operators: tokens first, once batch and sequence change places."""
-        shape = self.trace.shape(node)
-        return shape[:2] == (BATCH, SEQUENCE) or shape[:1] == (BATCH * SEQUENCE,)
 
     def is_residual(self, node: Node) -> bool:
         """Returns whether a node is a sum of values that are whole in their features."""
         placed = self.placed(node)
         usual = placed.where in (SHARD, PARTIAL) and placed.dim is None and is_sum(self.trace, node)
-        return usual and self.is_canonical(node) and all(self.placed(v).where != FREE for v in node.args)
+        return usual and is_canonical(self.trace, node) and all(self.placed(v).where != FREE for v in node.args)
 
     def placed(self, node: Any) -> Placed:
         return self.inference.placed[node]
@@ -120,6 +118,10 @@ class Outline:
                 users = [user for user in node.users if user in self.needed]
                 folds = len(users) == 1 and is_tensor(users[0]) and self.is_residual(users[0]) and node is not self.target
                 (self.folded if folds and self.placed(node).where == SHARD else self.values).add(node)
+            leaf = self.trace.leaf(node)
+            if leaf is not None and leaf.kind == EXPERTS:
+                _, chosen, weights = node.args[:3]
+                self.routed[chosen] = weights  # type: ignore[index, assignment]
         for node in reversed(order):
             if node in self.values or node in self.folded or node not in self.inference.placed:
                 continue
@@ -129,17 +131,17 @@ class Outline:
             must = node is self.target or any(self._must_be_value(node, user) for user in users)
             groups: set[Node] = set()
             for user in users:
-                groups |= {user} if user in self.values else self.groups.get(user, set())
+                groups |= {self.routed.get(user, user)} if user in self.values else self.groups.get(user, set())
             if must or (len(groups) > 1 and self._is_worth_keeping(node)):
                 if not is_tensor(node):
                     raise Underivable(f"{node.target} in {self.trace.path(node) or 'the layer'} gives several values")
-                if not self.is_canonical(node):
+                if not is_canonical(self.trace, node):
                     raise Underivable(
                         f"{node.target} in {self.trace.path(node) or 'the layer'} hands on a value that is not laid "
                         "out by tokens"
                     )
                 self.values.add(node)
-            self.groups[node] = {node} if node in self.values else groups
+            self.groups[node] = {self.routed.get(node, node)} if node in self.values else groups
 
     def _must_be_value(self, node: Node, user: Node) -> bool:
         leaf = self.trace.leaf(user)
@@ -154,7 +156,7 @@ class Outline:
     def _is_worth_keeping(self, node: Node) -> bool:
         """Returns whether a node that several operators need is computed once; a view is made again by each."""
         views = ("view", "reshape", "transpose", "unsqueeze", "getitem", "split", "slice", "chunk", "expand", "permute")
-        return not any(name in str(node.target) for name in views) and self.is_canonical(node) and is_tensor(node)
+        return not any(name in str(node.target) for name in views) and is_canonical(self.trace, node) and is_tensor(node)
 
     # -- glue ------------------------------------------------------------------------------------------------------
 
@@ -182,7 +184,7 @@ class Outline:
         key = tuple(outputs)
         if key not in self._glue:
             inputs = self.inputs_of(outputs)
-            self._glue[key] = build_glue(self.inference, self.share, inputs, outputs), inputs
+            self._glue[key] = build_glue(self.inference, self.share, inputs, outputs, self.flat), inputs
         return self._glue[key]
 
     # -- one module ------------------------------------------------------------------------------------------------
@@ -338,6 +340,10 @@ class _Lowering:
     def _segment(self, node: Node) -> None:
         """Declares a piece of glue."""
         outline, b = self.outline, self.b
+        routed = {**outline.routed, **{weights: chosen for chosen, weights in outline.routed.items()}}
+        if node in routed:
+            self._router(*((routed[node], node) if node in outline.routed else (node, routed[node])))
+            return
         glue, inputs = outline.glue([node])
         placed = outline.placed(node)
         names = [self.value(value, placed.where) for value in inputs]
@@ -360,6 +366,27 @@ class _Lowering:
         if placed.is_summand:
             name = b.sum_over_ranks(self._free(f"{self._name(node)}.sum"), name)
         self._set(node, name)
+
+    def _router(self, weights: Node, chosen: Node) -> None:
+        """Declares what chooses experts: the weights of choices, and the choices, which have no gradient."""
+        glue, inputs = self.outline.glue([weights, chosen])
+        names = [self.value(value, SHARD) for value in inputs]
+        function, side = self._function(glue, [weights, chosen], inputs)
+        copied, cut = self._parameters(glue)
+        name = self._name(weights)
+        found = self.b.segment_outputs(
+            name,
+            function,
+            [f"{name}.weights"],
+            *names,
+            side=side,
+            uses=[*glue.called(self.module), *copied],
+            cut=cut,
+            on_shard=True,
+            plain=[f"{name}.chosen"],
+        )
+        for node, value in zip((weights, chosen), found, strict=True):
+            self._set(node, value)
 
     def _function(
         self, glue: Glue, outputs: Sequence[Node], inputs: Sequence[Node]
@@ -452,7 +479,13 @@ class _Lowering:
         self._set(node, self.b.segment(self._free(f"{self._name(node)}.heads"), by_heads, name))
 
     def _experts(self, node: Node, leaf: Leaf) -> None:
-        raise Underivable("experts are not lowered yet")
+        tokens, chosen, weights = node.args[:3]
+        if len(self.trace.shape(node)) != 2:
+            raise Underivable("its experts take tokens that are not flat")
+        values = [self.value(value, SHARD) for value in (tokens, weights, chosen)]  # type: ignore[arg-type]
+        name = self._name(node)
+        module = self.module.get_submodule(leaf.path)
+        self._set(node, declare_experts(self.b, *values, module, name=name))
 
     def _layer(self, node: Node, leaf: Leaf) -> None:
         raise Underivable("its layers do more than hand a value from one to the next")

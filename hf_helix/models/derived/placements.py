@@ -34,7 +34,7 @@ from hf_helix.models.derived.leaves import (
     LOOKUP,
     NORM,
 )
-from hf_helix.models.derived.trace import SEQUENCE, Trace, Underivable, is_tensor
+from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, is_tensor
 
 SHARD, WHOLE, PARTIAL, FREE = "shard", "whole", "partial", "free"
 
@@ -148,6 +148,16 @@ class Inference:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor) or isinstance(value, (tuple, list)):
                 self.placed[node] = self._place(node)
+        self._gather_early()
+
+    def _gather_early(self) -> None:
+        """Lets what cannot lie between operators be computed where it is used: what it comes from is gathered."""
+        for node in reversed(self.trace.nodes):
+            placed = self.placed.get(node)
+            if placed is None or placed.where != SHARD or self.trace.leaf(node) or is_canonical(self.trace, node):
+                continue
+            if any(user in self.placed and self.placed[user].where == WHOLE for user in node.users):
+                self.placed[node] = replace(placed, where=WHOLE)
 
     # -- one node ------------------------------------------------------------------------------------------------
 
@@ -522,6 +532,14 @@ class Inference:
         LAYER: _layer,
         LOOKUP: _lookup,
     }
+
+
+def is_canonical(trace: Trace, node: Node) -> bool:
+    """Returns whether a value can lie between operators: its tokens come first, as batch and sequence or as one."""
+    if not is_tensor(node):
+        return False
+    shape = trace.shape(node)
+    return shape[:2] == (BATCH, SEQUENCE) or shape[:1] == (BATCH * SEQUENCE,)
 
 
 def is_sum(trace: Trace, node: Node) -> bool:

@@ -10,7 +10,7 @@ rank's. What was cast to the type of the trace is cast to the type of the first 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from hf_helix.models.derived.leaves import DTYPE, LINEAR
 from hf_helix.models.derived.placements import Inference, Placed
-from hf_helix.models.derived.trace import Trace, Underivable, is_tensor
+from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable
 from hf_helix.operators.unit import cut_bounds
 
 META = torch.device("meta")
@@ -74,7 +74,11 @@ class Glue:
 
 
 def build_glue(
-    inference: Inference, share: Share, inputs: Sequence[Node], outputs: Sequence[Node]
+    inference: Inference,
+    share: Share,
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+    flat: Container[Node] = (),
 ) -> Glue:
     """Returns the function that computes some nodes from others.
 
@@ -83,15 +87,17 @@ def build_glue(
         share: which part a rank has of what is cut.
         inputs: the values that are there.
         outputs: the nodes to compute.
+        flat: those whose tokens lie in one dimension between operators, too, and not in two.
     """
-    return _Writer(inference, share).write(inputs, outputs)
+    return _Writer(inference, share, flat).write(inputs, outputs)
 
 
 class _Writer:
     """Writes the nodes of a trace into a graph of their own."""
 
-    def __init__(self, inference: Inference, share: Share) -> None:
+    def __init__(self, inference: Inference, share: Share, flat: Container[Node]) -> None:
         self.inference = inference
+        self.flat = flat
         self.trace: Trace = inference.trace
         self.share = share
         self.graph = Graph()
@@ -122,7 +128,7 @@ class _Writer:
                 self.made[node] = self.graph.call_function(_call, (called[path], self._value(node.args[0])))
             elif node not in self.made:
                 self.made[node] = self._copy(node)
-        results = [self.made[node] for node in outputs]
+        results = [self._leave(node) for node in outputs]
         self.graph.output(results[0] if len(results) == 1 else tuple(results))
         module = GraphModule(nn.Module(), self.graph)
         gate = None
@@ -151,9 +157,27 @@ class _Writer:
         self.made[node] = here
         if self.first is None and node.meta["val"].is_floating_point():
             self.first = here
+        if self._is_flattened(node):
+            for dim, symbol in enumerate((self.trace.batch, self.trace.sequence)):
+                self.sizes.setdefault(symbol, (here, dim))
+            self.made[node] = self.graph.call_function(torch.ops.aten.flatten.using_ints, (here, 0, 1))
+            return
         for dim, size in enumerate(node.meta["val"].shape):
             if not isinstance(size, int):
                 self.sizes.setdefault(size.node.expr, (here, dim))  # type: ignore[arg-type]
+
+    def _leave(self, node: Node) -> Node:
+        made: Node = self.made[node]
+        if any(f"{view}" in str(node.target) for view in ("getitem", "slice", "split")):
+            made = self.graph.call_function(torch.ops.aten.contiguous.default, (made,))
+        if not self._is_flattened(node):
+            return made
+        sizes = [self._size(symbol) for symbol in (self.trace.batch, self.trace.sequence)]
+        return self.graph.call_function(torch.ops.aten.unflatten.int, (made, 0, sizes))
+
+    def _is_flattened(self, node: Node) -> bool:
+        """Returns whether the tokens of a value lie in one dimension in the code, and in two between operators."""
+        return self.trace.shape(node)[:1] == (BATCH * SEQUENCE,) and node not in self.flat
 
     def _constant(self, value: Tensor) -> Any:
         """Returns a constant of the code, which is one number."""

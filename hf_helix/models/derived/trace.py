@@ -7,7 +7,6 @@ Must hold: batch and sequence stay open; head counts may be written down, and ar
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,9 @@ import torch
 from torch import nn
 from torch.export import Dim
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
-from hf_helix.models.derived.leaves import DTYPE, LEAF_OPS, LINEAR, Leaf, Leaves, MaskOf
+from hf_helix.models.derived.leaves import DTYPE, LEAF_OPS, Leaf, Leaves
+from hf_helix.models.derived.rewrite import rewrite
 
 BATCH, SEQUENCE = 1_000_003, 2_000_003
 """What the sizes of a trace are where a computation needs numbers: primes, so that no size of a model equals them."""
@@ -145,7 +144,7 @@ def trace(
 
 
 def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:
-    _drop_whole_slices(program.graph)
+    rewrite(program.graph)
     nodes = list(program.graph.nodes)
     signature = program.graph_signature
     owned = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -175,11 +174,3 @@ def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:
         batch=batch,
         sequence=sequence,
     )
-
-
-def _drop_whole_slices(graph: torch.fx.Graph) -> None:
-    """Removes slices that take all of a dimension."""
-    for node in list(graph.nodes):
-        if node.target is torch.ops.aten.slice.Tensor and node.args[2:] == (0, sys.maxsize):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
