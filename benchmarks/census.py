@@ -59,10 +59,13 @@ def main() -> None:
     asked = options.layouts or list(LAYOUTS)
     quiet()
     for place, name in enumerate(names, 1):
-        known = {} if options.again else dict(census.classes.get(name, {}))
+        before = census.classes.get(name, {})
+        kept = {layout: found for layout, found in before.items() if found.status == PROVEN or not options.again}
+        kept = {} if options.anew else kept
         started = time.monotonic()
-        found = {**known, **take(name, [layout for layout in asked if layout not in known], options.timeout)}
-        if found != known:
+        found = {**kept, **take(name, [layout for layout in asked if layout not in kept], options.timeout)}
+        found = {layout: found[layout] for layout in LAYOUTS if layout in found}
+        if found != before:
             today = datetime.date.today().isoformat()
             census = replace(census, date=today, classes={**census.classes, name: found})
             write(options.out, census)
@@ -76,7 +79,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="CLASS", choices=causal_lm_classes(), help="these classes")
     parser.add_argument("--sample", action="store_true", help=f"{len(SAMPLE)} classes that differ much")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="these layouts; without it, all that apply")
-    parser.add_argument("--again", action="store_true", help="also what the file has a finding for")
+    parser.add_argument("--again", action="store_true", help="also what was refused or failed before")
+    parser.add_argument("--anew", action="store_true", help="everything, whatever was found before")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a layout may take")
     parser.add_argument("--out", type=Path, default=FILE, help="the file that is read and written")
     return parser.parse_args()
