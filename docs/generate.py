@@ -2,8 +2,8 @@
 
 In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the census; the tables of
       other packages' names in `hf_helix.upstream`; the folders of the package and their docstrings.
-Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in configuration.md, support.md, models.md,
-      upstream.md and CONTRIBUTING.md.
+Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in the README, configuration.md, support.md,
+      models.md, upstream.md and CONTRIBUTING.md.
 Must hold: it changes nothing outside the blocks; tests/unit/test_docs.py compares the pages with what it would write.
 """
 
@@ -83,6 +83,12 @@ def census() -> str:
         cells = [f"`{name}`", *statuses, "<br>".join(_cell(reason) for reason in reasons)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def census_number() -> str:
+    """How many classes are proven, for the first page, whose links are absolute."""
+    page = "https://github.com/hf-helix/hf_helix/blob/main/docs/models.md"
+    return f"**{headline(read_census())}**: [which, and why not the others]({page})."
 
 
 def _cell(text: str) -> str:
@@ -170,6 +176,7 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "options": ("configuration.md", options),
     "models": ("support.md", models),
     "census": ("models.md", census),
+    "census number": ("../README.md", census_number),
     "overridden": ("upstream.md", overridden),
     "used": ("upstream.md", used),
 }
