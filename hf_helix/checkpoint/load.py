@@ -103,7 +103,7 @@ class ModelTensor:
         placement = self.placement
         if source.converter is None:
             self.copy_slice(reader.slice(source.names[0]), out)
-        elif source.is_stack and placement.dim == 0 and placement.num_fused == 1:
+        elif source.is_stack and placement.dim == 0 and not placement.is_fused:
             ((first, last),) = self.bounds
             out.copy_(source.part(first, last).convert(model, reader.tensor)[name])
         else:

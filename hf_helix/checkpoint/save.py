@@ -184,7 +184,7 @@ class _Writer:
 
 def _is_cut_stack(source: Source, placement: Placement) -> bool:
     """Whether each rank can convert its own slice, as of experts that are stacked in the model and single on disk."""
-    return source.is_stack and placement.dim == 0 and placement.num_fused == 1
+    return source.is_stack and placement.dim == 0 and not placement.is_fused
 
 
 def _publish(model: Any, draft: Draft) -> None:

@@ -20,7 +20,8 @@ from transformers.models.gpt2.modeling_gpt2 import eager_attention_forward as gp
 from transformers.models.gpt_neox.modeling_gpt_neox import eager_attention_forward as gpt_neox_eager
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from hf_helix.models.builder import ATTENTION, LIGHT, RING, TRANSFER, Builder
+from hf_helix.models.builder import ATTENTION, LIGHT, RING, TRANSFER, Builder, Used
+from hf_helix.models.model_code import same_code
 from hf_helix.operators.attention.kernels import kernel_for
 from hf_helix.operators.attention.partial import Kernel
 from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
@@ -53,7 +54,7 @@ class Attention:
         eager: the eager attention of the module's own file.
         dropout: the module's dropout; None for its `attention_dropout`.
         is_plain: whether `eager` is softmax(q k * scaling + mask) v and nothing else, so that attention over a shared
-            sequence may take its place; None for whether it is in `PLAIN`.
+            sequence may take its place; None for whether it is a copy of one in `PLAIN`.
     """
 
     def __init__(
@@ -64,8 +65,14 @@ class Attention:
         eager: Callable[..., Any] = eager_attention_forward,
         dropout: float | None = None,
         is_plain: bool | None = None,
+        options: Mapping[str, Any] | None = None,
+        tensors: Mapping[str, nn.Parameter] | None = None,
+        has_mask: bool = True,
     ) -> None:
-        self.is_plain = eager in PLAIN if is_plain is None else is_plain
+        self.tensors = dict(tensors or {})
+        self.has_mask = has_mask
+        self.options = {"sliding_window": sliding_window} if options is None else dict(options)
+        self.is_plain = is_plain_attention(eager) if is_plain is None else is_plain
         self.module = module
         self.heads = heads
         self.sliding_window = sliding_window
@@ -86,18 +93,33 @@ class Attention:
         out = attend(
             self.module,
             *heads,
-            masks[self.sliding_window],
+            masks[self.sliding_window] if self.has_mask else None,
             positions,
             ends,
-            sliding_window=self.sliding_window,
             eager=self.eager,
             dropout=dropout,
+            options={**self.options, **self.tensors},
         )
         return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
 
 
+ROPE = ("cos", "sin")
+"""The side inputs of a rope."""
+
+
+def is_plain_attention(eager: Callable[..., Any]) -> bool:
+    """Returns whether eager attention is one in `PLAIN`, or a copy of one in the file of another model."""
+    return any(same_code(eager, known) for known in PLAIN)
+
+
 def declare_attention(
-    b: Builder, attention: Attention, *values: str, rope: bool = True, uses: Sequence[nn.Module] = ()
+    b: Builder,
+    attention: Attention,
+    *values: str,
+    side: Sequence[str] = ROPE,
+    uses: Sequence[Used] = (),
+    cut: Sequence[Used] = (),
+    name: str = "attention",
 ) -> str:
     """Adds the attention of a layer, over a sequence that this rank has for itself or shares.
 
@@ -105,13 +127,15 @@ def declare_attention(
         b: the builder of the layer.
         attention: the function over this rank's heads.
         values: the values that the projections give.
-        rope: whether `attention.heads` takes side inputs `cos` and `sin`.
-        uses: the submodules whose parameters `attention.heads` reads.
+        side: the side inputs that `attention.heads` takes.
+        uses: the submodules whose parameters `attention.heads` reads, and single parameters.
+        cut: the same, of which a rank holds the part of its heads.
+        name: the name of the operator.
 
     Returns:
         The output of this rank's heads [tokens, batch, heads * head_dim].
     """
-    module, side = attention.module, ("cos", "sin") if rope else ()
+    module = attention.module
     if b.cp.size > 1 and module.config._attn_implementation == "eager" and not attention.is_plain:
         raise ValueError(
             f"cp_size={b.cp.size} with attn_implementation='eager': eager attention of {type(module).__name__} is "
@@ -123,11 +147,12 @@ def declare_attention(
         is_lowered = module.config._attn_implementation == "sdpa"  # by autocast, one kernel later
         attention.heads = b.compiled(_lowered(attention.heads) if is_lowered else attention.heads)
         return b.segment(
-            "attention",
+            name,
             attention,
             *values,
             side=(*side, "masks", "positions", "ends"),
             uses=uses,
+            cut=[*cut, *attention.tensors.values()],
             on_shard=True,
             draws=lambda: module.training and attention.dropout > 0,
             compiles=False,
@@ -139,11 +164,11 @@ def declare_attention(
         # A rope may leave a higher precision, which attention would take back.
         return q.to(v.dtype).contiguous(), torch.stack((k.to(v.dtype), v))
 
-    outputs = ("attention.q", "attention.kv")
-    q, kv = b.segment_outputs("attention.rotate", rotate, outputs, *values, side=side, uses=uses, on_shard=True)
+    outputs = (f"{name}.q", f"{name}.kv")
+    q, kv = b.segment_outputs(f"{name}.rotate", rotate, outputs, *values, side=side, uses=uses, cut=cut, on_shard=True)
     kernel = kernel_for(module.config._attn_implementation, b.sharing.device)
-    dtype = next(module.parameters()).dtype
-    return shared_attention(b, q, kv, kernel, module.scaling, attention.sliding_window, dtype)
+    dtype, scale = next(module.parameters()).dtype, attention.options.get("scaling", getattr(module, "scaling", None))
+    return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype)
 
 
 def shared_attention(
@@ -270,9 +295,9 @@ def attend(
     positions: Tensor,
     ends: Mapping[str, Any],
     *,
-    sliding_window: SlidingWindow = None,
     eager: Callable[..., Any] = eager_attention_forward,
     dropout: float = 0.0,
+    options: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """Calls the attention interface of Transformers.
 
@@ -284,9 +309,9 @@ def attend(
         mask: the mask in the form that the implementation takes.
         positions: the positions of the tokens [batch or 1, tokens].
         ends: see `hf_helix.models.batch_form.document_ends`; empty where a row is one document.
-        sliding_window: the window of the layer.
         eager: the eager attention of the module's own file.
         dropout: the dropout of this call; 0 in evaluation.
+        options: what else the interface is called with; its `scaling` is the module's unless it is among them.
 
     Returns:
         [tokens, batch, heads * head_dim].
@@ -295,6 +320,9 @@ def attend(
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     # Flash attention would look for documents in the positions, in every layer, and wait for the device.
     documents = ends if implementation in FLASH else {"position_ids": positions}
+    with_scaling = dict(options or {})
+    if "scaling" not in with_scaling:
+        with_scaling["scaling"] = module.scaling
     out, _ = interface(
         module,
         q,
@@ -302,8 +330,7 @@ def attend(
         v,
         mask,
         dropout=dropout,
-        scaling=module.scaling,
-        sliding_window=sliding_window,
+        **with_scaling,
         **documents,
     )
     return out.flatten(2).transpose(0, 1)

@@ -24,7 +24,7 @@ from hf_helix.operators.explicit import Explicit, RmsNorm
 from hf_helix.operators.linears.linear import Linear, Projection
 from hf_helix.operators.linears.low_rank import Adapters
 from hf_helix.operators.moe.dispatch import RouterMeter
-from hf_helix.operators.segment import Add, Dropout, Segment, SumOfGradients, cast_for_matmul, compiled
+from hf_helix.operators.segment import Add, Dropout, Segment, SumOfGradients, SumOfParts, cast_for_matmul, compiled
 from hf_helix.operators.unit import (
     COPIED,
     COPIED_ON_SHARDS,
@@ -44,6 +44,9 @@ TRANSFER = 4.0
 LIGHT = 1.0
 
 RING, ALL_GATHER = "ring", "all_gather"
+
+Used = nn.Module | nn.Parameter
+"""What a function reads: a submodule with all of its parameters, or one parameter."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class Builder:
         function: Callable[..., Tensor | Tensors],
         *inputs: str,
         side: Sequence[str] = (),
-        uses: Sequence[nn.Module] = (),
+        uses: Sequence[Used] = (),
+        cut: Sequence[Used] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
         compiles: bool = True,
@@ -151,15 +155,17 @@ class Builder:
             function: returns a tensor, or a tuple of one.
             inputs: the values that it takes.
             side: the side inputs of the micro-batch that it takes as keywords.
-            uses: the submodules that a function calls, or whose parameters it reads.
+            uses: the submodules that a function calls, or whose parameters it reads, and single parameters.
+            cut: the same, of which this rank holds the part that belongs to its share of the heads or features: they
+                are cut along dimension 0 (the weight of a norm over all heads, an attention sink for each head).
             on_shard: whether its inputs are this rank's part of the sequence or of the heads, so that the gradients of
-                its parameters are summed over the ranks.
+                its other parameters are summed over the ranks.
             draws: returns whether the function draws random numbers, see `Segment`.
             compiles: whether `HelixConfig(compile=True)` compiles it. A function that draws is never compiled.
             explicit: takes the place of the function, unless that is compiled.
             effort: a rough time relative to other operators.
         """
-        parameters = self._parameters(function, uses, on_shard)
+        parameters = self._parameters(function, uses, cut, on_shard)
         runs = self.compiled(function) if compiles and not draws else function
         segment = Segment(runs, parameters, side, draws, explicit=explicit if runs is function else None)
         return self._compute(name, segment, inputs, cheap=True, effort=effort)
@@ -171,7 +177,8 @@ class Builder:
         outputs: Sequence[str],
         *inputs: str,
         side: Sequence[str] = (),
-        uses: Sequence[nn.Module] = (),
+        uses: Sequence[Used] = (),
+        cut: Sequence[Used] = (),
         on_shard: bool = False,
         draws: Callable[[], bool] | None = None,
         plain: Sequence[str] = (),
@@ -182,7 +189,7 @@ class Builder:
             outputs: the names of the outputs that have gradients.
             plain: the names of further outputs, which have no gradient (indices).
         """
-        parameters = self._parameters(function, uses, on_shard)
+        parameters = self._parameters(function, uses, cut, on_shard)
         segment = Segment(function if draws else self.compiled(function), parameters, side, draws, len(plain))
         return self.declare(
             Operator(
@@ -228,7 +235,7 @@ class Builder:
         return self._compute(name, Dropout(module), (value,), effort=LIGHT)
 
     def column_parallel(
-        self, name: str, linears: Mapping[str, Projection], value: str, blocks: int = 1
+        self, name: str, linears: Mapping[str, Projection], value: str, blocks: Sequence[int] = ()
     ) -> tuple[str, ...]:
         """Adds linears over the whole sequence, each cut by its output features.
 
@@ -236,29 +243,38 @@ class Builder:
             name: the name of the operator.
             linears: the linears by what their outputs are called: the value of `key` is `name.key`.
             value: the value that all of them take.
-            blocks: the number of equal parts of the output features that are cut each by itself, see `Placement`.
+            blocks: the whole lengths of parts of the output features that are cut each by itself, such as queries, keys
+                and values in one linear; the same for each linear, see `Placement`.
 
         Returns:
             One value for each linear [tokens, batch, output features of this rank].
         """
+        rows = replace(CUT_ROWS, blocks=tuple(blocks))
+        columns = replace(CUT_COLUMNS, blocks=tuple(blocks))
         plain_linears = [unwrap_peft(linear, self.label) for linear in linears.values()]
-        rows = replace(CUT_ROWS, num_fused=blocks)
         for linear in plain_linears:
-            matrix = replace(CUT_COLUMNS, num_fused=blocks) if linear.is_transposed else rows
-            self._place_linear(linear, matrix, rows, down=COPIED_ON_SHARDS, up=rows)
-        transposed = any(linear.is_transposed for linear in plain_linears)
-        projections = [linear.projection for linear in plain_linears]
-        return self.declare(
-            Operator(
-                name=name,
-                kind=Kind.COMPUTE,
-                reads=(value,),
-                writes=tuple(f"{name}.{key}" for key in linears),
-                splits_dgrad_wgrad=True,
-                relative_cost=GEMM * max(1, len(linears) / 2),
-            ),
-            Linear(projections, transposed=transposed, adapters=_adapters(plain_linears)),
-        )
+            self._place_linear(linear, columns if linear.is_transposed else rows, rows, down=COPIED_ON_SHARDS, up=rows)
+        return self._linears(name, plain_linears, value, tuple(f"{name}.{key}" for key in linears))
+
+    def replicated_linear(self, name: str, linears: Mapping[str, Projection], value: str) -> tuple[str, ...]:
+        """Adds linears of which every rank has a whole copy.
+
+        Their value is this rank's part of the sequence; or the whole of it, of whose outputs every rank uses a part.
+        Either way a rank finds a part of the gradients of weights and biases, which are summed over the ranks.
+
+        Args:
+            name: the name of the operator.
+            linears: the linears by what their outputs are called: the value of `key` is `name.key`.
+            value: the value that all of them take.
+
+        Returns:
+            One value for each linear [tokens, batch, output features].
+        """
+        copied = COPIED_ON_SHARDS
+        plain_linears = [unwrap_peft(linear, self.label) for linear in linears.values()]
+        for linear in plain_linears:
+            self._place_linear(linear, copied, copied, down=copied, up=copied)
+        return self._linears(name, plain_linears, value, tuple(f"{name}.{key}" for key in linears))
 
     def row_parallel(self, name: str, linear: Projection, value: str) -> str:
         """Adds a linear that is cut by its input features; its outputs are partial sums for `reduce_scatter`."""
@@ -282,12 +298,42 @@ class Builder:
         """Adds the reduce-scatter of a sequence: from partial sums over the whole to this rank's part of their sum."""
         return self._collective(name, ReduceScatter(self.tp), value)
 
-    def lookup(self, name: str, embedding: nn.Module) -> str:
+    def sum_over_ranks(self, name: str, value: str) -> str:
+        """Adds the sum of a small value over the tensor-parallel ranks, which each uses in its own way.
+
+        A norm over all heads needs it of the sums of squares over this rank's heads. It is an all-gather and a sum in
+        rank order, so every rank gets the same bits; its backward sums the gradients of all ranks.
+
+        Args:
+            name: the name of the value that it gives; its operators are called after it.
+            value: a part of the sum [tokens, ...].
+        """
+        if self.tp.size == 1:
+            return value
+        parts = self._collective(f"{name}.gather", AllGather(self.tp), value, effort=LIGHT)
+        return self._compute(name, SumOfParts(self.tp.size), (parts,), effort=LIGHT / 2)
+
+    def lookup(self, name: str, embedding: nn.Module, *, plain: bool = False) -> str:
         """Adds the lookup of token embeddings in a table that is cut by rows; gives partial sums for `reduce_scatter`.
 
         Reads the side input `ids` and, where noise is added, `length`.
+
+        Args:
+            name: the name of the operator and of the value that it writes.
+            embedding: the embedding.
+            plain: whether the caller declares what a subclass of `nn.Embedding` does beyond a lookup (a scale), as
+                operators behind this one. Without it, subclasses are refused.
+
+        Raises:
+            ValueError: the embedding is of another class; or noise would be added before what stands behind the lookup.
         """
-        table = unwrap_peft(embedding, self.label)
+        table = unwrap_peft(embedding, self.label, embeddings_of_subclasses=plain)
+        if self.additions.neftune_alpha is not None and type(table.module) is not nn.Embedding:
+            raise ValueError(
+                f"neftune_noise_alpha={self.additions.neftune_alpha} with an embedding of class "
+                f"{type(table.module).__name__}: the noise comes behind all that the embedding does, and is built for "
+                "plain torch.nn.Embedding; use neftune_noise_alpha=None"
+            )
         self.place([copy.weight for copy in table.copies], CUT_ROWS)
         for adapter in table.all_adapters():
             self.place([adapter.down], CUT_COLUMNS)
@@ -354,10 +400,20 @@ class Builder:
         return operator.writes
 
     def place(self, parameters: Iterable[Tensor | None], placement: Placement) -> None:
-        """Records how parameters are cut."""
+        """Records how parameters are cut.
+
+        Raises:
+            ValueError: the blocks of the placement are not as long as a parameter.
+        """
         for parameter in parameters:
             if isinstance(parameter, nn.Parameter):
                 length = 0 if placement.dim is None else parameter.shape[placement.dim]
+                if placement.blocks and sum(placement.blocks) != length:
+                    raise ValueError(
+                        f"{self.label}: blocks={placement.blocks} are {sum(placement.blocks)} together, and dimension "
+                        f"{placement.dim} of the parameter has {length} (shape {list(parameter.shape)}); give the "
+                        "lengths of the matrices that lie side by side there"
+                    )
                 self._placements[parameter] = replace(placement, length=length)
 
     def build(self, *outputs: str) -> Unit:
@@ -400,8 +456,29 @@ class Builder:
         )
         return self.declare(operator, tensor_operator)[0]
 
+    def _linears(self, name: str, linears: Sequence[Opened], value: str, outputs: tuple[str, ...]) -> tuple[str, ...]:
+        """Adds linears that read one value, and of which each gives one."""
+        transposed = any(linear.is_transposed for linear in linears)
+        projections = [linear.projection for linear in linears]
+        return self.declare(
+            Operator(
+                name=name,
+                kind=Kind.COMPUTE,
+                reads=(value,),
+                writes=outputs,
+                splits_dgrad_wgrad=True,
+                relative_cost=GEMM * max(1, len(linears) / 2),
+            ),
+            Linear(projections, transposed=transposed, adapters=_adapters(linears)),
+        )
+
     def _collective(
-        self, name: str, tensor_operator: AllGather | ReduceScatter, value: str, cheap: bool = False
+        self,
+        name: str,
+        tensor_operator: AllGather | ReduceScatter,
+        value: str,
+        cheap: bool = False,
+        effort: float = TRANSFER,
     ) -> str:
         if self.tp.size == 1:
             return value
@@ -411,7 +488,7 @@ class Builder:
             reads=(value,),
             writes=(name,),
             recompute_when_selective=cheap,
-            relative_cost=TRANSFER,
+            relative_cost=effort,
         )
         return self.declare(operator, tensor_operator)[0]
 
@@ -426,13 +503,22 @@ class Builder:
             self.place([adapter.up], up)
             self.place([adapter.bias], bias)
 
-    def _parameters(self, function: object, uses: Sequence[nn.Module], on_shard: bool) -> list[nn.Parameter]:
-        """Returns the parameters that a function under autograd differentiates; every rank has a copy of them."""
-        modules = [function] if isinstance(function, nn.Module) else uses
-        self.called += modules
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        self.place(parameters, COPIED_ON_SHARDS if on_shard else COPIED)
-        return parameters
+    def _parameters(
+        self, function: object, uses: Sequence[Used], cut: Sequence[Used], on_shard: bool
+    ) -> list[nn.Parameter]:
+        """Returns the parameters that a function under autograd differentiates: copies, and those that are cut."""
+        if isinstance(function, nn.Module):
+            uses = () if any(function is each for each in cut) else (function,)
+        self.called += [used for used in (*uses, *cut) if isinstance(used, nn.Module)]
+        copied, shares = _parameters_of(uses), _parameters_of(cut)
+        self.place(copied, COPIED_ON_SHARDS if on_shard else COPIED)
+        self.place(shares, CUT_ROWS)
+        return [*copied, *shares]
+
+
+def _parameters_of(used: Sequence[Used]) -> list[nn.Parameter]:
+    """Returns the parameters of modules, and those that are given as they are."""
+    return [p for each in used for p in (each.parameters() if isinstance(each, nn.Module) else (each,))]
 
 
 def _adapters(linears: Sequence[Opened]) -> list[Adapters]:

@@ -105,8 +105,13 @@ class Opened:
         return LowRank(lora.lora_A[name].weight, up.weight, up.bias, scaling, share)
 
 
-def unwrap_peft(module: Any, label: str) -> Opened:
+def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False) -> Opened:
     """Returns the plain module inside a submodule that a declaration cuts, and the adapters beside it.
+
+    Args:
+        module: a linear or an embedding, perhaps inside PEFT's wrappers.
+        label: where it stands in the model, for the error.
+        embeddings_of_subclasses: whether subclasses of `nn.Embedding` pass, see `Builder.lookup`.
 
     Raises:
         ValueError: the submodule is neither plain nor one of PEFT's that can be cut.
@@ -118,11 +123,19 @@ def unwrap_peft(module: Any, label: str) -> Opened:
     else:
         inside = Opened((module,))
     for plain in inside.copies:
-        if type(plain) not in (nn.Linear, Conv1D, nn.Embedding):
+        kind = f"{type(plain).__module__}.{type(plain).__name__}"
+        if type(plain) in (nn.Linear, Conv1D, nn.Embedding):
+            continue
+        if not isinstance(plain, nn.Embedding):
             raise ValueError(
-                f"{label}: a projection is a {type(plain).__module__}.{type(plain).__name__}, and this version cuts "
-                f"plain torch.nn.Linear and Transformers' Conv1D, also with LoRA beside them: {LORA}; load the model "
-                "without quantization_config, or merge the adapters"
+                f"{label}: a projection is a {kind}, and this version cuts plain torch.nn.Linear and Transformers' "
+                f"Conv1D, also with LoRA beside them: {LORA}; load the model without quantization_config, or merge "
+                "the adapters"
+            )
+        if not embeddings_of_subclasses:
+            raise ValueError(
+                f"{label}: the embedding is a {kind}, which may do more than look up rows of a table; declare what "
+                "else it does (a scale) behind the lookup, and say that you did: b.lookup(name, embedding, plain=True)"
             )
     return inside
 
@@ -194,7 +207,9 @@ def _problems_of_layers(model: Any, peft: Any) -> Iterator[str]:
 def _problems_of_layer(name: str, layer: Any, lora: Any) -> Iterator[str]:
     known = {lora.Linear: (nn.Linear, Conv1D), lora.Embedding: (nn.Embedding,)}
     base = layer.get_base_layer()
-    if type(base) not in known.get(type(layer), ()):
+    # PEFT scales what an adapter adds as such an embedding scales the rows of its table (Gemma's).
+    is_scaled = type(layer) is lora.Embedding and isinstance(base, nn.Embedding) and hasattr(base, "embed_scale")
+    if type(base) not in known.get(type(layer), ()) and not is_scaled:
         kinds = " over a ".join(f"{type(each).__module__}.{type(each).__name__}" for each in (layer, base))
         yield (
             f"{name} is a {kinds}: only adapters of plain linears and embeddings can be cut; load the model without "

@@ -7,8 +7,12 @@ Must hold: a family is found by the name of the model's class, which its own fil
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from hf_helix.models.derived.family import DerivedFamily
 from hf_helix.models.families.gpt2 import GPT2
 from hf_helix.models.families.gpt_neox import GPTNeoX
 from hf_helix.models.families.llama import Llama
@@ -59,12 +63,20 @@ def family_of(model: Any) -> Family:
     names = [base.__name__ for base in kind.__mro__] if not kind.__module__.startswith("transformers.") else []
     name = next((name for name in (kind.__name__, *names) if name in _FAMILIES), None)
     if name is None:
-        compiled = hasattr(model, "_orig_mod")
-        raise ValueError(
-            f"{kind.__name__} is not supported{': pass the model without torch.compile' if compiled else ''}. "
-            f"Supported: {', '.join(supported_models())}. To add another, describe its decoder layer in a subclass of "
-            "hf_helix.models.family.Family and call hf_helix.register_model(YourFamily()); docs/adding_a_model.md "
-            "shows how"
-        )
+        return _derived(model)
     check_class(model, name)
     return _FAMILIES[name]
+
+
+_DERIVED: weakref.WeakKeyDictionary[Any, Family] = weakref.WeakKeyDictionary()
+
+
+def _derived(model: Any) -> Family:
+    """Returns the family that is derived from a model, the same one while the model lives: it is made of the whole."""
+    if model not in _DERIVED:
+        kind = type(model)
+        if hasattr(model, "_orig_mod") or not isinstance(model, PreTrainedModel):
+            compiled = ": pass the model without torch.compile" if hasattr(model, "_orig_mod") else ""
+            raise ValueError(f"{kind.__name__} is not a causal language model of Transformers{compiled}")
+        _DERIVED[model] = DerivedFamily(model)
+    return _DERIVED[model]

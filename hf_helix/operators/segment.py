@@ -151,6 +151,26 @@ class Add(Computation):
         return gradient.to(left), gradient.to(right)
 
 
+class SumOfParts(Computation):
+    """The sum of equal parts [parts * n, ...] of a value, in their order [n, ...].
+
+    Args:
+        count: the number of parts.
+    """
+
+    saves = False
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def forward(self, call: Call, *inputs: Tensor) -> Tensors:
+        first, *others = inputs[0].chunk(self.count)
+        return (sum(others, start=first),)
+
+    def backward(self, call: Call, *gradients: Tensor) -> Tensors:
+        return (torch.cat(gradients * self.count),)
+
+
 class Dropout(Computation):
     """Dropout under the call's seed. Backward draws the same mask again where forward did not keep it.
 

@@ -31,22 +31,30 @@ class Placement:
         length: the length of that dimension in the whole parameter.
         sums_gradient: a copy whose gradient each rank sees only for its part of the sequence, of the heads or of the
             features, to be summed.
-        num_fused: matrices that lie side by side along that dimension and are cut each by itself, such as queries, keys
-            and values in one.
+        blocks: the whole lengths of matrices that lie side by side along that dimension and are cut each by itself,
+            such as queries, keys and values in one; empty for one matrix.
         over: the axis: `tp`, or `experts`, where the ranks of a copy of the model together hold every expert once.
     """
 
     dim: int | None = None
     length: int = 0
     sums_gradient: bool = False
-    num_fused: int = 1
+    blocks: tuple[int, ...] = ()
     over: str = TP
 
+    @property
+    def is_fused(self) -> bool:
+        """Returns whether a rank's part is several slices, one of each block, rather than one."""
+        return len(self.blocks) > 1
+
     def bounds(self, size: int, rank: int) -> list[tuple[int, int]]:
-        """Returns where the slices of a rank begin and end in that dimension, one for each fused matrix."""
-        length = self.length // self.num_fused
-        first, last = cut_bounds(length, size, rank)
-        return [(block * length + first, block * length + last) for block in range(self.num_fused)]
+        """Returns where the slices of a rank begin and end in that dimension, one for each block."""
+        bounds, start = [], 0
+        for length in self.blocks or (self.length,):
+            first, last = cut_bounds(length, size, rank)
+            bounds.append((start + first, start + last))
+            start += length
+        return bounds
 
     def shape(self, whole: Sequence[int], size: int, rank: int) -> tuple[int, ...]:
         """Returns the shape of what a rank holds of a parameter."""
@@ -63,7 +71,7 @@ class Placement:
         return tuple(whole)
 
     def slices(self, whole: Tensor, size: int, rank: int) -> list[Tensor]:
-        """Returns what a rank holds of a parameter that is cut: a view for each fused matrix.
+        """Returns what a rank holds of a parameter that is cut: a view for each block.
 
         Args:
             whole: the parameter.
@@ -82,7 +90,9 @@ class Placement:
     def paste(self, whole: Tensor, part: Tensor, size: int, rank: int) -> None:
         """Copies what a rank holds to its places in the whole parameter."""
         assert self.dim is not None
-        for place, block in zip(self.slices(whole, size, rank), part.chunk(self.num_fused, self.dim), strict=True):
+        places = self.slices(whole, size, rank)
+        parts = part.split([place.shape[self.dim] for place in places], self.dim)
+        for place, block in zip(places, parts, strict=True):
             place.copy_(block)
 
 

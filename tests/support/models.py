@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from typing import Any
 
 import torch
@@ -41,8 +42,13 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers":
 
 
 def tiny(family: str = "llama", dtype: str = "float32", lora: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """The tiny model of a family, as if loaded in a type: buffers stay as they are; with adapters as in `adapted`."""
-    model = FAMILIES[family](**changes)
+    """The tiny model of a family, as if loaded in a type: buffers stay as they are; with adapters as in `adapted`.
+
+    Args:
+        family: one of `FAMILIES`, or a function that makes the model, "module:function".
+    """
+    make = FAMILIES.get(family) or pkgutil.resolve_name(family)
+    model = make(**changes)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     return model if lora is None else adapted(model, **lora)

@@ -46,8 +46,8 @@ class GPT2(Family):
 
         h = b.norm("attn.norm", layer.ln_1, x)
         h = b.all_gather("attn.gather", h)
-        (h,) = b.column_parallel("attn.qkv", {"fused": attn.c_attn}, h, blocks=3)
-        h = declare_attention(b, _attention(attn), h, rope=False)
+        (h,) = b.column_parallel("attn.qkv", {"fused": attn.c_attn}, h, blocks=[attn.split_size] * 3)
+        h = declare_attention(b, _attention(attn), h, side=())
         h = b.row_parallel("attn.out", attn.c_proj, h)
         h = b.reduce_scatter("attn.scatter", h)
         h = b.dropout("attn.dropout", attn.resid_dropout, h)

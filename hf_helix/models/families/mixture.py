@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_helix.models.builder import Builder, ParallelContext
-from hf_helix.models.expert_layer import declare_experts
+from hf_helix.models.expert_layer import check_expert_count, counted_in, declare_experts, expert_side_inputs
 from hf_helix.models.families.dense import Dense
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.base import Tensors
-from hf_helix.operators.moe.dispatch import COUNTED, SHARD_TOKENS, RouterMeter
+from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
 from hf_helix.operators.unit import Unit
 
 ROWS, BALANCE_SCALE = "counted_rows", "balance_scale"
@@ -143,14 +143,7 @@ class Mixture(Dense):
     # -- checks and side inputs ----------------------------------------------------------------------------------
 
     def check_experts(self, model: Any, sharing: ParallelContext) -> None:
-        count, ranks = self.num_experts(model.config), sharing.experts.size
-        if count % ranks:
-            works = [size for size in range(1, count // sharing.tp.size + 1) if count % (size * sharing.tp.size) == 0]
-            hint = f"with tp_size={sharing.tp.size}, values that work for ep_size: {', '.join(map(str, works))}"
-            raise ValueError(
-                f"ep_size={sharing.ep_size} and tp_size={sharing.tp.size} share the {count} experts among {ranks} "
-                f"ranks, which must divide them; {hint if works else f'use a tp_size that divides {count}'}"
-            )
+        check_expert_count(self.num_experts(model.config), sharing)
 
     def kind_of(self, layer: Any) -> str:
         return "layer" if self.is_sparse(layer) else "layer.dense"
@@ -173,15 +166,11 @@ class Mixture(Dense):
         loss_scale: Tensor,
         batch_scale: float = 1.0,
     ) -> dict[str, Any]:
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
-        counted = torch.ones_like(ids) if mask is None else mask
-        mine = cut.take(counted, 1).t().contiguous()
         return {
             **super().side_inputs(model, batch, cut, loss_scale),
-            COUNTED: mine,
-            ROWS: counted.sum(),
+            **expert_side_inputs(batch, cut),
+            ROWS: counted_in(batch).sum(),
             BALANCE_SCALE: batch_scale,
-            SHARD_TOKENS: batch.get(SHARD_TOKENS, mine.numel() // cut.tp_size),
         }
 
 

@@ -46,13 +46,12 @@ def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedCo
     Raises:
         ValueError: Transformers has no such class.
     """
-    kind = getattr(transformers, class_name, None)
-    if getattr(kind, "config_class", None) is None:
+    kind = getattr(getattr(transformers, class_name, None), "config_class", None)
+    if kind is None:
         raise ValueError(
             f"{class_name} is not a model class of Transformers {transformers.__version__}; give the name of a "
             "causal-LM class, such as LlamaForCausalLM"
         )
-    kind = kind.config_class
     config = kind(**OPEN.get(kind.model_type, {}))
     for name, value in config.to_dict().items():
         if value == 1.0 and isinstance(value, float) and _is_multiplier(name):

@@ -21,9 +21,9 @@ SOFT_CAP = 5.0
 
 SIZES = {
     VOCABULARY: "max_position_embeddings max_seq_len mamba_d_ssm encoder_hash_byte_group_vocab",
-    HIDDEN: "hidden_size embedding_size word_embed_proj_dim backbone_hidden_size lru_width input_embedding_size "
-    "output_embedding_size embedding_dim pronunciation_embed_dim shape_embed_dim output_channels ext_pw_out_channel "
-    "depthwise_separable_out_channel nemo_conv_channels image_size crop_size hidden_size_global",
+    HIDDEN: "hidden_size attention_hidden_size embedding_size word_embed_proj_dim backbone_hidden_size lru_width "
+    "input_embedding_size output_embedding_size embedding_dim pronunciation_embed_dim shape_embed_dim output_channels "
+    "ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels image_size crop_size hidden_size_global",
     96: "intermediate_size intermediate_size_mlp dense_intermediate_size prefix_dense_intermediate_size ffn_dim "
     "encoder_ffn_dim decoder_ffn_dim ffn_hidden_size n_inner dff dim_ff feed_forward_size d_inner mlp_dim",
     32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
@@ -77,7 +77,7 @@ def small_value(name: str, standard: str, value: Any, given: Mapping[str, Any]) 
         return min(value, SOFT_CAP)
     if name in QUERY_HEADS:
         return HEADS if value == given.get(QUERY_HEADS[name]) else GROUPED_HEADS
-    if name in HEAD_DIMS:
+    if name in HEAD_DIMS and isinstance(value, int):
         return _small_head(value, given)
     if "vocab_size" in name:
         return VOCABULARY

@@ -42,6 +42,7 @@ OPEN: dict[str, Fields] = {
 
 SMALL: dict[str, Fields] = {
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
+    "dots3_note_text": {"head_dim": 24},
     "ernie4_5_moe": {"moe_layer_end_index": -1},
     "falcon_h1": {"mamba_d_head": 16},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},

@@ -2,8 +2,8 @@
 
 In:   rows sorted by expert, and how many each expert has; without these all have as many.
 Out:  as many rows.
-Must hold: what W finds of an expert's weight is added up over its rows in their order; the host learns how many rows
-there are only where each expert's product is a kernel of its own.
+Must hold: what W finds of an expert's weight and bias is added up over its rows in their order; the host learns how
+many rows there are only where each expert's product is a kernel of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from hf_helix.operators.base import Call, SplitComputation, Tensors
 from hf_helix.operators.linears.accumulate import add_product
+from hf_helix.operators.linears.linear import SMALL
 from hf_helix.operators.moe.row_counts import RowCounts
 
 Sizes = Tensor | list[int] | None
@@ -29,70 +30,125 @@ class GroupedLinear(SplitComputation):
 
     Args:
         weight: [experts, features out, features in], of this rank's experts.
+        row_counts: what the host knows of the layer's rows.
+        bias: [experts, features out].
+        transposed: the weight is [experts, features in, features out].
     """
 
-    def __init__(self, weight: nn.Parameter, row_counts: RowCounts | None = None) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        row_counts: RowCounts | None = None,
+        bias: nn.Parameter | None = None,
+        transposed: bool = False,
+    ) -> None:
         self.weight = weight
+        self.bias = bias
+        self.transposed = transposed
         self.row_counts = row_counts or RowCounts()
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        return (self.weight,)
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
     def trained(self) -> float:
-        return float(self.weight.requires_grad)
+        if self.weight.requires_grad:
+            return 1.0
+        return SMALL if any(parameter.requires_grad for parameter in self.parameters) else 0.0
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         rows, *sizes = inputs
         rows = call.precision.cast_for_matmul(rows)
-        weight = call.precision.weights.of((self.weight,), rows.dtype)
-        return (_grouped(rows, weight.transpose(1, 2), self._sizes(call, rows, sizes)),)
+        bias = None if self.bias is None else call.precision.weights.of((self.bias,), rows.dtype)
+        return (_grouped(rows, self._matrices(call, rows).transpose(1, 2), self._sizes(call, rows, sizes), bias),)
 
     def input_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, *sizes = gradients
-        weight = call.precision.weights.of((self.weight,), gradient.dtype)
-        return (_grouped(gradient, weight, self._sizes(call, gradient, sizes)),)
+        return (_grouped(gradient, self._matrices(call, gradient), self._sizes(call, gradient, sizes)),)
 
     def weight_gradient(self, call: Call, *gradients: Tensor) -> Tensors:
-        gradient, rows, *sizes = gradients
+        gradient, rows, *given = gradients
+        rows = call.precision.cast_for_matmul(rows)
+        sizes = self._sizes(call, rows, given)
         if self.weight.requires_grad:
-            if self.weight.grad is None:
-                self.weight.grad = torch.zeros_like(self.weight)
-            rows = call.precision.cast_for_matmul(rows)
-            _add_products(self.weight.grad, gradient, rows, self._sizes(call, rows, sizes))
+            left, right = (rows, gradient) if self.transposed else (gradient, rows)
+            _add_products(_gradient_of(self.weight), left, right, sizes)
+        if self.bias is not None and self.bias.requires_grad:
+            _add_rows(_gradient_of(self.bias), gradient, sizes)
         return ()
 
+    def _matrices(self, call: Call, rows: Tensor) -> Tensor:
+        """Returns the weight [experts, features out, features in] in the type of what it meets."""
+        weight = call.precision.weights.of((self.weight,), rows.dtype)
+        return weight.transpose(1, 2) if self.transposed else weight
+
     def _sizes(self, call: Call, rows: Tensor, sizes: Sequence[Tensor]) -> Sizes:
-        """In the form that serves these rows."""
+        """Returns the numbers of rows in the form that serves these rows."""
         if not sizes:
             return None
         return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.row_counts.by_expert(call, sizes[0])
 
 
-def _grouped(rows: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
-    """The rows of every expert times its matrix [experts, in, out]."""
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _grouped(rows: Tensor, matrices: Tensor, sizes: Sizes, bias: Tensor | None = None) -> Tensor:
+    """Returns the rows of every expert times its matrix, plus its bias.
+
+    Args:
+        rows: sorted by expert [rows, features in].
+        matrices: [experts, features in, features out].
+        sizes: the rows of every expert.
+        bias: [experts, features out].
+    """
     if sizes is None:
-        return torch.bmm(rows.unflatten(0, (len(weight), -1)), weight).flatten(0, 1)
+        blocks = rows.unflatten(0, (len(matrices), -1))
+        out = torch.bmm(blocks, matrices) if bias is None else torch.baddbmm(bias.unsqueeze(1), blocks, matrices)
+        return out.flatten(0, 1)
     if isinstance(sizes, Tensor):
-        return functional.grouped_mm(rows, weight, offs=sizes)
-    out = rows.new_empty(len(rows), weight.shape[2])
-    for piece, made, matrix in zip(rows.split(sizes), out.split(sizes), weight, strict=True):
-        torch.mm(piece, matrix, out=made)
+        out = functional.grouped_mm(rows, matrices, offs=sizes)
+        return out if bias is None else out.add_(bias[_experts_of(rows, sizes)])
+    out = rows.new_empty(len(rows), matrices.shape[2])
+    for expert, (piece, made) in enumerate(zip(rows.split(sizes), out.split(sizes), strict=True)):
+        if bias is None:
+            torch.mm(piece, matrices[expert], out=made)
+        else:
+            torch.addmm(bias[expert], piece, matrices[expert], out=made)
     return out
 
 
-def _add_products(total: Tensor, gradients: Tensor, rows: Tensor, sizes: Sizes) -> None:
-    """Add to [experts, out, in] what each expert's rows give."""
+def _add_products(total: Tensor, left: Tensor, right: Tensor, sizes: Sizes) -> None:
+    """Adds to [experts, features of the left, features of the right] the products of each expert's rows."""
     if sizes is None:
-        blocks = (value.unflatten(0, (len(total), -1)) for value in (gradients, rows))
-        gradients, rows = blocks
-        add_product(total, gradients.transpose(1, 2), rows)
+        left, right = (value.unflatten(0, (len(total), -1)) for value in (left, right))
+        add_product(total, left.transpose(1, 2), right)
     elif isinstance(sizes, Tensor):
-        total += functional.grouped_mm(gradients.t(), rows, offs=sizes)
+        total += functional.grouped_mm(left.t(), right, offs=sizes)
     else:
-        for sum_, left, right in zip(total, gradients.split(sizes), rows.split(sizes), strict=True):
-            add_product(sum_, left.t(), right)
+        for sum_, ours, theirs in zip(total, left.split(sizes), right.split(sizes), strict=True):
+            add_product(sum_, ours.t(), theirs)
+
+
+def _add_rows(total: Tensor, rows: Tensor, sizes: Sizes) -> None:
+    """Adds to [experts, features] the sum of each expert's rows."""
+    if sizes is None:
+        total += rows.unflatten(0, (len(total), -1)).sum(1, dtype=total.dtype)
+    elif isinstance(sizes, Tensor):
+        # A product, since sums by index run in no fixed order on a GPU.
+        is_of = _experts_of(rows, sizes) == torch.arange(len(total), device=rows.device).unsqueeze(1)
+        add_product(total, is_of.to(rows.dtype), rows)
+    else:
+        for sum_, piece in zip(total, rows.split(sizes), strict=True):
+            sum_ += piece.sum(0, dtype=total.dtype)
+
+
+def _experts_of(rows: Tensor, ends: Tensor) -> Tensor:
+    """Returns the expert of every row, on the device."""
+    return torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True)
 
 
 def _in_one_kernel(rows: Tensor) -> bool:

@@ -45,6 +45,17 @@ def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
     return math.ceil(factor * tokens * choices / experts)
 
 
+def counted_tokens(side: Mapping[str, Any], tp: Axis) -> Tensor:
+    """Returns which of this rank's tokens count [tokens], as 0 and 1: padding does not.
+
+    Args:
+        side: the side inputs of a micro-batch.
+        tp: whose ranks have the parts of a sequence.
+    """
+    counted: Tensor = side[COUNTED]
+    return counted.chunk(tp.size)[tp.rank].flatten()
+
+
 class RouterMeter:
     """What a layer's router does, added up on this rank's device until it is read.
 
@@ -62,7 +73,7 @@ class RouterMeter:
 
     def mine(self, side: Mapping[str, Any]) -> Tensor:
         """Which of this rank's tokens count [tokens], as 0 and 1."""
-        return side[COUNTED].chunk(self.tp.size)[self.tp.rank].flatten()
+        return counted_tokens(side, self.tp)
 
     def note(self, logits: Tensor, chosen: Tensor, counted: Tensor) -> None:
         """A micro-batch in training: what the router said [tokens, experts] and chose [tokens, k]."""

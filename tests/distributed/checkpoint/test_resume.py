@@ -183,11 +183,13 @@ def test_four_ranks_change_their_layout(case: str, cluster_of: Any, tmp_path: Pa
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (1, 1), (0, 3), (1, 2), (None, 1)])
+@pytest.mark.parametrize(
+    ("dim", "blocks"), [(0, ()), (1, ()), (0, (5, 5, 5)), (1, (5, 5)), (0, (9, 1, 5)), (1, (7, 3)), (None, ())]
+)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_pieces_fill_the_whole_once(dim: int | None, blocks: int, size: int) -> None:
+def test_pieces_fill_the_whole_once(dim: int | None, blocks: tuple[int, ...], size: int) -> None:
     whole = torch.arange(15 * 10).view(15, 10)
-    placement = Placement(dim=dim, length=0 if dim is None else whole.shape[dim], num_fused=blocks)
+    placement = Placement(dim=dim, length=0 if dim is None else whole.shape[dim], blocks=blocks)
     filled = torch.zeros_like(whole)
     for rank in range(size):
         held = held_by(rank, size, placement)

@@ -247,9 +247,15 @@ def test_a_model_that_is_not_cut_gives_everything(tmp_path: Path) -> None:
 # -- the files -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dim", "blocks"), [(None, 1), (0, 1), (0, 3), (1, 1), (1, 2), (2, 1)])
-def test_slices_make_the_file(dim: int | None, blocks: int, tmp_path: Path) -> None:
-    """Of several types and shapes, written by three in any order: what `save_file` writes."""
+@pytest.mark.parametrize(
+    ("dim", "blocks"), [(None, ()), (0, ()), (0, (1, 1, 1)), (1, ()), (1, (1, 1)), (1, (5, 1)), (2, ())]
+)
+def test_slices_make_the_file(dim: int | None, blocks: tuple[int, ...], tmp_path: Path) -> None:
+    """Of several types and shapes, written by three in any order: what `save_file` writes.
+
+    Args:
+        blocks: by their shares of a dimension.
+    """
     tensors = {
         "b": torch.randn(6, 12, 9),
         "a": torch.randn(12, 12, 6).to(torch.bfloat16),
@@ -263,7 +269,9 @@ def test_slices_make_the_file(dim: int | None, blocks: int, tmp_path: Path) -> N
             write_slice(file.fileno(), layout.starts[name], tensor.shape, tensor, Placement(), 1, 0)
         for rank in (2, 0, 1):
             for name, tensor in tensors.items():
-                placement = Placement(dim, tensor.shape[dim] if dim is not None else 0, num_fused=blocks)
+                length = 0 if dim is None else tensor.shape[dim]
+                parts = tuple(share * length // sum(blocks) for share in blocks)
+                placement = Placement(dim, length, blocks=parts)
                 part = placement.cut(tensor, 3, rank)
                 write_slice(file.fileno(), layout.starts[name], tensor.shape, part, placement, 3, rank)
     save_file(tensors | alone, tmp_path / "theirs", metadata={"format": "pt"})

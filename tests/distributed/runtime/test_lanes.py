@@ -82,10 +82,10 @@ def kinds_of_mesh(sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def whole_over_host(shape: tuple[int, ...], blocks: int) -> Any:
+def whole_over_host(shape: tuple[int, ...], blocks: tuple[int, ...]) -> Any:
     """A parameter cut over two ranks and one of the other pipeline rank, whole again; what was sent, and how."""
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape).bfloat16()
-    placement = Placement(0, shape[0], num_fused=blocks)
+    placement = Placement(0, shape[0], blocks=blocks)
     with as_on_nccl() as noted:
         tp = mesh.build_mesh(2, "cpu")
         joined = whole_parameter(placement.cut(whole, 2, tp.tp.rank), placement, tp)
@@ -158,8 +158,8 @@ def test_every_way_has_a_group_of_its_two_ranks(cluster_of: Any) -> None:
         assert found == {"lanes": True, "plain": True, "members": [[0, 1]] * 4}
 
 
-@pytest.mark.parametrize(("shape", "blocks"), [((6, 3), 1), ((5,), 1), ((12, 2), 3)])
-def test_whole_parameters_go_over_the_host(shape: tuple[int, ...], blocks: int, cluster_of: Any) -> None:
+@pytest.mark.parametrize(("shape", "blocks"), [((6, 3), ()), ((5,), ()), ((12, 2), (4, 4, 4)), ((9, 2), (5, 1, 3))])
+def test_whole_parameters_go_over_the_host(shape: tuple[int, ...], blocks: tuple[int, ...], cluster_of: Any) -> None:
     (first, sent), (second, received) = cluster_of(2).run(whole_over_host, shape=shape, blocks=blocks)
     assert (first, second) == ([True, True], [None, None])
     assert sent == received == [(True, "cpu")] * 2

@@ -115,7 +115,8 @@ def test_with_a_capacity_the_rest_is_dropped(
     expected.backward(gradient)
 
     meter = RouterMeter(EXPERTS, Axis.single())
-    fill, linear, collect = PermuteToCapacity(EXPERTS, factor, meter), GroupedLinear(matrices), UnpermuteFromCapacity()
+    fill = PermuteToCapacity(EXPERTS, factor, Axis.single(), meter)
+    linear, collect = GroupedLinear(matrices), UnpermuteFromCapacity()
     calls = [a_call(counted) for _ in range(3)]
     with explicit_gradients():
         rows, places = fill.forward(calls[0], tokens, chosen)

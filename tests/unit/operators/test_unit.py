@@ -1,13 +1,15 @@
-"""`cut_bounds` gives every index of a dimension to exactly one rank, as evenly as can be, the longer slices first."""
+"""`cut_bounds` gives every index of a dimension to exactly one rank, as evenly as can be, the longer slices first;
+`Placement` cuts each block of a fused matrix so."""
 
 from __future__ import annotations
 
 import itertools
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_helix.operators.unit import cut_bounds
+from hf_helix.operators.unit import Placement, cut_bounds
 
 
 @given(length=st.integers(0, 10_000), size=st.integers(1, 64))
@@ -23,3 +25,38 @@ def test_slices_cover_the_dimension_evenly(length: int, size: int) -> None:
 
 def test_by_hand() -> None:
     assert [cut_bounds(7, 3, rank) for rank in range(3)] == [(0, 3), (3, 5), (5, 7)]
+
+
+@given(
+    blocks=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    size=st.integers(1, 5),
+    dim=st.integers(0, 1),
+)
+def test_blocks_are_cut_by_themselves(blocks: list[int], size: int, dim: int) -> None:
+    """What ranks hold is each block's slices, one after the other; pasted together they are the whole."""
+    length = sum(blocks)
+    whole = torch.arange(length * 3).view(length, 3)
+    whole = whole if dim == 0 else whole.t().contiguous()
+    placement = Placement(dim, length, blocks=tuple(blocks))
+    pasted = torch.full_like(whole, -1)
+    for rank in range(size):
+        part = placement.cut(whole, size, rank)
+        expected = [block.narrow(dim, *_place(block, dim, size, rank)) for block in whole.split(blocks, dim)]
+        assert torch.equal(part, torch.cat(expected, dim))
+        assert part.shape == placement.shape(whole.shape, size, rank)
+        assert placement.whole_shape(part.shape) == whole.shape
+        placement.paste(pasted, part, size, rank)
+    assert torch.equal(pasted, whole)
+
+
+def _place(block: torch.Tensor, dim: int, size: int, rank: int) -> tuple[int, int]:
+    first, last = cut_bounds(block.shape[dim], size, rank)
+    return first, last - first
+
+
+def test_grouped_heads_by_hand() -> None:
+    """Of 4 queries, 2 keys and 2 values of width 3, two ranks hold 2, 1 and 1."""
+    placement = Placement(0, 24, blocks=(12, 6, 6))
+    assert placement.bounds(2, 0) == [(0, 6), (12, 15), (18, 21)]
+    assert placement.bounds(2, 1) == [(6, 12), (15, 18), (21, 24)]
+    assert placement.shape((24, 5), 2, 1) == (12, 5)

@@ -1,0 +1,246 @@
+"""What a decoder hands to its layers besides the value that goes through them: found by its own forward.
+
+In:   a model, whose layers are replaced by stubs while its decoder's `forward` runs.
+Out:  once, what every layer is called with; later, for every micro-batch, the tensors among it (a rope of any kind).
+Must hold: the model's own code decides. It runs over embeddings of one feature, up to the last layer, so that it costs
+a device nothing worth mentioning; masks are named instead of made, since making them would wait for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hf_helix.models.derived.leaves import MaskOf
+from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable
+
+_MASKS = {
+    "create_causal_mask": lambda config: MaskOf(),
+    "create_sliding_window_causal_mask": lambda config: MaskOf(config.sliding_window),
+}
+"""What stands for the masks that functions of Transformers make."""
+
+
+class _Enough(Exception):
+    """The last layer was reached."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What a layer is called with.
+
+    Attributes:
+        args: behind the value that goes through the layers; tensors are `Given`.
+        kwargs: the same by keyword.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def given(self) -> list[Given]:
+        """The tensors, each once."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Given)))
+
+    def fill(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns arguments with tensors in the place of `Given`."""
+
+        def put(leaf: Any) -> Any:
+            return tensors[leaf.name] if isinstance(leaf, Given) else leaf
+
+        args, kwargs = pytree.tree_map(put, (self.args, self.kwargs))
+        return args, kwargs
+
+    @property
+    def key(self) -> str:
+        """Tells calls apart that differ in more than the values of tensors."""
+        return repr((self.args, sorted(self.kwargs.items())))
+
+
+class Decoder:
+    """The submodule of a model that runs its layers one after the other.
+
+    Attributes:
+        module: that submodule.
+        layers: the layers.
+        name: what it calls the list of them.
+    """
+
+    def __init__(self, base: Any) -> None:
+        config = base.config.get_text_config(decoder=True)
+        count = getattr(config, "num_hidden_layers", None)
+        found = [
+            (module, name, child)
+            for module in base.modules()
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList) and len(child) == count and count
+        ]
+        if not found:
+            raise Underivable(f"it has no list of {count} layers")
+        self.module, self.name, self.layers = found[0]
+        self.path = next(path for path, module in base.named_modules() if module is self.module)
+
+    @contextlib.contextmanager
+    def stubs(self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+        """Returns the context in which layers are stubs, and masks are named.
+
+        Args:
+            called: is called in the place of a layer, with its number, and returns what the layer returns.
+        """
+        stubs = nn.ModuleList(_Stub(layer, number, called) for number, layer in enumerate(self.layers))
+        with named_masks(self.module):
+            self.module._modules[self.name] = stubs
+            try:
+                yield
+            finally:
+                self.module._modules[self.name] = self.layers
+
+
+class _Stub(nn.Module):
+    """Stands in the place of a layer, whose attributes it shows."""
+
+    def __init__(self, layer: nn.Module, number: int, called: Callable[..., Any]) -> None:
+        super().__init__()
+        object.__setattr__(self, "_layer", layer)
+        self._number = number
+        self._called = called
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            hidden, args = args[0], args[1:]
+        else:
+            hidden = kwargs.pop("hidden_states")
+        result = self._called(self._number, args, kwargs)
+        return hidden if result is None else (hidden, *result)
+
+
+@contextlib.contextmanager
+def named_masks(module: nn.Module) -> Iterator[None]:
+    """Returns the context in which the code of a module gets `MaskOf` from the functions that make masks."""
+    spaces = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
+    before = []
+    for space in {id(space): space for space in spaces}.values():
+        for name, value in list(space.items()):
+            if name.startswith("create_") and "mask" in name and callable(value):
+                before.append((space, name, value))
+                space[name] = _naming(name)
+    try:
+        yield
+    finally:
+        for space, name, value in before:
+            space[name] = value
+
+
+def _naming(name: str) -> Callable[..., Any]:
+    def make(config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        extra = [key for key in ("or_mask_function", "and_mask_function") if kwargs.get(key) is not None]
+        if name not in _MASKS or extra:
+            raise Underivable(f"its layers attend by {name}({', '.join(extra)}), which is not built")
+        return _MASKS[name](config)
+
+    return make
+
+
+class LayerCalls:
+    """What the layers of a model are called with.
+
+    Attributes:
+        decoder: the submodule that calls them.
+        calls: for each layer.
+        is_tuple: whether layers return a tuple whose first part is the value that goes on.
+    """
+
+    def __init__(self, base: Any) -> None:
+        self.decoder = Decoder(base)
+        self._base = base
+        self.is_tuple = False
+        first = self._record(EXAMPLE_BATCH, EXAMPLE_LENGTH)
+        second = self._record(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
+        self._names: dict[int, str] = {}
+        self._where: dict[str, tuple[int, int]] = {}
+        self._keep = first  # identities of tensors count while they live
+        self.calls = [self._call(number, first[number], second[number]) for number in range(len(self.decoder.layers))]
+        del self._keep
+
+    def _record(self, batch: int, length: int) -> dict[int, Any]:
+        device = next((b.device for b in self.decoder.module.buffers()), torch.device("cpu"))
+        positions = torch.arange(length, device=device).expand(1, -1)
+        found: dict[int, Any] = {}
+
+        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found[number] = (args, kwargs)
+            if len(found) == len(self.decoder.layers):
+                raise _Enough
+
+        try:
+            self._run(torch.zeros((batch, length), dtype=torch.long, device=device), positions, called)
+        except Underivable:
+            raise
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise Underivable(
+                f"its forward cannot run without its layers: {type(error).__name__}: {text}"
+            ) from error
+        if len(found) != len(self.decoder.layers):
+            raise Underivable("its forward does not call every layer once")
+        return found
+
+    def _run(self, ids: Tensor, positions: Tensor, called: Callable[..., Any]) -> None:
+        weight = self._base.get_input_embeddings().weight
+        embeddings = weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
+        with torch.no_grad(), self.decoder.stubs(called), contextlib.suppress(_Enough):
+            self.decoder.module(
+                inputs_embeds=embeddings, attention_mask=None, position_ids=positions, use_cache=False
+            )
+
+    def _call(self, number: int, first: Any, second: Any) -> LayerCall:
+        leaves, spec = pytree.tree_flatten(first)
+        others = pytree.tree_leaves(second)
+        given = [
+            self._given(number, place, leaf, other) if isinstance(leaf, Tensor) else leaf
+            for place, (leaf, other) in enumerate(zip(leaves, others, strict=True))
+        ]
+        args, kwargs = pytree.tree_unflatten(given, spec)
+        return LayerCall(tuple(args), kwargs)
+
+    def _given(self, number: int, place: int, tensor: Tensor, other: Tensor) -> Given:
+        name = self._names.setdefault(id(tensor), f"given{len(self._names)}")
+        self._where.setdefault(name, (number, place))
+        changing = tuple(dim for dim in range(tensor.dim()) if tensor.shape[dim] != other.shape[dim])
+        return Given(name, tuple(tensor.shape), tensor.dtype, changing)
+
+    def tensors(self, ids: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """Returns what the layers are given for a micro-batch.
+
+        Args:
+            ids: the tokens [batch, sequence].
+            positions: their positions [batch or 1, sequence].
+        """
+        wanted: dict[int, list[tuple[str, int]]] = {}
+        for name, (number, place) in self._where.items():
+            wanted.setdefault(number, []).append((name, place))
+        last, found = max(wanted, default=-1), {}
+
+        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for name, place in wanted.get(number, ()):
+                found[name] = pytree.tree_leaves((args, kwargs))[place]
+            if number == last:
+                raise _Enough
+
+        if wanted:
+            self._run(ids, positions, called)
+        return found

@@ -1,0 +1,318 @@
+"""A family that is derived from a model: the same units as a declared one, without a declaration.
+
+In:   a causal language model of Transformers, or one that is written like them.
+Out:  its units, and the side inputs of its batches.
+Must hold: what is traced is what runs: patched forwards, options and all. A model that cannot be derived is refused
+with a sentence on why. Layers whose code, options and arguments are alike share one trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from hf_helix.models.attention import causal_masks
+from hf_helix.models.builder import Builder, LossTweaks, ParallelContext
+from hf_helix.models.derived.calls import LayerCall, LayerCalls, named_masks
+from hf_helix.models.derived.leaves import ATTENTION, DTYPE, LAYER, OPS, Leaves, MaskOf, skeleton_of
+from hf_helix.models.derived.lower import Outline
+from hf_helix.models.derived.placements import FREE, SHARD, Inference, NeedsInlining, Placed
+from hf_helix.models.derived.segments import Share
+from hf_helix.models.derived.trace import (
+    EXAMPLE_BATCH,
+    EXAMPLE_LENGTH,
+    Given,
+    Trace,
+    Underivable,
+    trace,
+)
+from hf_helix.models.expert_form import is_experts
+from hf_helix.models.expert_layer import check_expert_count, expert_side_inputs
+from hf_helix.models.family import Family, check_cuts
+from hf_helix.models.sequence_sharding import SequenceCut
+from hf_helix.operators.unit import Unit
+
+PLACES = Given("places", (1, EXAMPLE_LENGTH), torch.int64, (1,))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of layers.
+
+    Attributes:
+        name: the name of its units.
+        outline: declares the operators of one of them.
+        windows: the windows of its masks.
+    """
+
+    name: str
+    outline: Outline
+    windows: frozenset[int | None]
+
+
+class DerivedFamily(Family):
+    """The family of one model.
+
+    Args:
+        base: the Transformers model, whole.
+
+    Raises:
+        ValueError: it cannot be derived; says why, and what a family of one's own would have to say.
+    """
+
+    needs_proof = True
+
+    def __init__(self, base: Any) -> None:
+        self.model_class = type(base).__name__
+        self._width = base.get_input_embeddings().weight.shape[1]
+        with refusing(base):
+            self.calls = LayerCalls(base)
+            self._traces: dict[tuple[str, frozenset[str]], Trace] = {}
+            self._kinds: dict[tuple[str, int, int], _Kind] = {}
+            self._has_experts = bool(self._expert_counts())
+            self._ends: dict[tuple[int, int], tuple[Outline, Outline]] = {}
+            self._windows = sorted(
+                {mask.sliding_window for call in self.calls.calls for mask in _masks(call)}, key=lambda w: w or 0
+            )
+
+    # -- units -----------------------------------------------------------------------------------------------------
+
+    def layers(self, model: Any) -> Sequence[nn.Module]:
+        return self.calls.decoder.layers
+
+    def final_norm(self, model: Any) -> nn.Module:
+        raise NotImplementedError
+
+    def layer(self, b: Builder, layer: Any) -> Unit:
+        number = next(place for place, other in enumerate(self.calls.decoder.layers) if other is layer)
+        kind = self._kind(number, b.tp.size, b.tp.rank)
+        outline = kind.outline
+        return b.build(outline.declare(b, layer, {outline.trace.hidden: b.input("x")}))
+
+    def units(self, model: Any, sharing: ParallelContext, additions: LossTweaks | None = None) -> list[Unit]:
+        with refusing(model):
+            return super().units(model, sharing, additions)
+
+    def embedding(self, b: Builder, model: Any) -> Unit:
+        outline, _ = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
+        return b.build(outline.declare(b, model, {}))
+
+    def loss(self, b: Builder, model: Any, x: str) -> str:
+        _, outline = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
+        logits = outline.declare_share(b, model, {outline.start[0]: x})
+        return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
+
+    def check_context(self, model: Any) -> None:
+        """What cannot be cut over context-parallel ranks is refused where attention is declared."""
+
+    def digest(self, model: Any) -> str:
+        """Returns a fingerprint of what the model computes."""
+        text = [type(model).__qualname__]
+        for number in {self._key(place): place for place in range(len(self.calls.decoder.layers))}.values():
+            outline = self._kind(number, 1, 0).outline
+            text += [_described(outline.trace, outline.target), self._key(number)]
+        pre, post = self._outlines_of_ends(model, 1, 0)
+        text += [_described(pre.trace, pre.target), _described(post.trace, post.target)]
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+    # -- traces ----------------------------------------------------------------------------------------------------
+
+    def _key(self, number: int) -> str:
+        """Tells layers apart: by code, options, sizes, and what they are called with."""
+        return f"{_description(self.calls.decoder.layers[number])}\n{self.calls.calls[number].key}"
+
+    def _kind(self, number: int, size: int, rank: int) -> _Kind:
+        key = self._key(number), size, rank
+        if key not in self._kinds:
+            layer, call = self.calls.decoder.layers[number], self.calls.calls[number]
+            inference = self._infer(
+                self._key(number), lambda inlined: self._trace_layer(layer, call, inlined), size, Placed(SHARD)
+            )
+            graph = inference.trace
+            outline = Outline(inference, Share(size, rank), [graph.hidden], graph.result)
+            self._kinds[key] = _Kind("layer", outline, frozenset(m.sliding_window for m in _masks(call)))
+        return self._kinds[key]
+
+    def _infer(
+        self, key: str, make: Callable[[frozenset[str]], Trace], tp_size: int, hidden: Placed
+    ) -> Inference:
+        """Infers placements of a trace, and traces again through the norms that this asks for.
+
+        Args:
+            key: tells traces apart: each is made once, for all layers of a kind and all numbers of ranks.
+            make: traces, given the paths of norms to trace through.
+            tp_size: the number of ranks.
+            hidden: the placement of what enters.
+        """
+        inlined: frozenset[str] = frozenset()
+        while True:
+            if (key, inlined) not in self._traces:
+                self._traces[key, inlined] = make(inlined)
+            try:
+                return Inference(self._traces[key, inlined], tp_size, hidden)
+            except NeedsInlining as needed:
+                inlined |= {needed.path}
+
+    def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> Trace:
+        leaves, skeleton = Leaves(inlined), skeleton_of(layer).train()
+        leaves.replace(skeleton)
+
+        def run(module: Any, x: Tensor, given: Sequence[Tensor]) -> Any:
+            args, kwargs = call.fill(dict(zip((g.name for g in call.given), given, strict=True)))
+            result = module(x, *args, **kwargs)
+            self.calls.is_tuple = isinstance(result, tuple)
+            return result[0] if isinstance(result, tuple) else result
+
+        hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
+        return trace(skeleton, leaves, hidden, call.given, run)
+
+    def _trace_model(self, model: Any, inlined: frozenset[str]) -> Trace:
+        """Traces a whole model, whose layers are leaves."""
+        self._kind(0, 1, 0)  # which tells whether layers return tuples
+        leaves, skeleton, decoder = Leaves(inlined), skeleton_of(model).train(), self.calls.decoder
+        layers = skeleton.get_submodule(decoder.path)._modules[decoder.name]
+        for number, layer in enumerate(layers):
+            leaf = leaves.add(LAYER, str(number))
+            layer.forward = _as_leaf(leaf, self.calls.is_tuple)
+        inside = {id(module) for module in layers.modules()}
+        table = model.get_input_embeddings()
+        leaves.table = next(name for name, module in model.named_modules() if module is table)
+        leaves.replace(skeleton, skip=lambda module: id(module) in inside)
+        for module in skeleton.modules():
+            if "Rotary" in type(module).__name__ and id(module) not in inside:
+                module.forward = lambda x, *args, **kwargs: (x, x)  # for layers alone
+
+        def run(module: Any, ids: Tensor, given: Sequence[Tensor]) -> Tensor:
+            with named_masks(module.get_submodule(decoder.path)):
+                logits: Tensor = module(input_ids=ids, position_ids=given[0], use_cache=False).logits
+            return logits
+
+        ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device="meta")
+        return trace(skeleton, leaves, ids, [PLACES], run)
+
+    def _outlines_of_ends(self, model: Any, size: int, rank: int) -> tuple[Outline, Outline]:
+        if (size, rank) not in self._ends:
+            inference = self._infer("", lambda inlined: self._trace_model(model, inlined), size, Placed(FREE))
+            graph = inference.trace
+            layers = [n for n in graph.nodes if (leaf := graph.leaf(n)) is not None and leaf.kind == LAYER]
+            layers.sort(key=lambda node: int(graph.leaf(node).path))  # type: ignore[union-attr]
+            for before, after in zip(layers, layers[1:], strict=False):
+                if after.args[0] is not before:
+                    raise Underivable("its forward computes something between two layers")
+            share = Share(size, rank)
+            first: Node = layers[0].args[0]  # type: ignore[assignment]
+            self._ends[size, rank] = (
+                Outline(inference, share, [], first),
+                Outline(inference, share, [layers[-1]], graph.result),
+            )
+        return self._ends[size, rank]
+
+    # -- checks ----------------------------------------------------------------------------------------------------
+
+    def check(self, config: Any, tp_size: int) -> None:
+        heads = {
+            words: getattr(config, name)
+            for name, words in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads"))
+            if isinstance(getattr(config, name, None), int)
+        }
+        if heads:
+            check_cuts(tp_size, heads, {"vocab_size": config.vocab_size})
+
+    def check_experts(self, model: Any, sharing: ParallelContext) -> None:
+        counts = self._expert_counts()
+        if not counts:
+            super().check_experts(model, sharing)
+        for count in counts:
+            check_expert_count(count, sharing)
+        if counts and getattr(model.config, "output_router_logits", False):
+            raise Underivable(
+                "output_router_logits=True adds a loss for the balance of its experts, which is built for declared "
+                "families; use model.config.output_router_logits = False"
+            )
+
+    def _expert_counts(self) -> set[int]:
+        modules = [m for layer in self.calls.decoder.layers for m in layer.modules() if is_experts(m)]
+        return {int(m.down_proj.shape[0]) for m in modules}
+
+    # -- side inputs -----------------------------------------------------------------------------------------------
+
+    def side_modules(self, model: Any) -> Sequence[nn.Module]:
+        layers = set(map(id, self.calls.decoder.layers))
+        own = {id(m) for layer in self.calls.decoder.layers for m in layer.modules()}
+        tables = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+        return [m for m in self.calls.decoder.module.modules() if id(m) not in own | layers | tables and not list(m.children())]
+
+    def side_inputs(
+        self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0
+    ) -> dict[str, Any]:
+        side = super().side_inputs(model, batch, cut, loss_scale, batch_scale)
+        return {**side, **expert_side_inputs(batch, cut)} if self._has_experts else side
+
+    def attention_inputs(
+        self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None
+    ) -> dict[str, Any]:
+        masks = causal_masks(model, self._windows, ids, mask, documents)
+        return {**self.calls.tensors(ids, positions), "masks": masks, "positions": positions}
+
+    def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
+        found = {}
+        dims = {given.name: given.open for call in self.calls.calls for given in call.given}
+        for name, tensor in self.calls.tensors(ids, positions).items():
+            along = [dim for dim in dims[name] if tensor.shape[dim] == ids.shape[1]]
+            found[name] = cut.take(tensor, along[0]) if along else tensor
+        return found
+
+
+def _as_leaf(leaf: int, is_tuple: bool) -> Any:
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = OPS.unary(hidden_states, leaf)
+        return (result,) if is_tuple else result
+
+    return forward
+
+
+def _masks(call: LayerCall) -> list[MaskOf]:
+    return [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, MaskOf)]
+
+
+def _description(layer: nn.Module) -> str:
+    """Returns the code and the options of a layer, as far as they decide what it computes."""
+    lines = []
+    for name, module in layer.named_modules():
+        forward = getattr(module.forward, "__func__", module.forward)
+        options = {
+            key: value
+            for key, value in sorted(vars(module).items())
+            if isinstance(value, (bool, int, float, str, type(None))) and not key.startswith("_") and key != "training"
+        }
+        options.pop("layer_idx", None)
+        shapes = [(key, None if p is None else tuple(p.shape)) for key, p in module._parameters.items()]
+        code = getattr(forward, "__code__", forward)
+        lines.append(f"{name} {type(module).__module__}.{type(module).__qualname__} {code} {options} {shapes}")
+    return "\n".join(lines)
+
+
+def _described(graph: Trace, target: Node) -> str:
+    leaves = [(leaf.kind, leaf.path, sorted(map(str, leaf.details.items()))) for leaf in graph.leaves]
+    return "\n".join([*(node.format_node() or "" for node in graph.nodes), str(target), repr(leaves)])
+
+
+@contextlib.contextmanager
+def refusing(model: Any) -> Iterator[None]:
+    """Returns the context in which a refusal says which class it is about, and what to do."""
+    try:
+        yield
+    except Underivable as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be derived: {error}; describe its decoder layer in a subclass of "
+            "hf_helix.models.family.Family and call hf_helix.register_model(YourFamily()), as docs/adding_a_model.md "
+            "shows, or use one of the classes that `hf-helix models` lists"
+        ) from error

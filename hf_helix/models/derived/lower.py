@@ -1,0 +1,559 @@
+"""From a trace with placements to a unit: every leaf and every piece of glue becomes an operator.
+
+In:   the inference of a trace, the nodes that are there at the start, and the node that the unit gives.
+Out:  an `Outline`, made once for all layers of a kind, which declares the operators of one layer to a `Builder`.
+Must hold: a value is gathered or scattered once, where it first meets what needs it in that form; residual sums of
+partial values are added up before they are scattered. Glue that one operator alone needs belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from hf_helix.models.attention import Attention, declare_attention
+from hf_helix.models.builder import Builder
+from hf_helix.models.derived.leaves import (
+    ATTENTION,
+    DROPOUT,
+    ELEMENTWISE,
+    EXPERTS,
+    LAYER,
+    LINEAR,
+    LOOKUP,
+    NORM,
+    Leaf,
+    MaskOf,
+)
+from hf_helix.models.derived.placements import (
+    COLUMN,
+    FREE,
+    PARTIAL,
+    ROW,
+    SHARD,
+    WHOLE,
+    Inference,
+    Placed,
+    is_canonical,
+    is_sum,
+)
+from hf_helix.models.derived.segments import Glue, Share, build_glue
+from hf_helix.models.derived.trace import BATCH, SEQUENCE, Underivable, is_tensor
+from hf_helix.models.expert_layer import declare_experts
+from hf_helix.models.stock_modules import is_silu
+from hf_helix.operators.explicit import GatedSilu
+
+PLACES = "places"
+
+
+class Outline:
+    """The operators of a unit, for all modules of one kind.
+
+    Args:
+        inference: the trace and its placements.
+        share: which part a rank has of what is cut.
+        start: the nodes whose values enter.
+        target: the node whose value leaves.
+    """
+
+    def __init__(self, inference: Inference, share: Share, start: Sequence[Node], target: Node) -> None:
+        self.inference = inference
+        self.trace = inference.trace
+        self.share = share
+        self.start = tuple(start)
+        self.target = target
+        self.needed = self._needed()
+        self.values: set[Node] = set(start)
+        self.results: dict[Node, Node] = {}
+        self.folded: set[Node] = set()
+        self.routed: dict[Node, Node] = {}
+        self.groups: dict[Node, set[Node]] = {}
+        self._choose_values()
+        self.flat = {*self.routed, *self.routed.values()}
+        self._glue: dict[tuple[Node, ...], tuple[Glue, list[Node]]] = {}
+
+    def _needed(self) -> set[Node]:
+        found: set[Node] = set()
+        waiting = [self.target]
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                if node not in self.start:
+                    waiting += [value for value in node.all_input_nodes if value not in found]
+        return found
+
+    # -- which nodes are values between operators ------------------------------------------------------------------
+
+    def is_operator(self, node: Node) -> bool:
+        """Returns whether a leaf is an operator by itself, and not part of the glue around it."""
+        leaf = self.trace.leaf(node)
+        if leaf is None or leaf.kind == ELEMENTWISE:
+            return False
+        if leaf.kind in (NORM, DROPOUT):
+            return is_canonical(self.trace, node) and self.placed(node).dim is None and self.placed(node).where != FREE
+        return True
+
+    def is_residual(self, node: Node) -> bool:
+        """Returns whether a node is a sum of values that are whole in their features."""
+        placed = self.placed(node)
+        usual = placed.where in (SHARD, PARTIAL) and placed.dim is None and is_sum(self.trace, node)
+        return usual and is_canonical(self.trace, node) and all(self.placed(v).where != FREE for v in node.args)
+
+    def placed(self, node: Any) -> Placed:
+        return self.inference.placed[node]
+
+    def _choose_values(self) -> None:
+        """Finds what is handed from operator to operator, and which operator all other glue belongs to."""
+        order = [node for node in self.trace.nodes if node in self.needed and node not in self.start]
+        for node in order:
+            if self.is_operator(node):
+                self.values.add(node)
+            elif is_tensor(node) and self.is_residual(node):
+                users = [user for user in node.users if user in self.needed]
+                folds = len(users) == 1 and is_tensor(users[0]) and self.is_residual(users[0]) and node is not self.target
+                (self.folded if folds and self.placed(node).where == SHARD else self.values).add(node)
+            leaf = self.trace.leaf(node)
+            if leaf is not None and leaf.kind == EXPERTS:
+                _, chosen, weights = node.args[:3]
+                self.routed[chosen] = weights  # type: ignore[index, assignment]
+        for node in reversed(order):
+            if node in self.values or node in self.folded or node not in self.inference.placed:
+                continue
+            if self.placed(node).where == FREE:
+                continue
+            users = [user for user in node.users if user in self.needed]
+            must = node is self.target or any(self._must_be_value(node, user) for user in users)
+            groups: set[Node] = set()
+            for user in users:
+                groups |= {self.routed.get(user, user)} if user in self.values else self.groups.get(user, set())
+            if must or (len(groups) > 1 and self._is_worth_keeping(node)):
+                if not is_tensor(node):
+                    raise Underivable(f"{node.target} in {self.trace.path(node) or 'the layer'} gives several values")
+                if not is_canonical(self.trace, node):
+                    raise Underivable(
+                        f"{node.target} in {self.trace.path(node) or 'the layer'} hands on a value that is not laid "
+                        "out by tokens"
+                    )
+                self.values.add(node)
+            self.groups[node] = {self.routed.get(node, node)} if node in self.values else groups
+
+    def _must_be_value(self, node: Node, user: Node) -> bool:
+        leaf = self.trace.leaf(user)
+        if user in self.folded:
+            return True
+        if user in self.values:
+            return leaf is None and self.is_residual(user) or (leaf is not None and leaf.kind != ATTENTION)
+        if user not in self.inference.placed:
+            return False
+        return self.placed(user).where not in (FREE, self.placed(node).where) or self.placed(node).is_summand
+
+    def _is_worth_keeping(self, node: Node) -> bool:
+        """Returns whether a node that several operators need is computed once; a view is made again by each."""
+        views = ("view", "reshape", "transpose", "unsqueeze", "getitem", "split", "slice", "chunk", "expand", "permute")
+        return not any(name in str(node.target) for name in views) and is_canonical(self.trace, node) and is_tensor(node)
+
+    # -- glue ------------------------------------------------------------------------------------------------------
+
+    def inputs_of(self, outputs: Sequence[Node]) -> list[Node]:
+        """Returns the values that the glue before some nodes reads."""
+        found: list[Node] = []
+        seen: set[Node] = set()
+
+        def visit(node: Node) -> None:
+            if node in seen or not _has_value(node):
+                return
+            seen.add(node)
+            if node in self.values and node not in outputs:
+                found.append(node)
+                return
+            for value in node.all_input_nodes:
+                visit(value)
+
+        for node in outputs:
+            visit(node)
+        return found
+
+    def glue(self, outputs: Sequence[Node]) -> tuple[Glue, list[Node]]:
+        """Returns the glue that computes some nodes, and the values that it reads."""
+        key = tuple(outputs)
+        if key not in self._glue:
+            inputs = self.inputs_of(outputs)
+            self._glue[key] = build_glue(self.inference, self.share, inputs, outputs, self.flat), inputs
+        return self._glue[key]
+
+    # -- one module ------------------------------------------------------------------------------------------------
+
+    def declare(self, b: Builder, module: nn.Module, start: dict[Node, str]) -> str:
+        """Declares the operators for one module, and returns the name of what leaves, as this rank's shard.
+
+        Args:
+            b: the builder of the unit.
+            module: the traced module, or one of the same kind.
+            start: the names of the values that enter.
+        """
+        lowering = _Lowering(self, b, module, start)
+        lowering.run()
+        return lowering.value(self.target, SHARD)
+
+    def declare_share(self, b: Builder, module: nn.Module, start: dict[Node, str]) -> str:
+        """Declares the operators of a unit whose result stays a share, as logits do."""
+        lowering = _Lowering(self, b, module, start)
+        lowering.run()
+        return lowering.value(self.target, WHOLE)
+
+
+class _Lowering:
+    """Declares the operators of one module."""
+
+    def __init__(self, outline: Outline, b: Builder, module: nn.Module, start: dict[Node, str]) -> None:
+        self.outline = outline
+        self.trace = outline.trace
+        self.b = b
+        self.module = module
+        self.names: dict[tuple[Node, str], str] = {}
+        self.used: set[str] = set()
+        for node, name in start.items():
+            self.names[node, outline.placed(node).where] = name
+
+    def run(self) -> None:
+        outline = self.outline
+        for node in self.trace.nodes:
+            if node in outline.values and node not in outline.start and node in outline.needed:
+                if not self._is_there(node):
+                    self._declare(node)
+
+    def value(self, node: Node, where: str) -> str:
+        """Returns the name of a value in some form, and declares the communication that gives it."""
+        found = self.names.get((node, where))
+        if found is not None:
+            return found
+        have = self.outline.placed(node).where
+        if have == PARTIAL and where == SHARD:
+            name = self.b.reduce_scatter(self._name(node, "scatter"), self.names[node, PARTIAL])
+        elif where == WHOLE and have != WHOLE:
+            name = self.b.all_gather(self._name(node, "gather"), self.value(node, SHARD))
+        else:
+            raise Underivable(f"{node.name} in {self.trace.path(node)} would have to be cut again")
+        self.names[node, where] = name
+        return name
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    def _declare(self, node: Node) -> None:
+        leaf = self.trace.leaf(node)
+        if leaf is not None and self.outline.is_operator(node):
+            self._OF_LEAVES[leaf.kind](self, node, leaf)
+        elif self.outline.is_residual(node):
+            self._residual(node)
+        else:
+            self._segment(node)
+
+    def _linear(self, node: Node, leaf: Leaf) -> None:
+        outline, source = self.outline, node.args[0]
+        way = outline.inference.decisions.ways[node]
+        if way == ROW:
+            linear = self.module.get_submodule(leaf.path)
+            name = self.b.row_parallel(self._name(node), linear, self.value(source, WHOLE))
+            self._set(node, name)
+            return
+        alike = [user for user in source.users if user in outline.needed and self._is_beside(user, node)]  # type: ignore[union-attr]
+        linears = {self.trace.leaf(user).path: user for user in alike}  # type: ignore[union-attr]
+        modules = {path.rpartition(".")[2]: self.module.get_submodule(path) for path in linears}
+        keys = list(modules)
+        parent = leaf.path.rpartition(".")[0]
+        name = self._free(f"{parent}.{'+'.join(keys)}" if parent else "+".join(keys))
+        if way == COLUMN:
+            blocks = outline.placed(node).blocks
+            blocks = blocks if len(blocks) > 1 else ()
+            outputs = self.b.column_parallel(name, modules, self.value(source, WHOLE), blocks=blocks)
+        else:
+            where = outline.placed(node).where
+            outputs = self.b.replicated_linear(name, modules, self.value(source, where))
+        for user, output in zip(linears.values(), outputs, strict=True):
+            self._set(user, output)
+
+    def _is_beside(self, other: Node, node: Node) -> bool:
+        """Returns whether two linears read the same value, are of the same module, and are cut in the same way."""
+        ways, placed = self.outline.inference.decisions.ways, self.outline.placed
+        if other is node:
+            return True
+        leaf, mine = self.trace.leaf(other), self.trace.leaf(node)
+        if leaf is None or mine is None or leaf.kind != LINEAR or other.args[0] is not node.args[0]:
+            return False
+        if len(placed(other).blocks) > 1 or len(placed(node).blocks) > 1:
+            return False
+        return ways[other] == ways[node] and leaf.path.rpartition(".")[0] == mine.path.rpartition(".")[0]
+
+    def _norm(self, node: Node, leaf: Leaf) -> None:
+        where = self.outline.placed(node).where
+        readers = [self.trace.leaf(user) for user in node.users if user in self.outline.needed]
+        lowers = all(reader is not None and reader.kind == LINEAR for reader in readers)
+        norm = self.module.get_submodule(leaf.path)
+        self._set(node, self.b.norm(self._name(node), norm, self.value(node.args[0], where), lowers))
+
+    def _dropout(self, node: Node, leaf: Leaf) -> None:
+        where = self.outline.placed(node).where
+        value = self.value(node.args[0], where)
+        module = self.module.get_submodule(leaf.path)
+        dropout = module if isinstance(module, nn.Dropout) else _DropoutIn(module, leaf.details["p"])
+        self._set(node, self.b.dropout(self._name(node), dropout, value))
+
+    def _lookup(self, node: Node, leaf: Leaf) -> None:
+        table = self.module.get_submodule(leaf.path)
+        self._set(node, self.b.lookup(self._name(node), table, plain=True))
+
+    def _residual(self, node: Node) -> None:
+        """Declares a sum: of what is partial first, which is then scattered, and added to what is not."""
+        outline, b = self.outline, self.b
+        if outline.placed(node).where == PARTIAL:
+            left, right = (self.value(value, PARTIAL) for value in node.args)
+            self._set(node, b.add(self._name(node), left, right))
+            return
+        parts = self._terms(node)
+        partial = [self.names[p, PARTIAL] for p in parts if outline.placed(p).where == PARTIAL]
+        names = [self.value(p, SHARD) for p in parts if outline.placed(p).where != PARTIAL]
+        if len(partial) > 1:
+            total = partial[0]
+            for value in partial[1:]:
+                total = b.add(self._name(node, "partial"), total, value)
+            names.append(b.reduce_scatter(self._name(node, "scatter"), total))
+        elif partial:
+            names.append(self.value(next(p for p in parts if outline.placed(p).where == PARTIAL), SHARD))
+        total = names[0]
+        for value in names[1:]:
+            total = b.add(self._name(node), total, value)
+        self._set(node, total)
+
+    def _terms(self, node: Node) -> list[Node]:
+        """Returns what a sum is made of. A sum that others read, too, is one term."""
+        found: list[Node] = []
+        for value in node.args:
+            found += self._terms(value) if value in self.outline.folded else [value]  # type: ignore[arg-type, list-item]
+        return found
+
+    def _segment(self, node: Node) -> None:
+        """Declares a piece of glue."""
+        outline, b = self.outline, self.b
+        routed = {**outline.routed, **{weights: chosen for chosen, weights in outline.routed.items()}}
+        if node in routed:
+            self._router(*((routed[node], node) if node in outline.routed else (node, routed[node])))
+            return
+        glue, inputs = outline.glue([node])
+        placed = outline.placed(node)
+        names = [self.value(value, placed.where) for value in inputs]
+        function, side = self._function(glue, [node], inputs)
+        copied, cut = self._parameters(glue)
+        explicit = None
+        if glue.gate is not None:
+            act = self.module.get_submodule(glue.gate)
+            explicit = GatedSilu(lambda: is_silu(act))
+        name = b.segment(
+            self._name(node),
+            function,
+            *names,
+            side=side,
+            uses=[*glue.called(self.module), *copied],
+            cut=cut,
+            on_shard=True,
+            explicit=explicit,
+        )
+        if placed.is_summand:
+            name = b.sum_over_ranks(self._free(f"{self._name(node)}.sum"), name)
+        self._set(node, name)
+
+    def _router(self, weights: Node, chosen: Node) -> None:
+        """Declares what chooses experts: the weights of choices, and the choices, which have no gradient."""
+        glue, inputs = self.outline.glue([weights, chosen])
+        names = [self.value(value, SHARD) for value in inputs]
+        function, side = self._function(glue, [weights, chosen], inputs)
+        copied, cut = self._parameters(glue)
+        name = self._name(weights)
+        found = self.b.segment_outputs(
+            name,
+            function,
+            [f"{name}.weights"],
+            *names,
+            side=side,
+            uses=[*glue.called(self.module), *copied],
+            cut=cut,
+            on_shard=True,
+            plain=[f"{name}.chosen"],
+        )
+        for node, value in zip((weights, chosen), found, strict=True):
+            self._set(node, value)
+
+    def _function(
+        self, glue: Glue, outputs: Sequence[Node], inputs: Sequence[Node]
+    ) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        """Returns the glue as a function over values as operators hand them on, and the side inputs that it takes."""
+        bound = glue.bind(self.module)
+        side = tuple(name for name in glue.side if name != PLACES)
+        if not side:
+            return bound, glue.side
+        if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
+            raise Underivable("rows of tokens meet what belongs to positions")
+        return _ByRows(bound), (*side, "length")
+
+    def _attention(self, node: Node, leaf: Leaf) -> None:
+        outline, b = self.outline, self.b
+        q, k, v, more = node.args[:4]
+        glue, inputs = outline.glue([q, k, v])  # type: ignore[list-item]
+        of_keys = set(outline.inputs_of([q, k]))  # type: ignore[list-item]
+        alone = [value not in of_keys for value in inputs]
+        names = [self.value(value, WHOLE) for value in inputs]
+        bound = glue.bind(self.module)
+
+        def heads(*values: Tensor, **side: Any) -> tuple[Tensor, Tensor, Tensor]:
+            # Attention keeps the values for backward; as a slice, they would keep queries and keys alive with them.
+            values = tuple([v.contiguous() if own else v for v, own in zip(values, alone, strict=True)])
+            found: tuple[Tensor, Tensor, Tensor] = bound(*[value.transpose(0, 1) for value in values], **side)
+            return found
+
+        copied, cut = self._parameters(glue)
+        options, mask = dict(leaf.details["options"]), leaf.details["mask"]
+        if mask is not None and not isinstance(mask, MaskOf):
+            raise Underivable("its attention masks are made in the layer")
+        dropout = options.pop("dropout", 0.0) or 0.0
+        tensors = {
+            key: self._parameter(value)
+            for key, value in zip(leaf.details["tensors"], more, strict=True)  # type: ignore[arg-type]
+        }
+        attention = Attention(
+            self.module.get_submodule(leaf.path) if leaf.path else self.module,
+            heads,
+            mask.sliding_window if mask is not None else None,
+            eager=leaf.details["eager"],
+            dropout=dropout,
+            options=options,
+            tensors=tensors,
+            has_mask=mask is not None,
+        )
+        name = declare_attention(
+            b,
+            attention,
+            *names,
+            side=glue.side,
+            uses=[*glue.called(self.module), *copied],
+            cut=cut,
+            name=self._name(node),
+        )
+        self._set_heads(node, name)
+
+    def _parameters(self, glue: Glue) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Returns the parameters that glue reads itself: those that every rank has whole, and those that are cut."""
+        cut = {self.trace.attributes[node] for node in self.outline.inference.decisions.cut}
+        found = glue.parameters(self.module)
+        return [p for n, p in found if n not in cut], [p for n, p in found if n in cut]
+
+    def _parameter(self, node: Node) -> nn.Parameter:
+        path, _, last = self.trace.attributes[node].rpartition(".")
+        parameter: nn.Parameter = getattr(self.module.get_submodule(path), last)
+        return parameter
+
+    def _set_heads(self, node: Node, name: str) -> None:
+        """Gives a name to the output of attention, whose heads lie side by side already."""
+        batch, length, heads, size = self.trace.shape(node)
+        result, views = node, ("reshape", "view", "clone", "contiguous", "to")
+        while len(result.users) == 1 and self.trace.shape(result) != (batch, length, heads * size):
+            (user,) = result.users
+            if not any(f"aten.{view}." in str(user.target) for view in views):
+                break
+            result = user
+        while len(result.users) == 1 and any(f"aten.{v}." in str(next(iter(result.users)).target) for v in ("clone", "contiguous")):
+            result = next(iter(result.users))
+        if self.trace.shape(result) == (batch, length, heads * size):
+            self._set(result, name)
+            self._set(node, name)
+            return
+        local = sum(self.outline.share.of(self.outline.placed(node).blocks))
+
+        def by_heads(value: Tensor) -> Tensor:
+            return value.unflatten(-1, (local, size))
+
+        self._set(node, self.b.segment(self._free(f"{self._name(node)}.heads"), by_heads, name))
+
+    def _experts(self, node: Node, leaf: Leaf) -> None:
+        tokens, chosen, weights = node.args[:3]
+        if len(self.trace.shape(node)) != 2:
+            raise Underivable("its experts take tokens that are not flat")
+        values = [self.value(value, SHARD) for value in (tokens, weights, chosen)]  # type: ignore[arg-type]
+        name = self._name(node)
+        module = self.module.get_submodule(leaf.path)
+        self._set(node, declare_experts(self.b, *values, module, name=name))
+
+    def _layer(self, node: Node, leaf: Leaf) -> None:
+        raise Underivable("its layers do more than hand a value from one to the next")
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def _is_there(self, node: Node) -> bool:
+        return any((node, where) in self.names for where in (SHARD, WHOLE, PARTIAL))
+
+    def _set(self, node: Node, name: str) -> None:
+        self.names[node, self.outline.placed(node).where] = name
+
+    def _name(self, node: Node, suffix: str = "") -> str:
+        """Returns a name of an operator that is not taken: the path of the module, and what is done there."""
+        leaf = self.trace.leaf(node)
+        if leaf is not None:
+            base = leaf.path or leaf.kind
+        else:
+            what = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
+            path = self.trace.path(node)
+            base = f"{path}.{what}" if path else what
+        return self._free(f"{base}.{suffix}" if suffix else base)
+
+    def _free(self, name: str) -> str:
+        found, number = name, 1
+        while found in self.used:
+            number += 1
+            found = f"{name}.{number}"
+        self.used.add(found)
+        return found
+
+    _OF_LEAVES: dict[str, Callable[[_Lowering, Node, Leaf], None]] = {
+        LINEAR: _linear,
+        NORM: _norm,
+        DROPOUT: _dropout,
+        LOOKUP: _lookup,
+        ATTENTION: _attention,
+        EXPERTS: _experts,
+        LAYER: _layer,
+    }
+
+
+class _ByRows:
+    """Glue that needs to know which token stands where: it gets values [batch, sequence, ...] without padding."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, *values: Tensor, length: int, **side: Tensor) -> Tensor:
+        padded = values[0].shape[0]
+        result = self.function(*(value[:length].transpose(0, 1) for value in values), **side).transpose(0, 1)
+        extra = padded - result.shape[0]
+        if extra <= 0:
+            return result
+        return nn.functional.pad(result, (0, 0) * (result.dim() - 1) + (0, extra))
+
+
+@dataclass(frozen=True)
+class _DropoutIn:
+    """Dropout by a function in the code of a module, which says whether it is in training."""
+
+    module: nn.Module
+    p: float
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+
+def _has_value(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))

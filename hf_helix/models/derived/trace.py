@@ -1,0 +1,176 @@
+"""What a module computes, as a graph: `torch.export` of a skeleton whose submodules are leaves.
+
+In:   a module, and examples of what it is called with.
+Out:  a `Trace`: the nodes in order, what they stand for, and numbers in the place of symbolic sizes.
+Must hold: batch and sequence stay open; head counts may be written down, and are rewritten where values are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.fx import Node
+
+from hf_helix.models.derived.leaves import DTYPE, LEAF_OPS, Leaf, Leaves
+from hf_helix.models.derived.rewrite import rewrite
+
+BATCH, SEQUENCE = 1_000_003, 2_000_003
+"""What the sizes of a trace are where a computation needs numbers: primes, so that no size of a model equals them."""
+
+EXAMPLE_BATCH, EXAMPLE_LENGTH = 2, 6
+"""The sizes of the examples that a module is traced with."""
+
+
+class Underivable(ValueError):
+    """A model that a family cannot be derived for. Its text says why."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that a layer is called with besides what the layer before it gives, such as a rope.
+
+    Attributes:
+        name: the name of the side input of a micro-batch.
+        shape: its shape at `EXAMPLE_BATCH` and `EXAMPLE_LENGTH`.
+        dtype: its type.
+        open: its dimensions that change with batch or sequence.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    open: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """The graph of a module.
+
+    Attributes:
+        nodes: the calls in order.
+        hidden: the node of the value that enters.
+        result: the node of the value that leaves.
+        leaves: what the calls of custom operators stand for.
+        attributes: the nodes of parameters and buffers, by name in the module; constants as tensors.
+        given: the nodes of further inputs, by name.
+        batch: the symbol of the number of sequences.
+        sequence: the symbol of their length.
+    """
+
+    nodes: Sequence[Node]
+    hidden: Node
+    result: Node
+    leaves: Sequence[Leaf]
+    attributes: dict[Node, str]
+    constants: dict[Node, torch.Tensor]
+    given: dict[Node, str]
+    batch: Any
+    sequence: Any
+
+    def leaf(self, node: Node) -> Leaf | None:
+        """Returns what a call stands for; None for any other operation."""
+        place = LEAF_OPS.get(node.target)  # type: ignore[call-overload]
+        return None if place is None else self.leaves[node.args[place]]  # type: ignore[index]
+
+    def number(self, size: Any) -> int:
+        """Returns a size as a number, see `BATCH`."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr if hasattr(size, "node") else size
+        return int(expression.subs({self.batch: BATCH, self.sequence: SEQUENCE}))
+
+    def shape(self, node: Node) -> tuple[int, ...]:
+        """Returns the shape of a value, in numbers."""
+        return tuple(self.number(size) for size in node.meta["val"].shape)
+
+    def path(self, node: Node) -> str:
+        """Returns the path of the module whose code makes a call."""
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        path = str(stack[-1][0]) if stack else ""
+        return path.removeprefix("module").removeprefix(".")
+
+
+def is_tensor(node: Any) -> bool:
+    """Returns whether a node gives a tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+class _Called(nn.Module):
+    """A skeleton, called with the value that enters and the tensors that it is given."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.call = call
+
+    def forward(self, x: torch.Tensor, *given: torch.Tensor) -> Any:
+        return self.call(self.module, x, given)
+
+
+def trace(
+    skeleton: nn.Module, leaves: Leaves, hidden: torch.Tensor, given: Sequence[Given], call: Callable[..., Any]
+) -> Trace:
+    """Traces a skeleton.
+
+    Args:
+        skeleton: the module, whose submodules are leaves already.
+        leaves: these leaves.
+        hidden: an example of the value that enters [batch, sequence, ...].
+        given: further inputs.
+        call: calls the skeleton: `call(skeleton, x, given)` returns the tensor that leaves.
+
+    Raises:
+        Underivable: the code cannot be traced.
+    """
+    auto = Dim.AUTO
+    examples = [torch.empty(g.shape, dtype=DTYPE if g.dtype.is_floating_point else g.dtype, device="meta") for g in given]
+    open_dims = ({0: auto, 1: auto}, tuple({dim: auto for dim in g.open} for g in given))
+    try:
+        with torch.no_grad(), leaves.capturing():
+            program = torch.export.export(
+                _Called(skeleton, call), (hidden, *examples), strict=False, dynamic_shapes=open_dims
+            )
+    except Underivable:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise Underivable(f"torch.export cannot trace it: {type(error).__name__}: {lines[0]}") from error
+    return _trace_of(program, leaves, given)
+
+
+def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:
+    rewrite(program.graph)
+    nodes = list(program.graph.nodes)
+    signature = program.graph_signature
+    owned = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    attributes, constants, inputs = {}, {}, []
+    for node in nodes:
+        if node.op != "placeholder":
+            continue
+        if node.name in owned:
+            attributes[node] = owned[node.name].removeprefix("module.")
+        elif node.name in signature.inputs_to_lifted_tensor_constants:
+            constants[node] = program.constants[signature.inputs_to_lifted_tensor_constants[node.name]]
+        else:
+            inputs.append(node)
+    hidden, *rest = inputs
+    batch, sequence = (size.node.expr if hasattr(size, "node") else size for size in hidden.meta["val"].shape[:2])
+    if isinstance(batch, int) or isinstance(sequence, int):
+        raise Underivable("its code is only right for one batch size or one length")
+    (result,) = next(node for node in nodes if node.op == "output").args[0]
+    return Trace(
+        nodes=[node for node in nodes if node.op == "call_function"],
+        hidden=hidden,
+        result=result,
+        leaves=leaves.found,
+        attributes=attributes,
+        constants=constants,
+        given={node: g.name for node, g in zip(rest, given, strict=True)},
+        batch=batch,
+        sequence=sequence,
+    )
