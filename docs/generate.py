@@ -1,9 +1,9 @@
 """Writes the parts of the pages that follow from the code: `python docs/generate.py`.
 
-In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the tables of other packages'
-      names in `hf_helix.upstream`; the folders of the package and their docstrings.
-Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in configuration.md, support.md, upstream.md and
-      CONTRIBUTING.md.
+In:   `HelixConfig`'s docstring and defaults; `SUPPORTED`, the table of `hf-helix models`; the census; the tables of
+      other packages' names in `hf_helix.upstream`; the folders of the package and their docstrings.
+Out:  the blocks between `<!-- generated: NAME -->` and `<!-- end -->` in the README, configuration.md, support.md,
+      models.md, upstream.md and CONTRIBUTING.md.
 Must hold: it changes nothing outside the blocks; tests/unit/test_docs.py compares the pages with what it would write.
 """
 
@@ -21,8 +21,9 @@ from itertools import groupby
 from pathlib import Path
 
 import hf_helix
-from hf_helix.cli.models import SUPPORTED
+from hf_helix.cli.models import SUPPORTED, headline
 from hf_helix.config import HelixConfig
+from hf_helix.models.census import read_census
 from hf_helix.upstream.check import resolve
 from hf_helix.upstream.overridden import OVERRIDDEN
 from hf_helix.upstream.used import USED
@@ -64,6 +65,35 @@ def models() -> str:
     """The classes, a checkpoint of each, and the layouts that were tested."""
     rows = [f"| `{name}` | {model.checkpoint} | {', '.join(model.layouts)} |" for name, model in SUPPORTED.items()]
     return "\n".join(["| class | for example | layouts compared |", "|---|---|---|", *rows])
+
+
+def census() -> str:
+    """How many classes are proven, and what was found for each."""
+    taken = read_census()
+    layouts = list(dict.fromkeys(layout for findings in taken.classes.values() for layout in findings))
+    lines = [
+        f"**{headline(taken)}.**",
+        "",
+        f"| class | {' | '.join(layouts)} | why not |",
+        "|---" * (len(layouts) + 2) + "|",
+    ]
+    for name, findings in taken.classes.items():
+        statuses = [findings[layout].status if layout in findings else "" for layout in layouts]
+        reasons = dict.fromkeys(found.reason for found in findings.values() if found.reason)
+        cells = [f"`{name}`", *statuses, "<br>".join(_cell(reason) for reason in reasons)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def census_number() -> str:
+    """How many classes are proven, for the first page, whose links are absolute."""
+    page = "https://github.com/hf-helix/hf_helix/blob/main/docs/models.md"
+    return f"**{headline(read_census())}**: [which, and why not the others]({page})."
+
+
+def _cell(text: str) -> str:
+    """A text that may stand in a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
 
 
 def overridden() -> str:
@@ -145,6 +175,8 @@ BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {
     "tree": ("../CONTRIBUTING.md", tree),
     "options": ("configuration.md", options),
     "models": ("support.md", models),
+    "census": ("models.md", census),
+    "census number": ("../README.md", census_number),
     "overridden": ("upstream.md", overridden),
     "used": ("upstream.md", used),
 }

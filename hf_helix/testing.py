@@ -37,7 +37,7 @@ LayoutOptions = Mapping[str, Any]
 """Options of `HelixConfig`, such as `{"tp_size": 2}`."""
 
 TIMEOUT = 1800.0
-"""The seconds after which ranks that have not answered are ended. A proof takes seconds on a machine that is free."""
+"""The seconds after which ranks that have not answered are ended, where nothing else is said."""
 
 
 def check_family(
@@ -79,6 +79,7 @@ def prove_layouts(
     layouts: Sequence[LayoutOptions] | None = None,
     imports: Sequence[str] = (),
     say: Callable[[str], None] = lambda layout: None,
+    timeout: float = TIMEOUT,
 ) -> Iterator[Proof]:
     """Yields the proof of every layout as it is found; see `check_family`.
 
@@ -87,6 +88,7 @@ def prove_layouts(
         layouts: see `check_family`.
         imports: see `check_family`.
         say: called with every layout before it is proven.
+        timeout: the seconds after which ranks that have not answered are ended.
     """
     configs = configs_for(subject, layouts)
     if world_size() > 1:
@@ -95,7 +97,7 @@ def prove_layouts(
             yield _prove_here(subject, config)
         return
     modules = list(dict.fromkeys([*registered_elsewhere(), *imports]))
-    with _Ranks(modules) as ranks:
+    with _Ranks(modules, timeout) as ranks:
         for config in configs:
             say(_layout(config))
             yield ranks.prove(subject, config)
@@ -149,10 +151,12 @@ class _Ranks:
 
     Args:
         imports: the modules that each of them imports first.
+        timeout: the seconds after which those that have not answered are ended.
     """
 
-    def __init__(self, imports: Sequence[str]) -> None:
+    def __init__(self, imports: Sequence[str], timeout: float) -> None:
         self._imports = list(imports)
+        self._timeout = timeout
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="hf_helix-")
         self._number = 0
@@ -199,9 +203,9 @@ class _Ranks:
         answers: list[Any] = []
         pending = {pipe: process for process, pipe in workers}
         while pending:
-            ready = wait(list(pending), TIMEOUT)
+            ready = wait(list(pending), self._timeout)
             if not ready:
-                return [_Failure(f"{len(pending)} ranks have not answered for {TIMEOUT:.0f} s", "")]
+                return [_Failure(f"{len(pending)} ranks have not answered for {self._timeout:.0f} s", "")]
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 process = pending.pop(pipe)

@@ -1,9 +1,10 @@
 """hf-helix models: which model classes are supported, and on which layouts each was tested.
 
-In:   nothing.
+In:   part of the name of a class, or nothing; the census (`hf_helix.models.census`).
 Out:  text.
 Must hold: `SUPPORTED` names every registered class and exactly the layouts that tests compare with the unsplit model
-or the stock Trainer; a test holds it. It is the one list: docs/support.md is generated from it.
+or the stock Trainer; a test holds it. It is the one list: docs/support.md is generated from it. What the census says of
+other classes is printed as it stands there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_helix.cli.options import add_parser
+from hf_helix.models.census import PROVEN, Census, Findings, read_census
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -65,6 +67,13 @@ Trainer, losses and every gradient, on CPU with gloo. Nothing has run on a GPU y
 divide the heads, layers and experts. What else is tested: docs/support.md; how to add a class: docs/adding_a_model.md.
 """
 
+CENSUS_LEGEND = """\
+The census cuts a small model of every causal-LM class of Transformers, with the defaults of its configuration, and
+compares losses, every gradient and logits with those of the unsplit model. proven: all are equal. refused: such a model
+cannot be trained cut like this, and says so before it starts. failed: it must not be used. `hf-helix check NAME`
+compares a class or a checkpoint's own configuration here and now.
+"""
+
 
 def layout_name(sizes: Mapping[str, int]) -> str:
     """The axes of more than one rank, such as `tp2+dp2`."""
@@ -74,13 +83,51 @@ def layout_name(sizes: Mapping[str, int]) -> str:
 def add_command(commands: Commands) -> None:
     """Declare the command."""
     summary = "list the model classes that are supported, and the layouts on which each was tested"
-    add_parser(commands, "models", run, summary, LEGEND)
+    parser = add_parser(commands, "models", run, summary, LEGEND + CENSUS_LEGEND)
+    parser.add_argument("name", nargs="?", default="", help="only classes that have this in their names, such as gemma")
 
 
 def run(options: argparse.Namespace) -> None:
-    """A line for each class, continued where its layouts need more."""
+    """Prints a line for each class, continued where it needs more: those that tests compare, then the census."""
+    part = options.name.lower()
     for name, model in SUPPORTED.items():
-        head = f"{name:<20} {model.checkpoint:<31} "
-        layouts = textwrap.wrap(" ".join(model.layouts), 119 - len(head), break_on_hyphens=False)
-        print(head + f"\n{' ' * len(head)}".join(layouts))
-    print(f"\n{LEGEND}", end="")
+        if part in name.lower():
+            print(_wrapped(f"{name:<20} {model.checkpoint:<31} ", " ".join(model.layouts)))
+    print(f"\n{LEGEND}")
+    _print_census(read_census(), part)
+
+
+def _print_census(census: Census, part: str) -> None:
+    """Prints what was found for the classes that have a text in their names: first those that are proven somewhere."""
+    found = {name: findings for name, findings in census.classes.items() if part in name.lower()}
+    for name in sorted(found, key=lambda name: (not _proven(found[name]), name)):
+        print(_wrapped(f"{name:<34} ", describe(found[name])))
+    print(f"\n{headline(census)}\n{CENSUS_LEGEND}", end="")
+
+
+def headline(census: Census) -> str:
+    """Returns how many classes are proven, with the versions, as one line."""
+    if not census.classes:
+        return "No census has been taken."
+    versions = ", ".join(f"{name} {number}" for name, number in census.versions.items())
+    return (
+        f"{len(census.proven_on('tp2', 'pp2'))} of {len(census.classes)} causal-LM classes are proven at tp2 and pp2 "
+        f"({versions}, {census.date})"
+    )
+
+
+def describe(findings: Findings) -> str:
+    """Returns the findings for a class, layouts of the same finding together: "tp2 pp2 proven; cp2 refused: ..."."""
+    layouts: dict[str, list[str]] = {}
+    for layout, (status, reason) in findings.items():
+        layouts.setdefault(f"{status}: {reason}" if reason else status, []).append(layout)
+    return "; ".join(f"{' '.join(names)} {text}" for text, names in layouts.items())
+
+
+def _proven(findings: Findings) -> list[str]:
+    return [layout for layout, found in findings.items() if found.status == PROVEN]
+
+
+def _wrapped(head: str, text: str) -> str:
+    """Returns a line with what continues it below its second part."""
+    return head + f"\n{' ' * len(head)}".join(textwrap.wrap(text, 119 - len(head), break_on_hyphens=False))

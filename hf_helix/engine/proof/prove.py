@@ -91,6 +91,7 @@ class _Copy:
         self.model = copy.deepcopy(model).train()
         scale_weights(self.model)
         self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self.joined_elsewhere: set[str] = set()
         self.compares = mesh.pipe.rank == mesh.cp.rank == mesh.tp.rank == 0
         self.unsplit = Unsplit(self.model, mesh.device) if self.compares else None
         self.windows = self._make_windows()
@@ -168,9 +169,12 @@ class _Copy:
         for name in self.names:
             parameter = self.model.get_parameter(name)
             mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            whole = whole_parameter(mine, placements[parameter], self.mesh, owners[parameter])
+            placement = placements[parameter]
+            whole = whole_parameter(mine, placement, self.mesh, owners[parameter])
             if whole is not None:
                 found[name] = whole.double()
+            if self.mesh.axis_of(placement).rank > 0:  # experts, which the first rank of those that share them joins
+                self.joined_elsewhere.add(name)
         return found
 
     def _compare(self, kind: str, plan: str, batches: Sequence[Batch], found: Outcome) -> Case:
@@ -190,7 +194,8 @@ class _Copy:
     def _expected(self, unsplit: Unsplit, kind: str, batches: Sequence[Batch]) -> Outcome:
         """What the unsplit model gives for a window of this rank, with gradients averaged over data-parallel ranks."""
         everywhere = [unsplit.run(window[kind]).gradients for window in self.windows]
-        mean = {name: total / len(everywhere) for name, total in add_up(everywhere).items()}
+        total = add_up(everywhere)
+        mean = {name: total[name] / len(everywhere) for name in total if name not in self.joined_elsewhere}
         return replace(unsplit.run(batches), gradients=mean)
 
 

@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from hf_helix.config import HelixConfig
 from hf_helix.models.small_config import default_config, small_config
 
-IMPLEMENTATIONS = ("eager", "sdpa")
-"""Attention that runs in fp32 on every device. Where a model uses another one, it is proven with `sdpa`."""
+IMPLEMENTATIONS = ("eager", "sdpa", None)
+"""Attention that runs in fp32 on every device. Where a model uses another one, Transformers chooses one of these."""
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "num_kv_heads")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -80,7 +80,7 @@ class Subject:
         layout = config or HelixConfig()
         made = self._sized(layout)
         if made._attn_implementation not in IMPLEMENTATIONS:
-            made._attn_implementation = "sdpa"
+            made._attn_implementation = None
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed generators of GPUs as well
             if self.kind is not None:

@@ -1,0 +1,163 @@
+"""Proves every causal-LM class of the installed Transformers: `python -m benchmarks.census`.
+
+In:   names of classes; without any, all of them.
+Out:  the census (`hf_helix/models/census.json`): for each class and layout whether a small model of the class, cut,
+      equals its unsplit self, why it is refused, or what differs. A line for each class while it runs.
+Must hold: a class that fails, hangs or ends its processes does not end the census; what a run has found stays in the
+file, and the next run goes on from there.
+
+Then `make docs` writes the table of docs/models.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hf_helix.cli.models import describe, headline
+from hf_helix.engine.proof.subject import Subject, has_experts
+from hf_helix.engine.proof.verdict import Proof
+from hf_helix.models.census import FAILED, FILE, PROVEN, REFUSED, Census, Finding, format_census, read_census
+from hf_helix.models.small_config import causal_lm_classes
+from hf_helix.testing import prove_layouts
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2": {"tp_size": 2},
+    "pp2": {"pp_size": 2},
+    "cp2": {"cp_size": 2},
+    "ep2": {"ep_size": 2},
+}
+
+SAMPLE = (
+    *("LlamaForCausalLM", "GPT2LMHeadModel", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"),
+    *("Olmo2ForCausalLM", "SmolLM3ForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "MambaForCausalLM"),
+)
+"""Classes that differ in most ways that there are."""
+
+LONGEST_REASON = 300
+
+
+def main() -> None:
+    options = read_options()
+    versions = {name: version(name) for name in ("transformers", "torch")}
+    census = read_census(options.out)
+    if census.versions != versions:
+        census = Census(versions)
+    names = options.only or (SAMPLE if options.sample else causal_lm_classes())
+    asked = options.layouts or list(LAYOUTS)
+    quiet()
+    for place, name in enumerate(names, 1):
+        before = census.classes.get(name, {})
+        kept = {layout: found for layout, found in before.items() if found.status == PROVEN or not options.again}
+        kept = {} if options.anew else kept
+        started = time.monotonic()
+        found = {**kept, **take(name, [layout for layout in asked if layout not in kept], options.timeout)}
+        found = {layout: found[layout] for layout in LAYOUTS if layout in found}
+        if found != before:
+            today = datetime.date.today().isoformat()
+            census = replace(census, date=today, classes={**census.classes, name: found})
+            write(options.out, census)
+        print(f"{place}/{len(names)} {name}: {describe(found)} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(headline(census))
+
+
+def read_options() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="CLASS", choices=causal_lm_classes(), help="these classes")
+    parser.add_argument("--sample", action="store_true", help=f"{len(SAMPLE)} classes that differ much")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="these layouts; without it, all that apply")
+    parser.add_argument("--again", action="store_true", help="also what was refused or failed before")
+    parser.add_argument("--anew", action="store_true", help="everything, whatever was found before")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a layout may take")
+    parser.add_argument("--out", type=Path, default=FILE, help="the file that is read and written")
+    return parser.parse_args()
+
+
+def take(name: str, layouts: list[str], timeout: float) -> dict[str, Finding]:
+    """Returns the findings for a class.
+
+    Args:
+        name: the class.
+        layouts: those that are to be proven; `ep2` is left out for models without experts.
+        timeout: the seconds that a layout may take.
+    """
+    if not layouts:
+        return {}
+    try:
+        subject = Subject.of(name)
+        model = subject.build()
+        run_unsplit(model)
+    except Exception as error:
+        because = f"the unsplit model does not train on token ids alone: {type(error).__name__}: {error}"
+        return {layout: Finding(REFUSED, short(because)) for layout in layouts if layout != "ep2"}
+    layouts = [layout for layout in layouts if layout != "ep2" or has_experts(model)]
+    found = {}
+    for layout, proof in zip(layouts, prove_each(subject, layouts, timeout), strict=True):
+        found[layout] = finding_of(proof)
+    return found
+
+
+def run_unsplit(model: Any) -> None:
+    """Runs the unsplit model forward and backward on token ids and labels."""
+    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    if not loss.isfinite():
+        raise ValueError(f"its loss is {float(loss)}")
+
+
+def prove_each(subject: Subject, layouts: list[str], timeout: float) -> Iterator[Proof]:
+    """Yields the proof of each layout. Processes end with a class, so that none disturbs the next."""
+    return prove_layouts(subject, [LAYOUTS[layout] for layout in layouts], timeout=timeout)
+
+
+def finding_of(proof: Proof) -> Finding:
+    """Returns what a proof comes to."""
+    if proof.ok:
+        return Finding(PROVEN)
+    if proof.refusal:
+        return Finding(REFUSED, short(reason_of(proof)))
+    return Finding(FAILED, short(str(proof).partition(": ")[2]))
+
+
+def reason_of(proof: Proof) -> str:
+    """Returns why a layout is refused, without the name of the class and without advice, which are those of all."""
+    return proof.refusal.removeprefix(f"{proof.model} cannot be derived: ").partition("; describe its decoder")[0]
+
+
+def short(text: str) -> str:
+    """Returns a reason in one line of limited length."""
+    line = re.sub(r"\s+", " ", text).strip()
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
+
+
+def write(path: Path, census: Census) -> None:
+    """Writes the file anew; whoever reads it finds the old text or the new one."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(format_census(census))
+    draft.replace(path)
+
+
+def quiet() -> None:
+    """Leaves out what Transformers says about small configurations."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    with suppress(RuntimeError):
+        torch.set_num_threads(1)
+
+
+if __name__ == "__main__":
+    main()

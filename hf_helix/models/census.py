@@ -1,0 +1,110 @@
+"""The census: which causal-LM classes of Transformers are proven equal to their unsplit selves, and which are not.
+
+In:   `census.json` beside this file, which `python -m benchmarks.census` writes.
+Out:  a finding for each class and layout.
+Must hold: findings are those of a small model with the defaults of the class, on the versions of Transformers and torch
+that the file names; with other versions, nothing is proven.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+FORMAT = "hf_helix.census/1"
+FILE = Path(__file__).parent / "census.json"
+
+PROVEN, REFUSED, FAILED = "proven", "refused", "failed"
+
+
+class Finding(NamedTuple):
+    """What was found for a class on a layout.
+
+    Attributes:
+        status: `PROVEN`; `REFUSED`, where the class cannot be cut so; `FAILED`, where it is cut and computes something
+            else or ends in an error.
+        reason: why it is refused, or what differs; empty where it is proven.
+    """
+
+    status: str
+    reason: str = ""
+
+
+Findings = Mapping[str, Finding]
+"""By layout, such as `tp2`."""
+
+
+@dataclass(frozen=True)
+class Census:
+    """The findings for all classes.
+
+    Attributes:
+        versions: of `transformers` and `torch`.
+        date: when the last of the findings was made.
+        classes: the findings by class.
+    """
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    date: str = ""
+    classes: Mapping[str, Findings] = field(default_factory=dict)
+
+    def proven_on(self, *layouts: str) -> list[str]:
+        """Returns the classes that are proven on all of some layouts."""
+        none = Finding(REFUSED)
+        return [
+            name
+            for name, findings in self.classes.items()
+            if all(findings.get(layout, none).status == PROVEN for layout in layouts)
+        ]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is of the installed versions."""
+        return bool(self.versions) and all(version(name) == number for name, number in self.versions.items())
+
+
+def read_census(path: Path = FILE) -> Census:
+    """Returns the census of a file; an empty one where there is none.
+
+    Raises:
+        ValueError: the file is no census.
+    """
+    if not path.exists():
+        return Census()
+    data = json.loads(path.read_text())
+    if data.get("format") != FORMAT:
+        raise ValueError(f"{path} is no census of format {FORMAT}; `python -m benchmarks.census` writes one")
+    classes = {
+        name: {layout: Finding(*found) for layout, found in findings.items()}
+        for name, findings in data["classes"].items()
+    }
+    return Census(data["versions"], data["date"], classes)
+
+
+def format_census(census: Census) -> str:
+    """Returns the text of a file, with a line for each class."""
+    classes = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps({layout: [*found] for layout, found in findings.items()})}"
+        for name, findings in sorted(census.classes.items())
+    )
+    head = {"format": FORMAT, "versions": dict(census.versions), "date": census.date}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    return "\n".join(["{", *lines, ' "classes": {', *([classes] if classes else []), " }", "}", ""])
+
+
+def proven(class_name: str) -> frozenset[str]:
+    """Returns the layouts, such as `tp2`, that are proven for a class with the installed versions."""
+    census = _shipped()
+    if not census.is_current:
+        return frozenset()
+    return frozenset(layout for layout, found in census.classes.get(class_name, {}).items() if found.status == PROVEN)
+
+
+@functools.cache
+def _shipped() -> Census:
+    return read_census()

@@ -1,0 +1,49 @@
+"""The census finds what is equal, what is refused and what fails; a sample of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.census import LAYOUTS, take
+from hf_helix.models.census import FAILED, PROVEN, REFUSED, read_census
+
+LIMIT = 600.0
+
+
+@pytest.mark.parametrize(("name", "layouts"), [("Gemma2ForCausalLM", ["tp2", "pp2"]), ("MixtralForCausalLM", ["ep2"])])
+def test_a_sample_is_proven(name: str, layouts: list[str]) -> None:
+    assert {layout: found.status for layout, found in take(name, layouts, LIMIT).items()} == dict.fromkeys(
+        layouts, PROVEN
+    )
+
+
+def test_a_recurrent_class_is_refused_with_a_reason() -> None:
+    found = take("MambaForCausalLM", list(LAYOUTS), LIMIT)
+    assert found.keys() == {"tp2", "pp2", "cp2"}  # it has no experts
+    assert {finding.status for finding in found.values()} == {REFUSED}
+    assert all("\n" not in finding.reason and finding.reason for finding in found.values())
+
+
+def test_a_class_that_needs_more_than_token_ids_is_refused() -> None:
+    found = take("MusicgenForCausalLM", ["tp2"], LIMIT)
+    assert found["tp2"].status == REFUSED
+    assert "does not train on token ids alone" in found["tp2"].reason
+
+
+def test_a_layout_that_takes_too_long_is_ended_and_has_failed() -> None:
+    found = take("LlamaForCausalLM", ["tp2"], 0.001)
+    assert found["tp2"].status == FAILED
+    assert "have not answered" in found["tp2"].reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(read_census().classes))
+def test_the_whole_census_is_found_again(name: str) -> None:
+    census = read_census()
+    if not census.is_current:
+        pytest.skip("the census in the package is of other versions")
+    findings = census.classes[name]
+    again = take(name, list(findings), LIMIT)
+    assert {layout: found.status for layout, found in again.items()} == {
+        layout: found.status for layout, found in findings.items()
+    }
