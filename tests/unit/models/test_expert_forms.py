@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers.models
 from support.expert_modules import (
     CHOICES,
     HIDDEN,
@@ -166,6 +170,24 @@ def test_a_layer_may_have_two_modules_of_experts() -> None:
     once = by_itself(module_of("mixtral"), given)["out"]
     twice = by_itself(module_of("mixtral"), {**given, "x": once})["out"]
     torch.testing.assert_close(outputs["image.out"], twice)
+
+
+def every_class() -> Iterator[tuple[str, str]]:
+    """The families and names of all classes of experts that Transformers has its own implementations for."""
+    for file in sorted(Path(transformers.models.__path__[0]).glob("*/modeling_*.py")):
+        for name in re.findall(r"^@use_experts_implementation.*\nclass (\w+)", file.read_text(), re.MULTILINE):
+            yield file.parent.name, name
+
+
+@pytest.mark.slow
+def test_every_class_of_transformers_is_served() -> None:
+    """Importing all of them takes long."""
+    found = list(every_class())
+    assert len(found) > 50
+    for kind in found:
+        module, given = experts_of(*kind), tokens_of(7, 3)
+        assert is_experts(module), kind
+        close(in_operators(module, given), by_itself(module, given))
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
