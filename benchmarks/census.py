@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,17 @@ import transformers
 from hf_helix.cli.models import describe, headline
 from hf_helix.engine.proof.subject import Subject, has_experts
 from hf_helix.engine.proof.verdict import Proof
-from hf_helix.models.census import FAILED, FILE, PROVEN, REFUSED, Census, Finding, format_census, read_census
+from hf_helix.models.census import (
+    FAILED,
+    FILE,
+    PROVEN,
+    REFUSED,
+    Census,
+    Finding,
+    format_census,
+    installed_versions,
+    read_census,
+)
 from hf_helix.models.small_config import causal_lm_classes
 from hf_helix.testing import prove_layouts
 
@@ -51,10 +60,9 @@ LONGEST_REASON = 300
 
 def main() -> None:
     options = read_options()
-    versions = {name: version(name) for name in ("transformers", "torch")}
     census = read_census(options.out)
-    if census.versions != versions:
-        census = Census(versions)
+    if not census.is_current:
+        census = Census(installed_versions())
     names = options.only or (SAMPLE if options.sample else causal_lm_classes())
     asked = options.layouts or list(LAYOUTS)
     quiet()
@@ -130,7 +138,7 @@ def finding_of(proof: Proof) -> Finding:
         return Finding(PROVEN)
     if proof.refusal:
         return Finding(REFUSED, short(reason_of(proof)))
-    return Finding(FAILED, short(str(proof).partition(": ")[2]))
+    return Finding(FAILED, short(str(proof).partition(": ")[2].removeprefix("failed: ")))
 
 
 def reason_of(proof: Proof) -> str:

@@ -109,10 +109,9 @@ def headline(census: Census) -> str:
     """Returns how many classes are proven, with the versions, as one line."""
     if not census.classes:
         return "No census has been taken."
-    versions = ", ".join(f"{name} {number}" for name, number in census.versions.items())
     return (
-        f"{len(census.proven_on('tp2', 'pp2'))} of {len(census.classes)} causal-LM classes are proven at tp2 and pp2 "
-        f"({versions}, {census.date})"
+        f"{len(census.proven_on('tp2', 'pp2'))} of {len(census.classes)} causal-LM classes of Transformers "
+        f"{census.versions['transformers']} are proven at tp2 and pp2 (torch {census.versions['torch']}, {census.date})"
     )
 
 

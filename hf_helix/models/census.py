@@ -65,7 +65,12 @@ class Census:
     @property
     def is_current(self) -> bool:
         """Whether it is of the installed versions."""
-        return bool(self.versions) and all(version(name) == number for name, number in self.versions.items())
+        return self.versions == installed_versions()
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions that a census is of; builds of torch for different devices count as one."""
+    return {name: version(name).partition("+")[0] for name in ("transformers", "torch")}
 
 
 def read_census(path: Path = FILE) -> Census:

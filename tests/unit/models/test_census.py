@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from hf_helix.cli.main import main
 from hf_helix.models import census as module
-from hf_helix.models.census import FAILED, PROVEN, REFUSED, Census, Finding, format_census, proven, read_census
+from hf_helix.models.census import (
+    FAILED,
+    PROVEN,
+    REFUSED,
+    Census,
+    Finding,
+    format_census,
+    installed_versions,
+    proven,
+    read_census,
+)
 from hf_helix.models.small_config import causal_lm_classes
 
-VERSIONS = {name: version(name) for name in ("transformers", "torch")}
+VERSIONS = installed_versions()
 CLASSES = {
     "LlamaForCausalLM": {"tp2": Finding(PROVEN), "pp2": Finding(PROVEN), "cp2": Finding(PROVEN)},
     "Gemma2ForCausalLM": {"tp2": Finding(PROVEN), "pp2": Finding(FAILED, "loss 2.0e-01"), "cp2": Finding(PROVEN)},
@@ -64,7 +73,7 @@ def test_the_command_prints_every_class_and_why_it_is_refused(
     assert "meta-llama/Llama-3.1-8B" in out
     assert "Gemma2ForCausalLM                  tp2 cp2 proven; pp2 failed: loss 2.0e-01\n" in out
     assert out.index("Gemma2ForCausalLM") < out.index('tp2 refused: it has "no" attention; pp2 refused: likewise')
-    assert f"1 of 3 causal-LM classes are proven at tp2 and pp2 (transformers {VERSIONS['transformers']}" in out
+    assert f"1 of 3 causal-LM classes of Transformers {VERSIONS['transformers']} are proven at tp2 and pp2" in out
 
 
 def test_the_command_prints_the_classes_of_a_name(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
