@@ -134,7 +134,7 @@ def _widened(config: PretrainedConfig, layout: HelixConfig) -> PretrainedConfig:
         if isinstance(values.get(name), int) and values[name] % ranks:
             values[name] = ranks * -(-values[name] // ranks)
     made = type(config).from_dict(values)
-    made._attn_implementation = config._attn_implementation_internal  # `to_dict` leaves it out
+    made._attn_implementation = config._attn_implementation  # `to_dict` leaves it out
     return made
 
 
