@@ -34,10 +34,12 @@ class Family(ABC):
         model_class: the name of the Transformers class, such as "LlamaForCausalLM".
         needs_proof: whether a model of the family is compared with the unsplit one before it is first trained, see
             `hf_helix.engine.proof.first_use`.
+        is_traced: whether the model's own code says what is computed, patched forwards included.
     """
 
     model_class: str
     needs_proof: bool = False
+    is_traced: bool = False
 
     @abstractmethod
     def layer(self, b: Builder, layer: Any) -> Unit:
