@@ -29,6 +29,10 @@ _MASKS = {
 """What stands for the masks that functions of Transformers make."""
 
 
+LAYER_CLASS = GradientCheckpointingLayer
+"""What Transformers' decoder layers are made of."""
+
+
 class _Enough(Exception):
     """The last layer was reached."""
 
@@ -80,9 +84,7 @@ class Decoder:
             (module, name, child)
             for module in base.modules()
             for name, child in module.named_children()
-            if isinstance(child, nn.ModuleList)
-            and child
-            and all(isinstance(x, GradientCheckpointingLayer) for x in child)
+            if isinstance(child, nn.ModuleList) and child and all(isinstance(x, LAYER_CLASS) for x in child)
         ]
         if len(found) != 1:
             raise Underivable(f"it has {len(found) or 'no'} lists of decoder layers, and one is needed")

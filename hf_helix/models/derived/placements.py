@@ -598,7 +598,17 @@ def _bound(value: Any, length: int, default: int) -> int:
 
 
 _I = Inference
-_SAME = ("clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "lift_fresh_copy", "float")
+_SAME: tuple[str, ...] = (
+    "clone",
+    "contiguous",
+    "detach",
+    "alias",
+    "to",
+    "_to_copy",
+    "type_as",
+    "lift_fresh_copy",
+    "float",
+)
 _SAME += ("view_as_complex", "view_as_real")  # of the last dimension, of which no rank has a share then
 _RULES: dict[str, Callable[[Inference, Node], Placed]] = {
     **dict.fromkeys(_SAME, _I._same),
