@@ -92,7 +92,7 @@ def small_config(config: PretrainedConfig, fewest_layers: int = FEWEST) -> Pretr
     if "use_cache" in values:
         values["use_cache"] = False  # training needs none, and some classes cannot make one
     small: PretrainedConfig = type(config).from_dict(values)
-    small._attn_implementation = config._attn_implementation_internal  # `to_dict` leaves it out
+    small._attn_implementation = config._attn_implementation  # `to_dict` leaves it out
     return small
 
 
