@@ -9,6 +9,7 @@ different or has failed, or where none was proven.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -49,6 +50,8 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("model", metavar="MODEL", help=model)
     for name, meaning in SIZES.items():
         parser.add_argument(f"--{name}", type=int, help=meaning)
+    families = "modules that register families of your own, such as starcoder2 for a file starcoder2.py here"
+    parser.add_argument("--imports", nargs="+", default=[], metavar="MODULE", help=families)
     parser.add_argument("--as_is", action="store_true", help="keep the sizes of the configuration")
     parser.add_argument("--verbose", action="store_true", help="also print a line for each kind of batches")
 
@@ -60,12 +63,15 @@ def run(options: argparse.Namespace) -> None:
 
     asked = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
     given = options.model if is_class(options.model) else configuration_file(options.model)
+    sys.path.insert(0, "")  # a console script has the folder of its own file there
+    for module in options.imports:
+        importlib.import_module(module)
     subject = Subject.of(given, options.as_is)
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if is_launched:
         _join_ranks()
     proofs = []
-    for proof in prove_layouts(subject, [asked] if asked else None, say=_say_start):
+    for proof in prove_layouts(subject, [asked] if asked else None, options.imports, _say_start):
         proofs.append(proof)
         _say(proof, options.verbose)
     if is_launched:

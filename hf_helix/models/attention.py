@@ -167,7 +167,9 @@ def declare_attention(
     outputs = (f"{name}.q", f"{name}.kv")
     q, kv = b.segment_outputs(f"{name}.rotate", rotate, outputs, *values, side=side, uses=uses, cut=cut, on_shard=True)
     kernel = kernel_for(module.config._attn_implementation, b.sharing.device)
-    dtype, scale = next(module.parameters()).dtype, attention.options.get("scaling", getattr(module, "scaling", None))
+    dtype, scale = next(module.parameters()).dtype, attention.options.get("scaling")
+    if scale is None:
+        scale = module.scaling
     return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype)
 
 

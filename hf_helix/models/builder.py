@@ -157,7 +157,8 @@ class Builder:
             side: the side inputs of the micro-batch that it takes as keywords.
             uses: the submodules that a function calls, or whose parameters it reads, and single parameters.
             cut: the same, of which this rank holds the part that belongs to its share of the heads or features: they
-                are cut along dimension 0 (the weight of a norm over all heads, an attention sink for each head).
+                are cut along dimension 0 (the weight of a norm over all heads, an attention sink for each head). They
+                may be among the parameters of `uses`.
             on_shard: whether its inputs are this rank's part of the sequence or of the heads, so that the gradients of
                 its other parameters are summed over the ranks.
             draws: returns whether the function draws random numbers, see `Segment`.
@@ -403,7 +404,7 @@ class Builder:
         """Records how parameters are cut.
 
         Raises:
-            ValueError: the blocks of the placement are not as long as a parameter.
+            ValueError: the blocks of the placement are not as long as a parameter; or this unit places it otherwise.
         """
         for parameter in parameters:
             if isinstance(parameter, nn.Parameter):
@@ -414,7 +415,14 @@ class Builder:
                         f"{placement.dim} of the parameter has {length} (shape {list(parameter.shape)}); give the "
                         "lengths of the matrices that lie side by side there"
                     )
-                self._placements[parameter] = replace(placement, length=length)
+                placed = replace(placement, length=length)
+                if self._placements.setdefault(parameter, placed) != placed:
+                    raise ValueError(
+                        f"{self.label}: a parameter of shape {list(parameter.shape)} is declared as "
+                        f"{self._placements[parameter]} by one operator and as {placed} by another; all that read it "
+                        "must see it in one way (column_parallel, row_parallel, replicated_linear, uses=, cut=, "
+                        "on_shard=)"
+                    )
 
     def build(self, *outputs: str) -> Unit:
         """Returns the unit, once everything is declared; the outputs are the values that leave it."""
@@ -511,14 +519,16 @@ class Builder:
             uses = () if any(function is each for each in cut) else (function,)
         self.called += [used for used in (*uses, *cut) if isinstance(used, nn.Module)]
         copied, shares = _parameters_of(uses), _parameters_of(cut)
-        self.place(copied, COPIED_ON_SHARDS if on_shard else COPIED)
+        copies = [parameter for parameter in copied if parameter not in shares]
+        self.place(copies, COPIED_ON_SHARDS if on_shard else COPIED)
         self.place(shares, CUT_ROWS)
-        return [*copied, *shares]
+        return list(copied | shares)
 
 
-def _parameters_of(used: Sequence[Used]) -> list[nn.Parameter]:
-    """Returns the parameters of modules, and those that are given as they are."""
-    return [p for each in used for p in (each.parameters() if isinstance(each, nn.Module) else (each,))]
+def _parameters_of(used: Sequence[Used]) -> dict[nn.Parameter, None]:
+    """Returns the parameters of modules, and those that are given as they are, each once and in order."""
+    found = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in used)
+    return dict.fromkeys(parameter for parameters in found for parameter in parameters)
 
 
 def _adapters(linears: Sequence[Opened]) -> list[Adapters]:

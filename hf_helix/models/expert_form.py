@@ -67,8 +67,8 @@ def is_experts(module: nn.Module) -> bool:
     """Returns whether a module looks like fused experts: weights of three dimensions, called with tokens, the experts
     that these chose, and the weights of the choices.
     """
-    weight = module._parameters.get(DOWN)
-    return weight is not None and weight.dim() == 3 and len(_arguments(module)) == 3
+    weight = getattr(module, DOWN, None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 3 and len(_arguments(module)) == 3
 
 
 def experts_form(module: nn.Module) -> ExpertForm:
@@ -92,10 +92,10 @@ def _declared_form(module: nn.Module) -> ExpertForm:
     if len(arguments) != 3:
         given = ", ".join(arguments)
         raise _refusal(module, f"its forward takes {given}, not tokens, chosen experts and their weights")
-    up = next((name for name in (GATED, PLAIN) if name in module._parameters), None)
-    if up is None or DOWN not in module._parameters:
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    up = next((name for name in (GATED, PLAIN) if name in names), None)
+    if up is None or DOWN not in names:
         raise _refusal(module, f"it has no {GATED} (or {PLAIN}) and {DOWN} that hold the weights of all experts")
-    names = [name for name, value in module._parameters.items() if value is not None]
     up_bias, down_bias = (name if name in names else None for name in (f"{up}_bias", f"{DOWN}_bias"))
     left = [name for name in names if name not in (up, DOWN, up_bias, down_bias)]
     if left:
@@ -113,7 +113,7 @@ def _declared_form(module: nn.Module) -> ExpertForm:
 
 def _check_shapes(module: Any, form: ExpertForm) -> None:
     """Raises ValueError unless all experts have all weights, in the layout of the form."""
-    shapes = {name: tuple(value.shape) for name, value in module._parameters.items() if value is not None}
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters(recurse=False)}
     if {len(shapes[form.up]), len(shapes[form.down])} != {3}:
         raise _refusal(module, f"its weights have the shapes {shapes}, not three dimensions")
     counts = {name: shape[0] for name, shape in shapes.items()}
@@ -148,38 +148,27 @@ def _check_forward(module: nn.Module, form: ExpertForm) -> None:
 
 
 def _tiny(module: nn.Module, form: ExpertForm, dice: torch.Generator) -> Any:
-    """Returns a copy of a module on the CPU in fp32, with small random weights of a few experts."""
-    tiny: Any = copy.copy(module)
-    tiny.__dict__ |= {
-        "_parameters": {},
-        "_modules": {name: None if child is None else _on_cpu(child, dice) for name, child in module._modules.items()},
-    }
+    """Returns a copy of a module on the CPU in fp32, with random weights, of which those of experts are small."""
     hidden = getattr(module, form.up).shape[1 if form.is_transposed else 2]
     inner = FEATURES // 2 if form.is_gated else FEATURES
-    for name, shape, scale in (
-        (form.up, (FEATURES, hidden), SCALE * hidden**-0.5),
-        (form.down, (hidden, inner), 1.0),
-        (form.up_bias, (FEATURES,), SCALE),
-        (form.down_bias, (hidden,), SCALE),
-    ):
-        if name is not None:
-            value = torch.randn(EXPERTS, *shape, generator=dice) * scale
-            value = value.transpose(1, 2).contiguous() if form.is_transposed and len(shape) == 2 else value
-            tiny._parameters[name] = nn.Parameter(value, requires_grad=False)
+    of_experts = {
+        form.up: torch.randn(EXPERTS, FEATURES, hidden, generator=dice) * SCALE * hidden**-0.5,
+        form.down: torch.randn(EXPERTS, hidden, inner, generator=dice),
+        form.up_bias: torch.randn(EXPERTS, FEATURES, generator=dice) * SCALE,
+        form.down_bias: torch.randn(EXPERTS, hidden, generator=dice) * SCALE,
+    }
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters():
+        value = of_experts[name] if name in of_experts else torch.rand(parameter.shape, generator=dice) + 0.5
+        is_swapped = form.is_transposed and name in (form.up, form.down)
+        value = value.transpose(1, 2).contiguous() if is_swapped else value
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
+    for buffer in module.buffers():  # of activations; meta tensors have no values to copy
+        memo[id(buffer)] = (torch.rand(buffer.shape, generator=dice) + 0.5).to(buffer.dtype)
+    tiny: Any = copy.deepcopy(module, memo)
     if hasattr(tiny, "config"):
-        tiny.config = copy.copy(tiny.config)
         tiny.config._experts_implementation = "eager"  # any other one reads all experts
     return tiny
-
-
-def _on_cpu(child: nn.Module, dice: torch.Generator) -> nn.Module:
-    """Returns a copy of a submodule (an activation, a norm) on the CPU in fp32, with random weights."""
-    memo: dict[int, Any] = {}
-    for tensor in (*child.parameters(), *child.buffers()):
-        value = torch.rand(tensor.shape, generator=dice) + 0.5
-        is_weight = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_weight else value.to(tensor.dtype)
-    return copy.deepcopy(child, memo)
 
 
 def _by_form(module: Any, form: ExpertForm, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -152,6 +152,13 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
         ),
         used(
             _CONFIG,
+            "_experts_implementation",
+            "has the form of a module of experts proven by the module's own forward",
+            _NO_FAMILY,
+            within=f"{_CONFIG}.__post_init__",
+        ),
+        used(
+            _CONFIG,
             "_name_or_path",
             "reads the base model for the model card",
             "the card would not name the base model",

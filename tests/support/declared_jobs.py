@@ -28,7 +28,7 @@ from hf_helix import register_model
 from hf_helix.models.attention import Attention, Heads, by_heads, declare_attention
 from hf_helix.models.builder import Builder
 from hf_helix.models.families.dense import Dense
-from hf_helix.operators.unit import Unit
+from hf_helix.operators.unit import Unit, cut_bounds
 
 __all__ = ["run", "start_in_every_way", "windows"]
 
@@ -47,6 +47,10 @@ class FusedPhi3ForCausalLM(Phi3ForCausalLM):
 
 class NormedOlmo2ForCausalLM(Olmo2ForCausalLM):
     """OLMo 2 under a name that no other family has."""
+
+
+class HalfReplicatedOlmo2ForCausalLM(NormedOlmo2ForCausalLM):
+    """The same model, declared in another way."""
 
 
 class FusedPhi3(Dense):
@@ -125,6 +129,24 @@ class NormedOlmo2(Dense):
         return b.add("mlp.add", x, h)
 
 
+class HalfReplicatedOlmo2(NormedOlmo2):
+    """With gates that every rank computes for the whole sequence, and of which it uses those of its features."""
+
+    model_class = "HalfReplicatedOlmo2ForCausalLM"
+
+    def mlp(self, b: Builder, layer: Any, x: str) -> str:
+        mlp = layer.mlp
+        first, last = cut_bounds(mlp.config.intermediate_size, b.tp.size, b.tp.rank)
+        h = b.all_gather("mlp.gather", x)
+        (gate,) = b.replicated_linear("mlp.gate", {"gate": mlp.gate_proj}, h)
+        (up,) = b.column_parallel("mlp.up", {"up": mlp.up_proj}, h)
+        h = b.segment("mlp.act", lambda gate, up: mlp.act_fn(gate[..., first:last]) * up, gate, up, uses=(mlp.act_fn,))
+        h = b.row_parallel("mlp.down", mlp.down_proj, h)
+        h = b.reduce_scatter("mlp.scatter", h)
+        h = b.norm("mlp.norm", layer.post_feedforward_layernorm, h, lowers=False)
+        return b.add("mlp.add", x, h)
+
+
 def norm_over_heads(b: Builder, name: str, norm: Any, value: str) -> str:
     """Adds an RMS norm over the features of all ranks, of which this one has a share."""
     width, eps = len(norm.weight), norm.variance_epsilon
@@ -141,13 +163,18 @@ class Scaled(nn.Embedding):
 
     scale = 3.0
 
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
+        self.embed_scale = nn.Buffer(torch.tensor(self.scale), persistent=False)  # as PEFT looks for it
+
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * self.scale
+        return super().forward(ids) * self.embed_scale
 
 
-def olmo2(**changes: Any) -> NormedOlmo2ForCausalLM:
+def olmo2(half_replicated: bool = False, **changes: Any) -> NormedOlmo2ForCausalLM:
     """With a bias in one linear of each MLP, and a scaled embedding in place of its own."""
-    model = made(NormedOlmo2ForCausalLM, Olmo2Config, {"eos_token_id": 2, **changes})
+    kind = HalfReplicatedOlmo2ForCausalLM if half_replicated else NormedOlmo2ForCausalLM
+    model = made(kind, Olmo2Config, {"eos_token_id": 2, **changes})
     generator = torch.Generator().manual_seed(7)
     for layer in model.model.layers:
         layer.mlp.down_proj.bias = nn.Parameter(torch.randn(model.config.hidden_size, generator=generator) * 0.1)
@@ -161,4 +188,5 @@ def olmo2(**changes: Any) -> NormedOlmo2ForCausalLM:
 AutoConfig.register("fused_phi3", FusedPhi3Config)
 AutoModelForCausalLM.register(FusedPhi3Config, FusedPhi3ForCausalLM)
 register_model(NormedOlmo2())
+register_model(HalfReplicatedOlmo2())
 register_model(FusedPhi3())

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -192,9 +192,7 @@ class LayerCalls:
             raise
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0]
-            raise Underivable(
-                f"its forward cannot run without its layers: {type(error).__name__}: {text}"
-            ) from error
+            raise Underivable(f"its forward cannot run without its layers: {type(error).__name__}: {text}") from error
         if len(found) != len(self.decoder.layers):
             raise Underivable("its forward does not call every layer once")
         return found
@@ -203,9 +201,7 @@ class LayerCalls:
         weight = self._base.get_input_embeddings().weight
         embeddings = weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
         with torch.no_grad(), self.decoder.stubs(called), contextlib.suppress(_Enough):
-            self.decoder.module(
-                inputs_embeds=embeddings, attention_mask=None, position_ids=positions, use_cache=False
-            )
+            self.decoder.module(inputs_embeds=embeddings, attention_mask=None, position_ids=positions, use_cache=False)
 
     def _call(self, number: int, first: Any, second: Any) -> LayerCall:
         leaves, spec = pytree.tree_flatten(first)

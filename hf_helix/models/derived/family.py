@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from hf_helix.models.attention import causal_masks
 from hf_helix.models.builder import Builder, LossTweaks, ParallelContext
 from hf_helix.models.derived.calls import LayerCall, LayerCalls, named_masks
-from hf_helix.models.derived.leaves import ATTENTION, DTYPE, LAYER, OPS, Leaves, MaskOf, skeleton_of
+from hf_helix.models.derived.leaves import DTYPE, LAYER, OPS, Leaves, MaskOf, skeleton_of
 from hf_helix.models.derived.lower import Outline
 from hf_helix.models.derived.placements import FREE, SHARD, Inference, NeedsInlining, Placed
 from hf_helix.models.derived.segments import Share
@@ -32,6 +33,7 @@ from hf_helix.models.derived.trace import (
     Given,
     Trace,
     Underivable,
+    args_of,
     trace,
 )
 from hf_helix.models.expert_form import is_experts
@@ -86,7 +88,7 @@ class DerivedFamily(Family):
     # -- units -----------------------------------------------------------------------------------------------------
 
     def layers(self, model: Any) -> Sequence[nn.Module]:
-        return self.calls.decoder.layers
+        return list(self.calls.decoder.layers)
 
     def final_norm(self, model: Any) -> nn.Module:
         raise NotImplementedError
@@ -141,9 +143,7 @@ class DerivedFamily(Family):
             self._kinds[key] = _Kind("layer", outline, frozenset(m.sliding_window for m in _masks(call)))
         return self._kinds[key]
 
-    def _infer(
-        self, key: str, make: Callable[[frozenset[str]], Trace], tp_size: int, hidden: Placed
-    ) -> Inference:
+    def _infer(self, key: str, make: Callable[[frozenset[str]], Trace], tp_size: int, hidden: Placed) -> Inference:
         """Infers placements of a trace, and traces again through the norms that this asks for.
 
         Args:
@@ -203,12 +203,12 @@ class DerivedFamily(Family):
             inference = self._infer("", lambda inlined: self._trace_model(model, inlined), size, Placed(FREE))
             graph = inference.trace
             layers = [n for n in graph.nodes if (leaf := graph.leaf(n)) is not None and leaf.kind == LAYER]
-            layers.sort(key=lambda node: int(graph.leaf(node).path))  # type: ignore[union-attr]
-            for before, after in zip(layers, layers[1:], strict=False):
-                if after.args[0] is not before:
+            layers.sort(key=lambda node: int(graph.path_of(node)))
+            for before, after in itertools.pairwise(layers):
+                if args_of(after)[0] is not before:
                     raise Underivable("its forward computes something between two layers")
             share = Share(size, rank)
-            first: Node = layers[0].args[0]  # type: ignore[assignment]
+            first = args_of(layers[0])[0]
             self._ends[size, rank] = (
                 Outline(inference, share, [], first),
                 Outline(inference, share, [layers[-1]], graph.result),
@@ -240,7 +240,7 @@ class DerivedFamily(Family):
 
     def _expert_counts(self) -> set[int]:
         modules = [m for layer in self.calls.decoder.layers for m in layer.modules() if is_experts(m)]
-        return {int(m.down_proj.shape[0]) for m in modules}
+        return {len(m.get_parameter("down_proj")) for m in modules}
 
     # -- side inputs -----------------------------------------------------------------------------------------------
 
@@ -248,7 +248,11 @@ class DerivedFamily(Family):
         layers = set(map(id, self.calls.decoder.layers))
         own = {id(m) for layer in self.calls.decoder.layers for m in layer.modules()}
         tables = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-        return [m for m in self.calls.decoder.module.modules() if id(m) not in own | layers | tables and not list(m.children())]
+        return [
+            m
+            for m in self.calls.decoder.module.modules()
+            if id(m) not in own | layers | tables and not list(m.children())
+        ]
 
     def side_inputs(
         self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0

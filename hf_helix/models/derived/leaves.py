@@ -77,36 +77,32 @@ _library.define("attention(Tensor q, Tensor k, Tensor v, Tensor[] more, int leaf
 _library.define("lookup(Tensor ids, int leaf, int features) -> Tensor")
 _library.define("experts(Tensor x, Tensor index, Tensor weights, int leaf) -> Tensor")
 
-_fake = torch.library.register_fake
 
-
-@_fake("hf_helix::linear", lib=_library)
 def _linear(x: Tensor, leaf: int, features: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], features))
 
 
-@_fake("hf_helix::unary", lib=_library)
 def _unary(x: Tensor, leaf: int) -> Tensor:
     return torch.empty_like(x)
 
 
-@_fake("hf_helix::attention", lib=_library)
 def _attention(q: Tensor, k: Tensor, v: Tensor, more: list[Tensor], leaf: int) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
 
-@_fake("hf_helix::lookup", lib=_library)
 def _lookup(ids: Tensor, leaf: int, features: int) -> Tensor:
     return ids.new_empty((*ids.shape, features), dtype=DTYPE)
 
 
-@_fake("hf_helix::experts", lib=_library)
 def _experts(x: Tensor, index: Tensor, weights: Tensor, leaf: int) -> Tensor:
     return torch.empty_like(x)
 
 
+for _shapes in (_linear, _unary, _attention, _lookup, _experts):
+    torch.library.register_fake(f"hf_helix::{_shapes.__name__[1:]}", _shapes, lib=_library)
+
 OPS = torch.ops.hf_helix
-LEAF_OPS = {
+LEAF_OPS: dict[Any, int] = {
     OPS.linear.default: 1,
     OPS.unary.default: 1,
     OPS.attention.default: 4,
@@ -184,7 +180,8 @@ class Leaves:
             module.forward = lambda x: OPS.unary(x, number)
         elif isinstance(module, nn.Dropout):
             number = self.add(DROPOUT, path, p=module.p)
-            module.forward = lambda x: OPS.unary(x, number) if module.p else x
+            p = module.p
+            _set_forward(module, lambda x: OPS.unary(x, number) if p else x)
         elif is_activation(module):
             number = self.add(ELEMENTWISE, path)
             module.forward = lambda x: OPS.unary(x, number)
@@ -195,6 +192,7 @@ class Leaves:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Returns the context of a trace: calls of attention and of dropout are leaves in it."""
+        torch_functional: Any = functional
         plain_dropout, plain_embedding = functional.dropout, functional.embedding
 
         def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -228,11 +226,11 @@ class Leaves:
 
         interface: Any = ALL_ATTENTION_FUNCTIONS
         interface.get_interface = get_interface
-        functional.dropout, functional.embedding = dropout, embedding
+        torch_functional.dropout, torch_functional.embedding = dropout, embedding
         try:
             yield
         finally:
-            functional.dropout, functional.embedding = plain_dropout, plain_embedding
+            torch_functional.dropout, torch_functional.embedding = plain_dropout, plain_embedding
             del interface.get_interface
 
     def _module_of_frame(self) -> str:
@@ -244,6 +242,10 @@ class Leaves:
                 return self._paths[id(owner)]
             frame = frame.f_back
         return ""
+
+
+def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
+    module.forward = forward
 
 
 def is_projection(module: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,14 @@ from hf_helix.models.derived.placements import (
     is_sum,
 )
 from hf_helix.models.derived.segments import Glue, Share, build_glue
-from hf_helix.models.derived.trace import BATCH, SEQUENCE, Underivable, is_tensor
+from hf_helix.models.derived.trace import BATCH, SEQUENCE, Underivable, args_of, is_tensor
 from hf_helix.models.expert_layer import declare_experts
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.explicit import GatedSilu
 
 PLACES = "places"
+VIEWS = ("view", "reshape", "transpose", "unsqueeze", "getitem", "split", "slice", "chunk", "expand", "permute")
+"""Parts of the names of operations that cost nothing."""
 
 
 class Outline:
@@ -103,7 +105,7 @@ class Outline:
         """Returns whether a node is a sum of values that are whole in their features."""
         placed = self.placed(node)
         usual = placed.where in (SHARD, PARTIAL) and placed.dim is None and is_sum(self.trace, node)
-        return usual and is_canonical(self.trace, node) and all(self.placed(v).where != FREE for v in node.args)
+        return usual and is_canonical(self.trace, node) and all(self.placed(v).where != FREE for v in args_of(node))
 
     def placed(self, node: Any) -> Placed:
         return self.inference.placed[node]
@@ -116,12 +118,14 @@ class Outline:
                 self.values.add(node)
             elif is_tensor(node) and self.is_residual(node):
                 users = [user for user in node.users if user in self.needed]
-                folds = len(users) == 1 and is_tensor(users[0]) and self.is_residual(users[0]) and node is not self.target
+                folds = (
+                    len(users) == 1 and is_tensor(users[0]) and self.is_residual(users[0]) and node is not self.target
+                )
                 (self.folded if folds and self.placed(node).where == SHARD else self.values).add(node)
             leaf = self.trace.leaf(node)
             if leaf is not None and leaf.kind == EXPERTS:
-                _, chosen, weights = node.args[:3]
-                self.routed[chosen] = weights  # type: ignore[index, assignment]
+                _, chosen, weights = args_of(node)[:3]
+                self.routed[chosen] = weights
         for node in reversed(order):
             if node in self.values or node in self.folded or node not in self.inference.placed:
                 continue
@@ -148,7 +152,7 @@ class Outline:
         if user in self.folded:
             return True
         if user in self.values:
-            return leaf is None and self.is_residual(user) or (leaf is not None and leaf.kind != ATTENTION)
+            return (leaf is None and self.is_residual(user)) or (leaf is not None and leaf.kind != ATTENTION)
         if user not in self.inference.placed:
             return False
         return self.placed(user).where not in (FREE, self.placed(node).where) or self.placed(node).is_summand
@@ -156,7 +160,9 @@ class Outline:
     def _is_worth_keeping(self, node: Node) -> bool:
         """Returns whether a node that several operators need is computed once; a view is made again by each."""
         views = ("view", "reshape", "transpose", "unsqueeze", "getitem", "split", "slice", "chunk", "expand", "permute")
-        return not any(name in str(node.target) for name in views) and is_canonical(self.trace, node) and is_tensor(node)
+        return (
+            not any(name in str(node.target) for name in views) and is_canonical(self.trace, node) and is_tensor(node)
+        )
 
     # -- glue ------------------------------------------------------------------------------------------------------
 
@@ -189,7 +195,7 @@ class Outline:
 
     # -- one module ------------------------------------------------------------------------------------------------
 
-    def declare(self, b: Builder, module: nn.Module, start: dict[Node, str]) -> str:
+    def declare(self, b: Builder, module: Any, start: dict[Node, str]) -> str:
         """Declares the operators for one module, and returns the name of what leaves, as this rank's shard.
 
         Args:
@@ -201,7 +207,7 @@ class Outline:
         lowering.run()
         return lowering.value(self.target, SHARD)
 
-    def declare_share(self, b: Builder, module: nn.Module, start: dict[Node, str]) -> str:
+    def declare_share(self, b: Builder, module: Any, start: dict[Node, str]) -> str:
         """Declares the operators of a unit whose result stays a share, as logits do."""
         lowering = _Lowering(self, b, module, start)
         lowering.run()
@@ -211,7 +217,7 @@ class Outline:
 class _Lowering:
     """Declares the operators of one module."""
 
-    def __init__(self, outline: Outline, b: Builder, module: nn.Module, start: dict[Node, str]) -> None:
+    def __init__(self, outline: Outline, b: Builder, module: Any, start: dict[Node, str]) -> None:
         self.outline = outline
         self.trace = outline.trace
         self.b = b
@@ -224,9 +230,9 @@ class _Lowering:
     def run(self) -> None:
         outline = self.outline
         for node in self.trace.nodes:
-            if node in outline.values and node not in outline.start and node in outline.needed:
-                if not self._is_there(node):
-                    self._declare(node)
+            is_mine = node in outline.values and node not in outline.start and node in outline.needed
+            if is_mine and not self._is_there(node):
+                self._declare(node)
 
     def value(self, node: Node, where: str) -> str:
         """Returns the name of a value in some form, and declares the communication that gives it."""
@@ -255,15 +261,15 @@ class _Lowering:
             self._segment(node)
 
     def _linear(self, node: Node, leaf: Leaf) -> None:
-        outline, source = self.outline, node.args[0]
+        outline, source = self.outline, args_of(node)[0]
         way = outline.inference.decisions.ways[node]
         if way == ROW:
             linear = self.module.get_submodule(leaf.path)
             name = self.b.row_parallel(self._name(node), linear, self.value(source, WHOLE))
             self._set(node, name)
             return
-        alike = [user for user in source.users if user in outline.needed and self._is_beside(user, node)]  # type: ignore[union-attr]
-        linears = {self.trace.leaf(user).path: user for user in alike}  # type: ignore[union-attr]
+        alike = [user for user in source.users if user in outline.needed and self._is_beside(user, node)]
+        linears = {self.trace.path_of(user): user for user in alike}
         modules = {path.rpartition(".")[2]: self.module.get_submodule(path) for path in linears}
         keys = list(modules)
         parent = leaf.path.rpartition(".")[0]
@@ -284,7 +290,7 @@ class _Lowering:
         if other is node:
             return True
         leaf, mine = self.trace.leaf(other), self.trace.leaf(node)
-        if leaf is None or mine is None or leaf.kind != LINEAR or other.args[0] is not node.args[0]:
+        if leaf is None or mine is None or leaf.kind != LINEAR or args_of(other)[0] is not args_of(node)[0]:
             return False
         if len(placed(other).blocks) > 1 or len(placed(node).blocks) > 1:
             return False
@@ -295,13 +301,13 @@ class _Lowering:
         readers = [self.trace.leaf(user) for user in node.users if user in self.outline.needed]
         lowers = all(reader is not None and reader.kind == LINEAR for reader in readers)
         norm = self.module.get_submodule(leaf.path)
-        self._set(node, self.b.norm(self._name(node), norm, self.value(node.args[0], where), lowers))
+        self._set(node, self.b.norm(self._name(node), norm, self.value(args_of(node)[0], where), lowers))
 
     def _dropout(self, node: Node, leaf: Leaf) -> None:
         where = self.outline.placed(node).where
-        value = self.value(node.args[0], where)
+        value = self.value(args_of(node)[0], where)
         module = self.module.get_submodule(leaf.path)
-        dropout = module if isinstance(module, nn.Dropout) else _DropoutIn(module, leaf.details["p"])
+        dropout: Any = module if isinstance(module, nn.Dropout) else _DropoutIn(module, leaf.details["p"])
         self._set(node, self.b.dropout(self._name(node), dropout, value))
 
     def _lookup(self, node: Node, leaf: Leaf) -> None:
@@ -312,7 +318,7 @@ class _Lowering:
         """Declares a sum: of what is partial first, which is then scattered, and added to what is not."""
         outline, b = self.outline, self.b
         if outline.placed(node).where == PARTIAL:
-            left, right = (self.value(value, PARTIAL) for value in node.args)
+            left, right = (self.value(value, PARTIAL) for value in args_of(node))
             self._set(node, b.add(self._name(node), left, right))
             return
         parts = self._terms(node)
@@ -333,8 +339,8 @@ class _Lowering:
     def _terms(self, node: Node) -> list[Node]:
         """Returns what a sum is made of. A sum that others read, too, is one term."""
         found: list[Node] = []
-        for value in node.args:
-            found += self._terms(value) if value in self.outline.folded else [value]  # type: ignore[arg-type, list-item]
+        for value in args_of(node):
+            found += self._terms(value) if value in self.outline.folded else [value]
         return found
 
     def _segment(self, node: Node) -> None:
@@ -402,9 +408,11 @@ class _Lowering:
 
     def _attention(self, node: Node, leaf: Leaf) -> None:
         outline, b = self.outline, self.b
-        q, k, v, more = node.args[:4]
-        glue, inputs = outline.glue([q, k, v])  # type: ignore[list-item]
-        of_keys = set(outline.inputs_of([q, k]))  # type: ignore[list-item]
+        q, k, v, more = args_of(node)[:4]
+        if b.cp.size > 1:
+            self._check_context(leaf, k, v)
+        glue, inputs = outline.glue([q, k, v])
+        of_keys = set(outline.inputs_of([q, k]))
         alone = [value not in of_keys for value in inputs]
         names = [self.value(value, WHOLE) for value in inputs]
         bound = glue.bind(self.module)
@@ -420,10 +428,7 @@ class _Lowering:
         if mask is not None and not isinstance(mask, MaskOf):
             raise Underivable("its attention masks are made in the layer")
         dropout = options.pop("dropout", 0.0) or 0.0
-        tensors = {
-            key: self._parameter(value)
-            for key, value in zip(leaf.details["tensors"], more, strict=True)  # type: ignore[arg-type]
-        }
+        tensors = {key: self._parameter(value) for key, value in zip(leaf.details["tensors"], more, strict=True)}
         attention = Attention(
             self.module.get_submodule(leaf.path) if leaf.path else self.module,
             heads,
@@ -445,6 +450,21 @@ class _Lowering:
         )
         self._set_heads(node, name)
 
+    def _check_context(self, leaf: Leaf, k: Node, v: Node) -> None:
+        """Refuses attention that is not built over a sequence that ranks share."""
+        problem = None
+        if self.trace.shape(k)[-1] != self.trace.shape(v)[-1]:
+            problem = "has keys and values of different lengths"
+        elif leaf.details["tensors"]:
+            problem = f"takes {', '.join(leaf.details['tensors'])}"
+        elif leaf.details["mask"] is None:
+            problem = "takes no causal mask"
+        if problem is not None:
+            raise Underivable(
+                f"cp_size={self.b.cp.size}: {leaf.path} {problem}, which is not built over a shared sequence; "
+                "use cp_size=1 with tp_size or pp_size"
+            )
+
     def _parameters(self, glue: Glue) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Returns the parameters that glue reads itself: those that every rank has whole, and those that are cut."""
         cut = {self.trace.attributes[node] for node in self.outline.inference.decisions.cut}
@@ -465,8 +485,6 @@ class _Lowering:
             if not any(f"aten.{view}." in str(user.target) for view in views):
                 break
             result = user
-        while len(result.users) == 1 and any(f"aten.{v}." in str(next(iter(result.users)).target) for v in ("clone", "contiguous")):
-            result = next(iter(result.users))
         if self.trace.shape(result) == (batch, length, heads * size):
             self._set(result, name)
             self._set(node, name)
@@ -479,13 +497,12 @@ class _Lowering:
         self._set(node, self.b.segment(self._free(f"{self._name(node)}.heads"), by_heads, name))
 
     def _experts(self, node: Node, leaf: Leaf) -> None:
-        tokens, chosen, weights = node.args[:3]
+        tokens, chosen, weights = args_of(node)[:3]
         if len(self.trace.shape(node)) != 2:
             raise Underivable("its experts take tokens that are not flat")
-        values = [self.value(value, SHARD) for value in (tokens, weights, chosen)]  # type: ignore[arg-type]
-        name = self._name(node)
+        h, weighed, which = (self.value(value, SHARD) for value in (tokens, weights, chosen))
         module = self.module.get_submodule(leaf.path)
-        self._set(node, declare_experts(self.b, *values, module, name=name))
+        self._set(node, declare_experts(self.b, h, weighed, which, module, name=self._name(node)))
 
     def _layer(self, node: Node, leaf: Leaf) -> None:
         raise Underivable("its layers do more than hand a value from one to the next")
@@ -517,7 +534,7 @@ class _Lowering:
         self.used.add(found)
         return found
 
-    _OF_LEAVES: dict[str, Callable[[_Lowering, Node, Leaf], None]] = {
+    _OF_LEAVES: ClassVar[dict[str, Callable[[_Lowering, Node, Leaf], None]]] = {
         LINEAR: _linear,
         NORM: _norm,
         DROPOUT: _dropout,

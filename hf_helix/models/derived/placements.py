@@ -16,10 +16,11 @@ The gradient of a value that is WHOLE and not a share is a partial sum; that of 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.fx import Node
@@ -34,7 +35,7 @@ from hf_helix.models.derived.leaves import (
     LOOKUP,
     NORM,
 )
-from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, is_tensor
+from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, args_of, is_tensor
 
 SHARD, WHOLE, PARTIAL, FREE = "shard", "whole", "partial", "free"
 
@@ -146,7 +147,7 @@ class Inference:
                 self.placed[node] = Placed(SHARD)
         for node in trace.nodes:
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) or isinstance(value, (tuple, list)):
+            if isinstance(value, (torch.Tensor, tuple, list)):
                 self.placed[node] = self._place(node)
         self._gather_early()
 
@@ -165,7 +166,7 @@ class Inference:
         leaf = self.trace.leaf(node)
         if leaf is not None:
             return self._OF_LEAVES[leaf.kind](self, node)
-        name = _name(node)
+        name = name_of(node)
         rule = _RULES.get(name)
         if rule is not None:
             return rule(self, node)
@@ -174,7 +175,7 @@ class Inference:
         return self._unknown(node)
 
     def _linear(self, node: Node) -> Placed:
-        leaf, given = self._leaf(node), self._of(node.args[0])
+        leaf, given = self._leaf(node), self._of(args_of(node)[0])
         ways = self.decisions.ways
         if leaf.path in self.decisions.demoted:
             if given.dim is not None:
@@ -182,7 +183,7 @@ class Inference:
             ways[node] = REPLICATED
             return Placed(_seq(given))
         if given.dim is not None:
-            if given.dim != self._dims(node.args[0]) - 1 or len(given.blocks) > 1:
+            if given.dim != self._dims(args_of(node)[0]) - 1 or len(given.blocks) > 1:
                 self._demote(given.origins, node)
             ways[node] = ROW
             return Placed(PARTIAL, origins=given.origins)
@@ -191,13 +192,11 @@ class Inference:
         if features < self.tp_size:
             self._demote({leaf.path}, node)
         edges = sorted({0, features, *self.decisions.boundaries.get(leaf.path, ())})
-        blocks = tuple(last - first for first, last in zip(edges, edges[1:], strict=False))
-        return Placed(
-            WHOLE, dim=self._dims(node) - 1, blocks=blocks, origins=frozenset({leaf.path}), is_direct=True
-        )
+        blocks = tuple(last - first for first, last in itertools.pairwise(edges))
+        return Placed(WHOLE, dim=self._dims(node) - 1, blocks=blocks, origins=frozenset({leaf.path}), is_direct=True)
 
     def _norm(self, node: Node) -> Placed:
-        given = self._of(node.args[0])
+        given = self._of(args_of(node)[0])
         if given.dim is not None and given.dim == self._dims(node) - 1:
             if self._feeds_attention(node):
                 raise NeedsInlining(self._leaf(node).path)
@@ -205,11 +204,11 @@ class Inference:
         return replace(given, where=_seq(given), is_direct=False, expanded=None)
 
     def _elementwise(self, node: Node) -> Placed:
-        given = self._of(node.args[0])
+        given = self._of(args_of(node)[0])
         return replace(given, where=_seq(given), expanded=None)
 
     def _attention(self, node: Node) -> Placed:
-        q, k, v, more = node.args[:4]
+        q, k, v, more = args_of(node)[:4]
         heads = [self._of(value) for value in (q, k, v)]
         shares = [value for value in heads if value.dim is not None]
         if not shares:
@@ -217,14 +216,14 @@ class Inference:
         if any(value.dim != 1 or len(value.blocks) > 1 for value in heads):
             self._demote(frozenset().union(*(value.origins for value in shares)), node)
         self.decisions.heads |= {value.size for value in heads}
-        for value in more:  # type: ignore[union-attr]
+        for value in more:
             if value not in self.trace.attributes or self.trace.shape(value)[0] != heads[0].size:
                 raise Underivable("its attention takes a tensor that is not a parameter of its heads")
             self._cut(value)
         return Placed(WHOLE, dim=2, blocks=heads[0].blocks, origins=frozenset().union(*(h.origins for h in heads)))
 
     def _experts(self, node: Node) -> Placed:
-        for value in node.args[:3]:
+        for value in args_of(node)[:3]:
             given = self._of(value)
             if given.dim is not None:
                 self._demote(given.origins, node)
@@ -233,7 +232,7 @@ class Inference:
         return Placed(SHARD)
 
     def _layer(self, node: Node) -> Placed:
-        given = self._of(node.args[0])
+        given = self._of(args_of(node)[0])
         if given.dim is not None:
             self._demote(given.origins, node)
         return Placed(SHARD)
@@ -244,12 +243,11 @@ class Inference:
     # -- glue ----------------------------------------------------------------------------------------------------
 
     def _pointwise(self, node: Node) -> Placed:
-        operands = [value for value in _tensors(node)]
+        operands = _tensors(node)
         dims = self._dims(node)
         shares = [(value, self._of(value)) for value in operands if self._of(value).dim is not None]
-        if _name(node) == "add" and not shares and self._is_sum(node, operands):
-            if all(self._of(value).where == PARTIAL for value in operands):
-                return Placed(PARTIAL, origins=self._origins(operands))
+        if not shares and is_sum(self.trace, node) and all(self._of(value).where == PARTIAL for value in operands):
+            return Placed(PARTIAL, origins=self._origins(operands))
         where = self._join(operands)
         if not shares:
             return Placed(where, origins=self._origins(operands))
@@ -279,15 +277,15 @@ class Inference:
         self._demote(share.origins, node)
 
     def _same(self, node: Node) -> Placed:
-        return self._of(node.args[0])
+        return self._of(args_of(node)[0])
 
     def _view(self, node: Node) -> Placed:
-        given = self._of(node.args[0])
+        given = self._of(args_of(node)[0])
         if given.dim is None:
             return replace(given, expanded=None)
         if len(given.blocks) > 1:
             self._demote(given.origins, node)
-        place = self._viewed(self.trace.shape(node.args[0]), self.trace.shape(node), given.dim)  # type: ignore[arg-type]
+        place = self._viewed(self.trace.shape(args_of(node)[0]), self.trace.shape(node), given.dim)
         if place is None:
             self._demote(given.origins, node)
         size = self.trace.shape(node)[place]
@@ -310,37 +308,37 @@ class Inference:
         return None
 
     def _permute(self, node: Node) -> Placed:
-        given = self._of(node.args[0])
+        given = self._of(args_of(node)[0])
         dims = self._dims(node)
-        if _name(node) == "permute":
-            order = [dim % dims for dim in node.args[1]]  # type: ignore[union-attr, operator]
+        if name_of(node) == "permute":
+            order = [dim % dims for dim in args_of(node)[1]]
         else:
             order = list(range(dims))
-            a, b = (-2, -1) if len(node.args) < 3 else node.args[1:3]
-            order[a], order[b] = order[b], order[a]  # type: ignore[index]
+            a, b = (-2, -1) if len(args_of(node)) < 3 else args_of(node)[1:3]
+            order[a], order[b] = order[b], order[a]
         return self._moved(given, {old: new for new, old in enumerate(order)})
 
     def _unsqueeze(self, node: Node) -> Placed:
-        place = node.args[1] % self._dims(node)  # type: ignore[operator]
-        given = self._of(node.args[0])
-        return self._moved(given, {dim: dim + (dim >= place) for dim in range(self._dims(node.args[0]))})
+        place = args_of(node)[1] % self._dims(node)
+        given = self._of(args_of(node)[0])
+        return self._moved(given, {dim: dim + (dim >= place) for dim in range(self._dims(args_of(node)[0]))})
 
     def _squeeze(self, node: Node) -> Placed:
-        dims = self._dims(node.args[0])
-        gone = {dim % dims for dim in _as_list(node.args[1])}
-        if any(self.trace.shape(node.args[0])[dim] != 1 for dim in gone):  # type: ignore[arg-type]
+        dims = self._dims(args_of(node)[0])
+        gone = {dim % dims for dim in _as_list(args_of(node)[1])}
+        if any(self.trace.shape(args_of(node)[0])[dim] != 1 for dim in gone):
             gone = set()
-        return self._moved(self._of(node.args[0]), {d: d - sum(g < d for g in gone) for d in range(dims)})
+        return self._moved(self._of(args_of(node)[0]), {d: d - sum(g < d for g in gone) for d in range(dims)})
 
     def _select(self, node: Node) -> Placed:
-        given, gone = self._of(node.args[0]), node.args[1] % self._dims(node.args[0])  # type: ignore[operator]
+        given, gone = self._of(args_of(node)[0]), args_of(node)[1] % self._dims(args_of(node)[0])
         if given.dim == gone:
             self._demote(given.origins, node)
-        return self._moved(given, {d: d - (d > gone) for d in range(self._dims(node.args[0]))})
+        return self._moved(given, {d: d - (d > gone) for d in range(self._dims(args_of(node)[0]))})
 
     def _expand(self, node: Node) -> Placed:
-        given = self._of(node.args[0])
-        before, after = self.trace.shape(node.args[0]), self.trace.shape(node)  # type: ignore[arg-type]
+        given = self._of(args_of(node)[0])
+        before, after = self.trace.shape(args_of(node)[0]), self.trace.shape(node)
         shift = len(after) - len(before)
         for place, size in enumerate(after):
             old = 1 if place < shift else before[place - shift]
@@ -352,10 +350,10 @@ class Inference:
         return replace(given, dim=dim, is_direct=False, expanded=expanded)
 
     def _slice(self, node: Node) -> Placed:
-        value = node.args[0]
-        dim, first, last, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
-        given, length = self._of(value), self.trace.shape(value)[dim]  # type: ignore[arg-type, index]
-        if given.dim is None or given.dim != dim % self._dims(value):  # type: ignore[operator]
+        value = args_of(node)[0]
+        dim, first, last, step = arguments_of_slice(node)
+        given, length = self._of(value), self.trace.shape(value)[dim]
+        if given.dim is None or given.dim != dim % self._dims(value):
             return replace(given, expanded=None) if given.dim is not None else given
         first = _bound(first, length, 0)
         last = _bound(last, length, length)
@@ -366,25 +364,25 @@ class Inference:
         return self._parts(node, given, [(first, last)])[0]
 
     def _split(self, node: Node) -> Placed:
-        return replace(self._of(node.args[0]), expanded=None)
+        return replace(self._of(args_of(node)[0]), expanded=None)
 
     def _getitem(self, node: Node) -> Placed:
-        source: Any = node.args[0]
+        source: Any = args_of(node)[0]
         given = self._of(source)
-        if given.dim is None or _name(source) not in ("split", "split_with_sizes", "chunk", "unbind"):
+        if given.dim is None or name_of(source) not in ("split", "split_with_sizes", "chunk", "unbind"):
             return given
-        if _name(source) == "unbind":
-            gone = (source.args[1] if len(source.args) > 1 else 0) % (self._dims(node) + 1)
+        if name_of(source) == "unbind":
+            gone = (args_of(source)[1] if len(args_of(source)) > 1 else 0) % (self._dims(node) + 1)
             if gone == given.dim:
                 self._demote(given.origins, node)
             return self._moved(given, {d: d - (d > gone) for d in range(self._dims(node) + 1)})
-        dim = (source.args[2] if len(source.args) > 2 else 0) % self._dims(node)
+        dim = (args_of(source)[2] if len(args_of(source)) > 2 else 0) % self._dims(node)
         if dim != given.dim:
             return given
         lengths = [self.trace.number(v.shape[dim]) for v in source.meta["val"]]
         edges = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-        parts = self._parts(source, given, list(zip(edges, edges[1:], strict=False)))
-        return parts[node.args[1]]  # type: ignore[index]
+        parts = self._parts(source, given, list(itertools.pairwise(edges)))
+        return parts[args_of(node)[1]]
 
     def _parts(self, node: Node, given: Placed, parts: Sequence[tuple[int, int]]) -> list[Placed]:
         """Returns the placements of parts of a dimension that is cut: of whole blocks each."""
@@ -403,13 +401,13 @@ class Inference:
 
     def _cat(self, node: Node) -> Placed:
         operands = _tensors(node)
-        dim = (node.args[1] if len(node.args) > 1 else 0) % self._dims(node)  # type: ignore[operator]
+        dim = (args_of(node)[1] if len(args_of(node)) > 1 else 0) % self._dims(node)
         shares = [self._of(value) for value in operands if self._of(value).dim is not None]
         where = self._join(operands)
         if not shares:
             return Placed(where, origins=self._origins(operands))
         share = shares[0]
-        is_stack = _name(node) == "stack"
+        is_stack = name_of(node) == "stack"
         if (not is_stack and share.dim == dim) or any((s.dim, s.blocks) != (share.dim, share.blocks) for s in shares):
             self._demote(self._origins(operands), node)
         for value in operands:
@@ -419,16 +417,21 @@ class Inference:
         return Placed(where, place, share.blocks, self._origins(operands))
 
     def _reduce(self, node: Node) -> Placed:
-        given = self._of(node.args[0])
+        given = self._of(args_of(node)[0])
         where = self._join(_tensors(node))
         if given.dim is None:
             return Placed(where, origins=given.origins)
-        dims = self._dims(node.args[0])
-        place = 2 if _name(node) == "topk" else 1
-        over = node.args[place] if len(node.args) > place else -1 if place == 2 else list(range(dims))
+        dims = self._dims(args_of(node)[0])
+        place = 2 if name_of(node) == "topk" else 1
+        over = args_of(node)[place] if len(args_of(node)) > place else -1 if place == 2 else list(range(dims))
         reduced = {dim % dims for dim in _as_list(over)}
         if given.dim in reduced:
-            if _name(node) == "mean" and reduced == {given.dim} and self._dims(node) == dims and len(given.blocks) == 1:
+            if (
+                name_of(node) == "mean"
+                and reduced == {given.dim}
+                and self._dims(node) == dims
+                and len(given.blocks) == 1
+            ):
                 self.decisions.heads.add(given.size)
                 return Placed(WHOLE, origins=given.origins, is_summand=True)
             self._demote(given.origins, node)
@@ -438,16 +441,15 @@ class Inference:
         return replace(given, where=where, dim=given.dim - lost, is_direct=False, expanded=None)
 
     def _matmul(self, node: Node) -> Placed:
-        left, right = (self._of(value) for value in node.args[:2])
+        left, right = (self._of(value) for value in args_of(node)[:2])
         where = self._join(_tensors(node))
         if left.dim is None and right.dim is None:
             return Placed(where, origins=left.origins | right.origins)
         dims = self._dims(node)
-        same = self._dims(node.args[0]) == self._dims(node.args[1]) == dims
+        same = self._dims(args_of(node)[0]) == self._dims(args_of(node)[1]) == dims
         if same and left.dim == right.dim and left.blocks == right.blocks and _dim(left) < dims - 2:
             return replace(left, where=where, is_direct=False, expanded=None)
         self._demote(left.origins | right.origins, node)
-        raise AssertionError
 
     def _unknown(self, node: Node) -> Placed:
         operands = _tensors(node)
@@ -472,10 +474,8 @@ class Inference:
 
     def _moved(self, given: Placed, places: dict[int, int]) -> Placed:
         dim = None if given.dim is None else places[given.dim]
-        expanded = None if given.expanded is None else (given.expanded[0], places[given.expanded[1]])
-        if expanded is not None and expanded[1] != given.expanded[1]:  # type: ignore[index]
-            expanded = None  # the node repeats along another dimension than this value has it
-        return replace(given, dim=dim, is_direct=False, expanded=expanded)
+        is_same = given.expanded is not None and places[given.expanded[1]] == given.expanded[1]
+        return replace(given, dim=dim, is_direct=False, expanded=given.expanded if is_same else None)
 
     def _join(self, operands: Iterable[Node]) -> str:
         """Returns where a computation of several values takes place."""
@@ -491,19 +491,16 @@ class Inference:
     def _depends(self, operands: Iterable[Node]) -> bool:
         return any(self._of(value).where != FREE for value in operands)
 
-    def _is_sum(self, node: Node, operands: Sequence[Node]) -> bool:
-        return is_sum(self.trace, node)
-
     def _cut(self, value: Node) -> None:
         if value not in self.decisions.cut:
             self.decisions.cut[value] = None
             raise _Again
 
-    def _demote(self, origins: Iterable[str], node: Node) -> None:
+    def _demote(self, origins: Iterable[str], node: Node) -> NoReturn:
         new = set(origins) - self.decisions.demoted
         if not new:
             where = self.trace.path(node)
-            raise Underivable(f"{_name(node)} in {where or 'the layer'} cannot be computed on cut values")
+            raise Underivable(f"{name_of(node)} in {where or 'the layer'} cannot be computed on cut values")
         self.decisions.demoted |= new
         raise _Again
 
@@ -522,7 +519,7 @@ class Inference:
                 waiting += user.users
         return True
 
-    _OF_LEAVES: dict[str, Callable[[Inference, Node], Placed]] = {
+    _OF_LEAVES: ClassVar[dict[str, Callable[[Inference, Node], Placed]]] = {
         LINEAR: _linear,
         NORM: _norm,
         ELEMENTWISE: _elementwise,
@@ -544,12 +541,12 @@ def is_canonical(trace: Trace, node: Node) -> bool:
 
 def is_sum(trace: Trace, node: Node) -> bool:
     """Returns whether a node is the plain sum of two values of its own shape."""
-    if _name(node) != "add" or node.kwargs or len(node.args) != 2:
+    if name_of(node) != "add" or node.kwargs or len(args_of(node)) != 2:
         return False
-    return all(is_tensor(value) and trace.shape(value) == trace.shape(node) for value in node.args)  # type: ignore[arg-type]
+    return all(is_tensor(value) and trace.shape(value) == trace.shape(node) for value in args_of(node))
 
 
-def _name(node: Node) -> str:
+def name_of(node: Node) -> str:
     """Returns the name of an operation, without its overload."""
     target: Any = node.target
     return str(target.overloadpacket.__name__) if hasattr(target, "overloadpacket") else str(target.__name__)
@@ -558,7 +555,7 @@ def _name(node: Node) -> str:
 def _tensors(node: Node) -> list[Node]:
     """Returns the tensors that an operation takes, those in lists, too."""
     found: list[Node] = []
-    torch.fx.map_arg((node.args, node.kwargs), lambda value: found.append(value) if _is_value(value) else None)
+    torch.fx.map_arg((args_of(node), node.kwargs), lambda value: found.append(value) if _is_value(value) else None)
     return found
 
 
@@ -574,6 +571,13 @@ def _seq(placed: Placed) -> str:
 def _dim(placed: Placed) -> int:
     assert placed.dim is not None
     return placed.dim
+
+
+def arguments_of_slice(node: Node) -> tuple[int, Any, Any, int]:
+    """Returns dimension, begin, end and step."""
+    args = list(args_of(node)[1:])
+    dim, first, last, step = args + [0, None, None, 1][len(args) :]
+    return dim, first, last, step
 
 
 def _as_list(value: Any) -> list[int]:
@@ -604,4 +608,17 @@ _RULES: dict[str, Callable[[Inference, Node], Placed]] = {
     "slice": _I._slice,
     "getitem": _I._getitem,
 }
-_LAST_DIMS = ("softmax", "_softmax", "mean", "sum", "amax", "amin", "max", "topk", "sort", "cumsum", "logsumexp", "norm")
+_LAST_DIMS = (
+    "softmax",
+    "_softmax",
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "max",
+    "topk",
+    "sort",
+    "cumsum",
+    "logsumexp",
+    "norm",
+)

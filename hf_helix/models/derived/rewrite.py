@@ -2,7 +2,7 @@
 
 In:   the graph of `torch.export`, as the code of a model wrote it.
 Out:  the same graph without slices that take everything, with linears before the views of what they read, and with
-      tensors that are filled piece by piece as concatenations.
+      tensors that are filled piece by piece as concatenations. What only changes how a value lies in memory is gone.
 Must hold: every rewrite is exact.
 """
 
@@ -23,7 +23,8 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def rewrite(graph: Graph) -> None:
     """Rewrites a graph in place."""
     for node in list(graph.nodes):
-        if node.target is aten.slice.Tensor and node.args[2:] == (0, sys.maxsize):
+        takes_all = node.target is aten.slice.Tensor and node.args[2:] == (0, sys.maxsize)
+        if takes_all or node.target is aten.contiguous.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     for node in list(graph.nodes):

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from hf_helix.models.derived.leaves import DTYPE, LINEAR
-from hf_helix.models.derived.placements import Inference, Placed
-from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable
+from hf_helix.models.derived.leaves import DTYPE
+from hf_helix.models.derived.placements import Inference, Placed, arguments_of_slice, name_of
+from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, args_of
 from hf_helix.operators.unit import cut_bounds
 
 META = torch.device("meta")
@@ -102,7 +102,7 @@ class _Writer:
         self.share = share
         self.graph = Graph()
         self.made: dict[Node, Any] = {}
-        self.sizes: dict[Any, Node] = {}
+        self.sizes: dict[Any, tuple[Node, int]] = {}
         self.first: Node | None = None
 
     def write(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> Glue:
@@ -110,7 +110,7 @@ class _Writer:
         attributes = [node for node in nodes if node in self.trace.attributes]
         given = [node for node in nodes if node in self.trace.given]
         leaves = [node for node in nodes if self.trace.leaf(node) is not None]
-        modules = list(dict.fromkeys(self.trace.leaf(node).path for node in leaves))  # type: ignore[union-attr]
+        modules = list(dict.fromkeys(self.trace.path_of(node) for node in leaves))
         names = [self.trace.attributes[node] for node in attributes]
         owners = {node: self.graph.placeholder(f"owner{i}") for i, node in enumerate(attributes)}
         called = {path: self.graph.placeholder(f"module{i}") for i, path in enumerate(modules)}
@@ -124,8 +124,8 @@ class _Writer:
             if node in self.trace.constants:
                 self.made[node] = self._constant(self.trace.constants[node])
             elif node in leaves:
-                path = self.trace.leaf(node).path  # type: ignore[union-attr]
-                self.made[node] = self.graph.call_function(_call, (called[path], self._value(node.args[0])))
+                path = self.trace.path_of(node)
+                self.made[node] = self.graph.call_function(_call, (called[path], self._value(args_of(node)[0])))
             elif node not in self.made:
                 self.made[node] = self._copy(node)
         results = [self._leave(node) for node in outputs]
@@ -134,8 +134,8 @@ class _Writer:
         gate = None
         if len(modules) == 1 and len(nodes) == 2 and len(inputs) == 2:
             product = outputs[0]
-            if product.target is torch.ops.aten.mul.Tensor and product.args == (leaves[0], inputs[1]):
-                gate = modules[0] if leaves[0].args[0] is inputs[0] else None
+            if product.target is torch.ops.aten.mul.Tensor and args_of(product) == (leaves[0], inputs[1]):
+                gate = modules[0] if args_of(leaves[0])[0] is inputs[0] else None
         return Glue(module.forward, tuple(names), tuple(modules), tuple(self.trace.given[n] for n in given), gate)
 
     def _needed(self, inputs: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
@@ -164,7 +164,7 @@ class _Writer:
             return
         for dim, size in enumerate(node.meta["val"].shape):
             if not isinstance(size, int):
-                self.sizes.setdefault(size.node.expr, (here, dim))  # type: ignore[arg-type]
+                self.sizes.setdefault(size.node.expr, (here, dim))
 
     def _leave(self, node: Node) -> Node:
         made: Node = self.made[node]
@@ -203,7 +203,7 @@ class _Writer:
         if expression.is_Integer:
             return int(expression)
         if expression in self.sizes:
-            here, dim = self.sizes[expression]  # type: ignore[misc]
+            here, dim = self.sizes[expression]
             return self.graph.call_function(torch.ops.aten.sym_size.int, (here, dim))
         if expression.is_Mul or expression.is_Add:
             parts = [self._size(part) for part in expression.args]
@@ -215,9 +215,10 @@ class _Writer:
 
     def _copy(self, node: Node) -> Any:
         """Writes one operation, with the lengths of this rank's share."""
-        target, args = node.target, list(node.args)
+        target: Any = node.target
+        args = list(args_of(node))
         kwargs = {name: self._type(value) for name, value in node.kwargs.items()}
-        name = target.overloadpacket.__name__ if hasattr(target, "overloadpacket") else target.__name__  # type: ignore[union-attr]
+        name = name_of(node)
         placed = self.inference.placed.get(node, Placed("free"))
         if name in ("view", "reshape", "_unsafe_view"):
             target = torch.ops.aten.reshape.default
@@ -233,9 +234,9 @@ class _Writer:
             whole = [self.trace.number(value.shape[dim]) for value in node.meta["val"]]
             args = [args[0], self._local_lengths(node, whole), dim]
         args = [self._type(self._value(value)) for value in args]
-        made = self.graph.call_function(target, tuple(args), {k: self._value(v) for k, v in kwargs.items()})  # type: ignore[arg-type]
+        made = self.graph.call_function(target, tuple(args), {k: self._value(v) for k, v in kwargs.items()})
         if placed.is_summand:
-            (length,) = self._of(node.args[0]).blocks
+            (length,) = self._of(args_of(node)[0]).blocks
             return self.graph.call_function(torch.ops.aten.mul.Tensor, (made, self.share.of([length])[0] / length))
         return made
 
@@ -258,15 +259,15 @@ class _Writer:
 
     def _cuts(self, node: Node) -> bool:
         """Returns whether an operation takes apart the dimension that is cut."""
-        given = self._of(node.args[0])
+        given = self._of(args_of(node)[0])
         place = 1 if node.target is torch.ops.aten.slice.Tensor else 2
-        dim = node.args[place] if len(node.args) > place else 0
-        return given.dim is not None and dim % len(self.trace.shape(node.args[0])) == given.dim  # type: ignore[operator, arg-type]
+        dim = args_of(node)[place] if len(args_of(node)) > place else 0
+        return given.dim is not None and dim % len(self.trace.shape(args_of(node)[0])) == given.dim
 
     def _local_bounds(self, node: Node) -> tuple[int, int]:
-        given = self._of(node.args[0])
+        given = self._of(args_of(node)[0])
         length = given.size
-        first, last = (list(node.args[2:4]) + [None, None])[:2]
+        _, first, last, _ = arguments_of_slice(node)
         first = 0 if first is None else first
         last = length if last is None else min(last, length)
         edges = [sum(given.blocks[:i]) for i in range(len(given.blocks) + 1)]
@@ -275,9 +276,9 @@ class _Writer:
         return sum(local[:begin]), sum(local[:end])
 
     def _local_lengths(self, node: Node, whole: Sequence[int]) -> list[int]:
-        given, found, place = self._of(node.args[0]), [], 0
+        given, found, place = self._of(args_of(node)[0]), [], 0
         for length in whole:
-            blocks = []
+            blocks: list[int] = []
             while sum(blocks) < length:
                 blocks.append(given.blocks[place])
                 place += 1
@@ -290,7 +291,7 @@ def _is_size(node: Node) -> bool:
 
 
 def _call(module: Any, value: Tensor) -> Tensor:
-    return module(value)  # type: ignore[no-any-return]
+    return module(value)
 
 
 def _times(left: int, right: int) -> int:

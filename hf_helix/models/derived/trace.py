@@ -74,8 +74,14 @@ class Trace:
 
     def leaf(self, node: Node) -> Leaf | None:
         """Returns what a call stands for; None for any other operation."""
-        place = LEAF_OPS.get(node.target)  # type: ignore[call-overload]
-        return None if place is None else self.leaves[node.args[place]]  # type: ignore[index]
+        place = LEAF_OPS.get(node.target)
+        return None if place is None else self.leaves[args_of(node)[place]]
+
+    def path_of(self, node: Node) -> str:
+        """Returns the path of the module that a leaf stands for."""
+        leaf = self.leaf(node)
+        assert leaf is not None
+        return leaf.path
 
     def number(self, size: Any) -> int:
         """Returns a size as a number, see `BATCH`."""
@@ -93,6 +99,11 @@ class Trace:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         path = str(stack[-1][0]) if stack else ""
         return path.removeprefix("module").removeprefix(".")
+
+
+def args_of(node: Node) -> Any:
+    """Returns the arguments of a call, which torch types as all that a graph can hold."""
+    return node.args
 
 
 def is_tensor(node: Any) -> bool:
@@ -128,8 +139,10 @@ def trace(
         Underivable: the code cannot be traced.
     """
     auto = Dim.AUTO
-    examples = [torch.empty(g.shape, dtype=DTYPE if g.dtype.is_floating_point else g.dtype, device="meta") for g in given]
-    open_dims = ({0: auto, 1: auto}, tuple({dim: auto for dim in g.open} for g in given))
+    examples = [
+        torch.empty(g.shape, dtype=DTYPE if g.dtype.is_floating_point else g.dtype, device="meta") for g in given
+    ]
+    open_dims = ({0: auto, 1: auto}, tuple(dict.fromkeys(g.open, auto) for g in given))
     try:
         with torch.no_grad(), leaves.capturing():
             program = torch.export.export(

@@ -4,7 +4,7 @@ In:   a decoder layer whose `mlp` has a router (`router` or `gate`) and `experts
 Out:  operators of the router, of the way to the experts and back, and of the experts (paper, section 6.2.3).
 Must hold: a token's experts and weights are those of the Transformers router; its random numbers depend on the run's
 seed and the token's place only. The load-balancing loss is that of the whole micro-batch: its two sums over tokens and
-layers travel with the activations as the value `balance` [1, 2, experts], and the head adds the loss.
+layers travel with the activations, and the head adds the loss (`models.balance`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_helix.models.balance import BALANCE, Balance, add_part, balance_side_inputs, part_of
 from hf_helix.models.builder import Builder, ParallelContext
-from hf_helix.models.expert_layer import check_expert_count, counted_in, declare_experts, expert_side_inputs
+from hf_helix.models.expert_layer import check_expert_count, declare_experts, expert_side_inputs
 from hf_helix.models.families.dense import Dense
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter
 from hf_helix.operators.unit import Unit
-
-ROWS, BALANCE_SCALE = "counted_rows", "balance_scale"
 
 
 class Mixture(Dense):
@@ -54,17 +53,16 @@ class Mixture(Dense):
     def layer(self, b: Builder, layer: Any) -> Unit:
         balanced = layer.self_attn.config.output_router_logits
         x = b.input("x")
-        balance = b.input("balance") if balanced else None
+        balance = b.input(BALANCE) if balanced else None
         x = self.attention(b, layer, x)
-        if not self.is_sparse(layer):
-            return b.build(
-                self.mlp(b, layer, x), *([b.segment("balance.pass", torch.clone, balance)] if balance else [])
-            )
-        h = b.norm("mlp.norm", layer.post_attention_layernorm, x, lowers=False)
-        h, weights, chosen, part = self._route(b, layer, h, balanced)
-        h = declare_experts(b, h, weights, chosen, layer.mlp.experts, b.meters[-1])
-        x = b.add("mlp.add", x, h)
-        return b.build(x, b.add("balance.add", balance, part)) if balance and part else b.build(x)
+        if self.is_sparse(layer):
+            h = b.norm("mlp.norm", layer.post_attention_layernorm, x, lowers=False)
+            h, weights, chosen, part = self._route(b, layer, h, balanced)
+            h = declare_experts(b, h, weights, chosen, layer.mlp.experts, b.meters[-1])
+            x = b.add("mlp.add", x, h)
+        else:
+            x, part = self.mlp(b, layer, x), None
+        return b.build(x, add_part(b, balance, part)) if balance else b.build(x)
 
     def _route(self, b: Builder, layer: Any, h: str, balanced: bool) -> tuple[str, str, str, str | None]:
         """Declares the router.
@@ -92,7 +90,7 @@ class Mixture(Dense):
             counted = meter.mine(side)
             if mlp.training and torch.is_grad_enabled():  # once, where backward runs it again
                 meter.note(logits, chosen, counted)
-            part = (_balance(logits, counted, chosen.shape[1]),) if balanced else ()
+            part = (part_of(logits, counted, chosen.shape[1]),) if balanced else ()
             jittered = (tokens.view_as(h),) if noise else ()
             return (*jittered, weights, *part, chosen)
 
@@ -111,34 +109,27 @@ class Mixture(Dense):
         values = dict(zip((*names, "mlp.chosen"), outputs, strict=True))
         return values.get("mlp.jittered", h), values["mlp.weights"], values["mlp.chosen"], values.get("mlp.balance")
 
+    def balance(self, model: Any) -> Balance | None:
+        """Returns the load-balancing loss; None where the model's configuration asks for none."""
+        config = model.config
+        if not config.output_router_logits:
+            return None
+        layers = sum(self.is_sparse(layer) for layer in self.layers(model))
+        return Balance(
+            self.num_experts(config), config.num_experts_per_tok, layers, coefficient=config.router_aux_loss_coef
+        )
+
     def embedding(self, b: Builder, model: Any) -> Unit:
         x = b.reduce_scatter("scatter", b.lookup("lookup", model.get_input_embeddings()))
-        if not model.config.output_router_logits:
-            return b.build(x)
-        shape = (1, 2, self.num_experts(model.config))
-
-        def nothing(counted: Tensor) -> Tensor:
-            return torch.zeros(shape, device=counted.device)
-
-        return b.build(x, b.segment("balance", nothing, side=(COUNTED,)))
+        balance = self.balance(model)
+        return b.build(x, balance.start(b)) if balance else b.build(x)
 
     def head(self, b: Builder, model: Any) -> Unit:
-        if not model.config.output_router_logits:
+        balance = self.balance(model)
+        if balance is None:
             return super().head(b, model)
-        x, balance = b.input("x"), b.input("balance")
-        loss = self.loss(b, model, x)
-        for name, axis in (("tp", b.tp), ("cp", b.cp)):
-            balance = b.replicate(f"balance.{name}", balance, axis)
-        layers = sum(self.is_sparse(layer) for layer in self.layers(model))
-        weight, cp_size = model.config.router_aux_loss_coef, b.cp.size
-
-        def add(loss: Tensor, sums: Tensor, counted_rows: Tensor, balance_scale: float) -> Tensor:
-            shares = sums.sum(0) / (counted_rows * layers)
-            extra = weight * balance_scale * sums.shape[-1] * (shares[0] * shares[1]).sum()
-            # Ranks that share a sequence each have all of it; their losses are added up, their gradients are not.
-            return loss + extra - extra.detach() * (1 - 1 / cp_size)
-
-        return b.build(b.segment("loss.balanced", add, loss, balance, side=(ROWS, BALANCE_SCALE)))
+        x, sums = b.input("x"), b.input(BALANCE)
+        return b.build(balance.add_loss(b, self.loss(b, model, x), sums))
 
     # -- checks and side inputs ----------------------------------------------------------------------------------
 
@@ -152,11 +143,8 @@ class Mixture(Dense):
         return not model.config.output_router_logits
 
     def empty(self, model: Any, tp_size: int) -> Callable[[Mapping[str, Any]], Tensors]:
-        of_layers = super().empty(model, tp_size)
-        if not model.config.output_router_logits:
-            return of_layers
-        shape = (1, 2, self.num_experts(model.config))
-        return lambda side: (*of_layers(side), torch.empty(shape, device=side["ids"].device))
+        of_layers, balance = super().empty(model, tp_size), self.balance(model)
+        return of_layers if balance is None else lambda side: (*of_layers(side), balance.empty(side["ids"].device))
 
     def side_inputs(
         self,
@@ -169,16 +157,5 @@ class Mixture(Dense):
         return {
             **super().side_inputs(model, batch, cut, loss_scale),
             **expert_side_inputs(batch, cut),
-            ROWS: counted_in(batch).sum(),
-            BALANCE_SCALE: batch_scale,
+            **balance_side_inputs(batch, batch_scale),
         }
-
-
-def _balance(logits: Tensor, counted: Tensor, choices: int) -> Tensor:
-    """Sums over tokens that the load-balancing loss needs [1, 2, experts]: of the most probable experts, of all
-    experts' probabilities (`load_balancing_loss_func` of Transformers)."""
-    probabilities = logits.softmax(-1).float()
-    counted = counted.float().unsqueeze(-1)
-    best = probabilities.detach().topk(choices, -1).indices
-    loads = torch.zeros_like(probabilities).scatter_(1, best, 1.0)
-    return torch.stack(((loads * counted).sum(0), (probabilities * counted).sum(0))).unsqueeze(0)

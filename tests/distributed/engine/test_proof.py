@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -87,7 +89,7 @@ def proven(model: Any, helix: Mapping[str, Any]) -> dict[str, Any]:
     config = HelixConfig(**helix)
     mesh = build_mesh(config.tp_size, "cpu", config.pp_size, config.cp_size, config.ep_size)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    state = torch.get_rng_state()
+    state, threads = torch.get_rng_state(), set(threading.enumerate())
     proof = prove(model, config, mesh)
     same = all(p.equal(before[name]) for name, p in model.named_parameters())
     return {
@@ -95,8 +97,16 @@ def proven(model: Any, helix: Mapping[str, Any]) -> dict[str, Any]:
         "text": str(proof).partition(" (")[0],
         "lines": proof.lines,
         "wrong": [difference.name for difference in proof.wrong],
-        "undisturbed": same and state.equal(torch.get_rng_state()),
+        "undisturbed": same and state.equal(torch.get_rng_state()) and end_of(threads),
     }
+
+
+def end_of(threads: set[threading.Thread]) -> bool:
+    """Whether all but these end soon: those of streams end with what is left in their queues."""
+    deadline = time.monotonic() + 10
+    while not set(threading.enumerate()) <= threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return set(threading.enumerate()) <= threads
 
 
 @contextlib.contextmanager

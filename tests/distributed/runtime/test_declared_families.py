@@ -9,7 +9,7 @@ import pytest
 from support.parity import check, references
 
 JOB = "support.declared_jobs:"
-LORA = {"target_modules": ["gate_proj", "down_proj", "q_proj"]}
+LORA = {"target_modules": ["gate_proj", "down_proj", "q_proj", "embed_tokens"]}
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ LORA = {"target_modules": ["gate_proj", "down_proj", "q_proj"]}
     [
         pytest.param((1, 2, 1, 1), "left", {}, id="tp"),
         pytest.param((1, 2, 1, 1), "dense", {"lora": LORA, "recompute": "selective"}, id="tp, lora, recompute"),
+        pytest.param((1, 2, 1, 1), "dense", {"half_replicated": True, "lora": LORA}, id="tp, on the whole sequence"),
         pytest.param((1, 1, 2, 1), "dense", {}, id="pp"),
         pytest.param((1, 4, 1, 1), "dense", {"num_key_value_heads": 4}, id="tp4", marks=pytest.mark.slow),
     ],

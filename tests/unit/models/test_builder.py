@@ -81,22 +81,33 @@ def test_parameters_of_segments_are_copied_or_cut() -> None:
     sinks, gain = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(3))
     norm, others = nn.LayerNorm(8), nn.Linear(2, 3)
     b = builder_of_layer()
-    b.segment("a", lambda x: x, "x", uses=(others, gain), cut=(sinks,), on_shard=True)
+    b.segment("a", lambda x: x, "x", uses=(gain,), cut=(sinks,), on_shard=True)
     b.segment("b", norm, "a", cut=(norm,))
-    unit = b.build(*b.segment_outputs("c", lambda x: (x,), ("c.x",), "b", cut=(sinks,)))
+    unit = b.build(
+        *b.segment_outputs("c", lambda x: (x,), ("c.x",), "b", uses=(others,), cut=(sinks, others.bias), on_shard=True)
+    )
     rows = Placement(0, 8)
     assert unit.placements == {
         others.weight: COPIED_ON_SHARDS,
-        others.bias: COPIED_ON_SHARDS,
+        others.bias: Placement(0, 3),
         gain: COPIED_ON_SHARDS,
         sinks: Placement(0, 4),
         norm.weight: rows,
         norm.bias: rows,
     }
-    assert unit.called == (others, norm)
-    assert [len(unit.operators[name].parameters) for name in "abc"] == [4, 2, 1]
+    assert unit.called == (norm, others)
+    assert [len(unit.operators[name].parameters) for name in "abc"] == [2, 2, 3]
     c = builder_of_layer()
     assert c.build(c.segment("d", lambda x: x, "x", uses=(gain,))).placements == {gain: COPIED}
+
+
+def test_a_parameter_is_placed_in_one_way() -> None:
+    """Its gradient would be summed over the ranks for one operator, and not for the other."""
+    norm, b = nn.LayerNorm(8), builder_of_layer()
+    b.norm("a", norm, "x")
+    b.norm("b", norm, "a")
+    with pytest.raises(ValueError, match=r"layers.0: a parameter of shape \[8\] is declared as .* and as .*on_shard="):
+        b.segment("c", norm, "b")
 
 
 def test_one_rank_has_the_whole_sum() -> None:

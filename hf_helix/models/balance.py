@@ -1,0 +1,209 @@
+"""The load-balancing loss of a mixture of experts, which is a product of two means over all tokens and all layers.
+
+In:   the logits of every layer's router, and which tokens count.
+Out:  the value `balance` [1, 2, experts], the two sums of the layers so far, which travels with the activations; the
+      loss with the load-balancing loss added.
+Must hold: it is what `load_balancing_loss_func` of Transformers gives for the whole micro-batch, over tp and cp, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_helix.models.builder import Builder
+from hf_helix.models.expert_layer import counted_in
+from hf_helix.operators.moe.dispatch import COUNTED, counted_tokens
+
+BALANCE = "balance"
+"""The value that enters and leaves every unit."""
+
+ROWS, BALANCE_SCALE = "counted_rows", "balance_scale"
+"""Side inputs: how many tokens of the batch count, and the factor of a loss of the batch as a whole."""
+
+LOSS = "load_balancing_loss_func"
+"""The function of a model's file in Transformers that computes the loss."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The load-balancing loss of a model.
+
+    Attributes:
+        num_experts: of every router.
+        choices: how many of a token's most probable experts count as its load.
+        num_layers: how many routers there are.
+        coefficient: the factor of the loss.
+    """
+
+    num_experts: int
+    choices: int
+    num_layers: int
+    coefficient: float
+
+    def start(self, b: Builder) -> str:
+        """Adds the sums over no layer, in the unit of the embedding."""
+        shape = (1, 2, self.num_experts)
+
+        def nothing(counted: Tensor) -> Tensor:
+            return torch.zeros(shape, device=counted.device)
+
+        return b.segment(BALANCE, nothing, side=(COUNTED,))
+
+    def part(self, b: Builder, logits: str, name: str = "balance.part") -> str:
+        """Adds the sums of one router, in the unit of its layer.
+
+        Args:
+            b: the builder of the layer.
+            logits: what the router says of this rank's tokens [n, batch, experts] or [n * batch, experts].
+            name: the name of the operator and of the value that it writes.
+        """
+
+        def part(logits: Tensor, **side: Any) -> Tensor:
+            return part_of(logits.flatten(0, -2), counted_tokens(side, b.tp), self.choices)
+
+        return b.segment(name, part, logits, side=(COUNTED,))
+
+    def add_loss(self, b: Builder, loss: str, balance: str) -> str:
+        """Adds the load-balancing loss to the loss, in the unit of the head.
+
+        Args:
+            b: the builder of the head.
+            loss: the loss of the tokens.
+            balance: the sums of all layers.
+        """
+        for name, axis in (("tp", b.tp), ("cp", b.cp)):
+            balance = b.replicate(f"{BALANCE}.{name}", balance, axis)
+        layers, weight, cp_size = self.num_layers, self.coefficient, b.cp.size
+
+        def add(loss: Tensor, sums: Tensor, counted_rows: Tensor, balance_scale: float) -> Tensor:
+            shares = sums.sum(0) / (counted_rows * layers)
+            extra = weight * balance_scale * sums.shape[-1] * (shares[0] * shares[1]).sum()
+            # Ranks that share a sequence each have all of it; their losses are added up, their gradients are not.
+            return loss + extra - extra.detach() * (1 - 1 / cp_size)
+
+        return b.segment("loss.balanced", add, loss, balance, side=(ROWS, BALANCE_SCALE))
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Allocates what a layer hands on."""
+        return torch.empty((1, 2, self.num_experts), device=device)
+
+
+def add_part(b: Builder, balance: str, part: str | None) -> str:
+    """Adds what a layer's routers bring to the sums, in the unit of the layer.
+
+    Args:
+        b: the builder of the layer.
+        balance: the sums of the layers before it.
+        part: the sums of this layer; None where it has no router.
+    """
+    if part is None:
+        return b.segment(f"{BALANCE}.pass", torch.clone, balance)
+    return b.add(f"{BALANCE}.add", balance, part)
+
+
+def balance_side_inputs(batch: Mapping[str, Any], batch_scale: float) -> dict[str, Any]:
+    """Returns what `Balance.add_loss` reads of a micro-batch.
+
+    Args:
+        batch: what the data collator made, before it is cut.
+        batch_scale: the factor of a loss of the batch as a whole.
+    """
+    return {ROWS: counted_in(batch).sum(), BALANCE_SCALE: batch_scale}
+
+
+def part_of(logits: Tensor, counted: Tensor, choices: int) -> Tensor:
+    """Returns sums over tokens [1, 2, experts]: of the most probable experts, and of all experts' probabilities.
+
+    Args:
+        logits: what a router says [tokens, experts].
+        counted: which tokens count [tokens], as 0 and 1; see `counted_tokens`.
+        choices: how many experts a token chooses.
+    """
+    probabilities = logits.softmax(-1).float()
+    counted = counted.float().unsqueeze(-1)
+    best = probabilities.detach().topk(choices, -1).indices
+    loads = torch.zeros_like(probabilities).scatter_(1, best, 1.0)
+    return torch.stack(((loads * counted).sum(0), (probabilities * counted).sum(0))).unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class Router:
+    """A submodule whose logits a model's load-balancing loss reads.
+
+    Attributes:
+        path: its name in the model.
+        module: the submodule.
+        index: which of its outputs has the logits [tokens, experts].
+    """
+
+    path: str
+    module: nn.Module
+    index: int
+
+
+def routers_of(model: nn.Module) -> list[Router]:
+    """Returns the submodules whose outputs Transformers records as `router_logits`."""
+    return list(_routers(model, "", []))
+
+
+def balance_of(model: Any) -> Balance | None:
+    """Returns the load-balancing loss that a Transformers model's own forward adds to its loss; None if it adds none.
+
+    Args:
+        model: a causal language model.
+
+    Raises:
+        ValueError: the model's loss is another one than that of Mixtral.
+    """
+    forward = inspect.unwrap(type(model).forward)
+    if not getattr(model.config, "output_router_logits", False) or LOSS not in forward.__code__.co_names:
+        return None
+    balance = Balance(
+        model.num_experts, model.num_experts_per_tok, len(routers_of(model)), float(model.router_aux_loss_coef)
+    )
+    if not _is_computed_by(forward.__globals__[LOSS], balance):
+        raise ValueError(
+            f"the load-balancing loss of {type(model).__name__} is not that of Mixtral, which is the one that is "
+            "built; use model.config.output_router_logits = False"
+        )
+    return balance
+
+
+def _routers(module: nn.Module, path: str, recorders: list[Any]) -> Iterator[Router]:
+    """Yields the routers of a module.
+
+    Args:
+        module: the module.
+        path: its name in the model.
+        recorders: what the model around it records as `router_logits`.
+    """
+    if isinstance(module, PreTrainedModel):
+        given = module.can_record_outputs.get("router_logits", [])
+        recorders = given if isinstance(given, list) else [given]
+    for name, child in module.named_children():
+        yield from _routers(child, f"{path}.{name}" if path else name, recorders)
+    for recorder in recorders:
+        within = recorder.layer_name is None or f".{recorder.layer_name.strip('.')}." in f".{path}."
+        if isinstance(module, recorder.target_class) and within:
+            yield Router(path, module, recorder.index)
+
+
+def _is_computed_by(function: Any, balance: Balance) -> bool:
+    """Returns whether a function computes a load-balancing loss as operators do, by trying it."""
+    dice = torch.Generator().manual_seed(0)
+    layers = [torch.randn(6, balance.num_experts, generator=dice) for _ in range(2)]
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    parts = torch.stack([part_of(logits, mask.flatten(), balance.choices) for logits in layers])
+    loads, probabilities = parts.sum((0, 1)) / (mask.sum() * len(layers))
+    try:
+        found = function(tuple(layers), balance.num_experts, balance.choices, mask)
+    except Exception:  # it takes other arguments, or logits of another shape
+        return False
+    return torch.allclose(found, balance.num_experts * (loads * probabilities).sum())

@@ -1,0 +1,96 @@
+"""A family that needs a proof proves itself before a run, once, and a run is as it would be without."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.jobs import make_trainer
+
+from hf_helix.models import registry
+from hf_helix.models.families.llama import Llama
+from hf_helix.models.family import Family
+
+PROVEN = "LlamaForCausalLM: derived from the model; equal to the unsplit model at "
+
+
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}])
+def test_the_first_run_proves_and_later_ones_know(helix: dict[str, int], cluster_of: Any, tmp_path: Any) -> None:
+    options = {"folder": str(tmp_path), "helix": helix, "cache": str(tmp_path / "cache")}
+    ranks = cluster_of(2).run(run_three_times, **options)
+    declared, first, second = ranks[0]
+    (name,) = helix
+    assert PROVEN not in declared["said"]
+    assert f"{PROVEN}{name}=2 (" in first["said"]
+    assert PROVEN not in second["said"]
+    assert declared["losses"] == first["losses"] == second["losses"]
+
+
+def test_a_family_that_is_not_equal_is_not_trained(cluster_of: Any, tmp_path: Any) -> None:
+    found = cluster_of(2).errors(train_mistaken, folder=str(tmp_path), cache=str(tmp_path / "cache"))
+    assert found[0].message == found[1].message
+    assert found[0].kind == "ValueError"
+    for words in (
+        "LlamaForCausalLM at tp_size=2",
+        "input_layernorm.weight (by ",
+        "hf-helix check",
+        "adding_a_model.md",
+    ):
+        assert words in found[0].message
+
+
+# In the processes of a cluster
+
+
+class Derived(Llama):
+    """Llama, as if it were derived from the model."""
+
+    needs_proof = True
+
+    def digest(self, model: Any) -> str:
+        return "graphs of Llama"
+
+
+class Mistaken(Derived):
+    """Does not say that a norm works on a part of the sequence."""
+
+    def attention(self, b: Any, layer: Any, x: str) -> str:
+        h = b.all_gather("attn.gather", b.segment("attn.norm", layer.input_layernorm, x))
+        h = b.reduce_scatter("attn.scatter", self.self_attention(b, layer.self_attn, h))
+        return b.add("attn.add", x, h)
+
+
+@contextlib.contextmanager
+def llama_is(family: Family, cache: str) -> Iterator[None]:
+    """Another family for Llama, and another cache, for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HELIX_CACHE", cache)
+        patch.setitem(registry._FAMILIES, "LlamaForCausalLM", family)
+        yield
+
+
+def run_three_times(folder: str, helix: dict[str, int], cache: str) -> list[dict[str, Any]]:
+    """What a declared family says and its losses with dropout, then those of one that needs a proof, twice."""
+    runs = []
+    for family in (Llama(), Derived(), Derived()):
+        with llama_is(family, cache), contextlib.redirect_stdout(io.StringIO()) as said:
+            torch.manual_seed(7)
+            model = {"num_hidden_layers": 4, "attention_dropout": 0.2}
+            training = {"max_steps": 2}
+            trainer: Any = make_trainer(folder, {"plan": "sequential", **helix}, model, training=training)
+            trainer.train()
+        trainer.helix.close()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        runs.append({"said": said.getvalue(), "losses": losses, "next": torch.rand(1).item()})
+    assert len({run["next"] for run in runs}) == 1
+    return runs
+
+
+def train_mistaken(folder: str, cache: str) -> None:
+    """A trainer of a family whose gradients would be too small."""
+    with llama_is(Mistaken(), cache):
+        make_trainer(folder, {"plan": "sequential", "tp_size": 2}, {"num_hidden_layers": 2})

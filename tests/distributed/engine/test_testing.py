@@ -1,0 +1,104 @@
+"""`hf_helix.testing` and `hf-helix check` on processes of their own, and inside a process group that is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.mistaken_families import FailsOnARank, ForgetsASum
+from support.models import made, tiny
+from transformers import LlamaConfig, MixtralConfig
+
+from hf_helix.cli.main import main
+from hf_helix.testing import check_family
+
+TP = ({"tp_size": 2},)
+FAMILIES = "support.mistaken_families"
+
+
+def test_ranks_of_its_own() -> None:
+    proof, other = check_family(tiny(num_hidden_layers=2), [*TP, {}])
+    assert (proof.model, proof.layout, proof.verdict) == ("LlamaForCausalLM", "tp_size=2", "equal")
+    assert other.layout == "1 process"
+    assert [case.kind for case in proof.cases] == ["rows", "padded left", "padded right", "packed", "all kinds"]
+    assert not dist.is_initialized()
+
+
+def test_what_differs_is_said() -> None:
+    """The module that registers the family is found by itself."""
+    with pytest.raises(AssertionError, match=r"ForgetsASum at tp_size=2: different") as caught:
+        check_family(made(ForgetsASum, LlamaConfig, {"num_hidden_layers": 2}), TP)
+    assert "input_layernorm.weight" in str(caught.value)
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    """They would wait for it; the layout after it is proven by new ones."""
+    model = made(FailsOnARank, LlamaConfig, {"num_hidden_layers": 4})
+    with pytest.raises(AssertionError, match="FailsOnARank at tp_size=2: failed: RuntimeError: the operator") as caught:
+        check_family(model, [*TP, {"pp_size": 2}], imports=[FAMILIES])
+    assert "in fail\n" in str(caught.value)
+    assert "pp_size" not in str(caught.value)
+
+
+def test_a_refusal_of_what_was_asked_for() -> None:
+    with pytest.raises(AssertionError, match="refused: ep_size is given, and LlamaForCausalLM has no experts"):
+        check_family(tiny(num_hidden_layers=2), [{"ep_size": 2}])
+
+
+def test_default_layouts() -> None:
+    """A configuration is made small; a mixture has experts to share."""
+    config = MixtralConfig(hidden_size=4096, num_hidden_layers=32)
+    layouts = [proof.layout for proof in check_family(config)]
+    assert layouts == ["tp_size=2", "pp_size=2", "tp_size=2, pp_size=2", "cp_size=2", "ep_size=2"]
+
+
+def test_a_group_that_is_there(cluster_of: Any) -> None:
+    """Its ranks and its device are used; of the default layouts, those that they fit."""
+    ranks = cluster_of(2).run(check_here)
+    assert ranks[0] == ranks[1]
+    assert ranks[0] == (["tp_size=2", "pp_size=2", "cp_size=2"], "ForgetsASum at tp_size=2: different")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=4096).save_pretrained(tmp_path)
+    main(["check", str(tmp_path), "--tp_size", "2"])
+    said = capsys.readouterr()
+    assert said.out.startswith("LlamaForCausalLM at tp_size=2: equal (loss ")
+    assert said.err == "tp_size=2 ...\n"
+    with pytest.raises(SystemExit) as caught:
+        main(["check", "LlamaForCausalLM", "--ep_size", "2"])
+    assert caught.value.code == 1
+    assert "LlamaForCausalLM at ep_size=2: refused: ep_size is given, and" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_command_under_a_launcher() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "-m", "hf_helix", "check", "Qwen3ForCausalLM"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.partition(":")[0].partition(" at ")[2] for line in done.stdout.splitlines() if " at " in line] == [
+        "tp_size=2",
+        "pp_size=2",
+        "cp_size=2",
+    ]
+
+
+# In the processes of a cluster
+
+
+def check_here() -> tuple[list[str], str]:
+    """The default layouts of a model, and the beginning of the error of a mistaken one."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    layouts = [proof.layout for proof in check_family(tiny(num_hidden_layers=4))]
+    with pytest.raises(AssertionError) as caught:
+        check_family(made(ForgetsASum, LlamaConfig, {"num_hidden_layers": 2}), TP)
+    return layouts, str(caught.value).partition(" (")[0]

@@ -1,0 +1,84 @@
+"""Experts of every form, spread over two ranks, give what the module's own forward gives on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cluster import Cluster
+from support.expert_modules import CHOICES, NUM_EXPERTS, by_itself, experts_of, side_of, tokens_of, unit_of_experts
+from support.models import arguments
+from support.units import run_unit
+from torch import Tensor
+
+from hf_helix.models.builder import ParallelContext
+from hf_helix.operators.moe.dispatch import SHARD_TOKENS
+from hf_helix.operators.unit import EXPERTS
+from hf_helix.runtime.distributed.mesh import build_mesh
+
+FORMS = {
+    "gpt_oss": "GptOssExperts",
+    "aria": "AriaExperts",
+    "nemotron_h": "NemotronHExperts",
+    "muse_spark": "MuseSparkExperts",
+    "deepseek_v3": "DeepseekV3Experts",
+}
+ROWS, BATCH = {"ep": (7, 5), "tp": (6, 6)}, 3
+
+
+def tokens_on(axis: str, rank: int) -> dict[str, Tensor]:
+    """What each of two ranks brings: of sequences of its own (ep), or of its part of the same ones (tp)."""
+    return tokens_of(ROWS[axis][rank], BATCH, seed=rank)
+
+
+def spread(family: str, axis: str, capacity: float | None, recompute: str = "none") -> dict[str, Any]:
+    """On every rank: as `by_itself`, with the gradients of this rank's experts."""
+    assert arguments("unused").world_size == 2
+    mesh = build_mesh(2 if axis == "tp" else 1, "cpu", ep_size=2 if axis == "ep" else 1)
+    sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, capacity_factor=capacity)
+    module, given = experts_of(family, FORMS[family]), tokens_on(axis, mesh.experts.rank)
+    unit = unit_of_experts(module, sharing)
+    for parameter, placement in unit.placements.items():
+        if placement.over == EXPERTS:
+            parameter.data = placement.cut(parameter.data, 2, mesh.experts.rank)
+    side = side_of(given, mesh.tp.size) | {SHARD_TOKENS: ROWS[axis][0] * BATCH}
+    inputs = {name: given[name] for name in ("x", "weights")}
+    outputs, gradients = run_unit(unit.recomputed(recompute), inputs, side, {"experts.out": given["gradient"]})
+    found = {"out": outputs["experts.out"], "d.x": gradients["x"], "d.weights": gradients["weights"]}
+    found |= {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    return {name: value.numpy().copy() for name, value in found.items()}
+
+
+def distance(found: Any, expected: Tensor) -> float:
+    return float(np.linalg.norm(found - expected.numpy()) / np.linalg.norm(expected.numpy()))
+
+
+@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("axis", ["ep", "tp"])
+@pytest.mark.parametrize("capacity", [None, NUM_EXPERTS / CHOICES])
+def test_two_ranks_give_what_one_gives(
+    cluster_of: Callable[[int], Cluster], family: str, axis: str, capacity: float | None
+) -> None:
+    module = experts_of(family, FORMS[family])
+    found = cluster_of(2).run(spread, family=family, axis=axis, capacity=capacity)
+    expected = [by_itself(module, tokens_on(axis, rank)) for rank in range(2)]
+    for rank in range(2):
+        for name in ("out", "d.x", "d.weights"):
+            assert distance(found[rank][name], expected[rank][name]) < 1e-5, name
+    for name, parameter in module.named_parameters():
+        total = expected[0][name] + expected[1][name]
+        is_cut = len(found[0][name]) < len(parameter)
+        both = [part[name] for part in found]
+        assert distance(np.concatenate(both) if is_cut else sum(both), total) < 1e-5, name
+
+
+@pytest.mark.parametrize("axis", ["ep", "tp"])
+def test_recomputed_experts_give_the_same_bits(cluster_of: Callable[[int], Cluster], axis: str) -> None:
+    kept, again = (
+        cluster_of(2).run(spread, family="gpt_oss", axis=axis, capacity=None, recompute=mode)
+        for mode in ("none", "full")
+    )
+    for before, after in zip(kept, again, strict=True):
+        assert all(np.array_equal(before[name], after[name]) for name in before)

@@ -1,0 +1,254 @@
+"""Every form of fused experts of Transformers gives what the module's own forward gives; other code is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers.models
+from support.expert_modules import (
+    CHOICES,
+    HIDDEN,
+    INTERMEDIATE,
+    NUM_EXPERTS,
+    by_itself,
+    experts_of,
+    side_of,
+    tokens_of,
+    unit_of_experts,
+)
+from support.units import run_unit
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_helix.models.builder import Builder, ParallelContext
+from hf_helix.models.expert_form import ExpertForm, experts_form, is_experts
+from hf_helix.models.expert_layer import declare_experts
+from hf_helix.operators.base import Precision
+from hf_helix.operators.unit import CUT_EXPERTS, EXPERTS
+
+GATED = ExpertForm("gate_up_proj", "down_proj")
+BIASED = ExpertForm("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias", is_transposed=True)
+COMMON = (
+    ("mixtral", "MixtralExperts"),
+    ("qwen2_moe", "Qwen2MoeExperts"),
+    ("deepseek_v3", "DeepseekV3Experts"),
+    ("glm4_moe", "Glm4MoeExperts"),
+    ("granitemoe", "GraniteMoeExperts"),
+    ("ernie4_5_moe", "Ernie4_5_MoeExperts"),
+    ("olmoe", "OlmoeExperts"),
+    ("minimax_m2", "MiniMaxM2Experts"),
+    ("dots1", "Dots1Experts"),
+    ("hunyuan_v1_moe", "HunYuanMoEV1Experts"),
+    ("lfm2_moe", "Lfm2MoeExperts"),
+    ("gemma4", "Gemma4TextExperts"),
+    ("deepseek_v4", "DeepseekV4Experts"),
+    ("step3p7", "Step3p7Experts"),
+    ("beam", "BeamExperts"),
+)
+FORMS = {
+    **dict.fromkeys(COMMON, GATED),
+    ("gpt_oss", "GptOssExperts"): BIASED,
+    ("aria", "AriaExperts"): ExpertForm("gate_up_proj", "down_proj", is_transposed=True),
+    ("nemotron_h", "NemotronHExperts"): ExpertForm("up_proj", "down_proj", is_gated=False),
+    ("muse_spark", "MuseSparkExperts"): ExpertForm("gate_up_proj", "down_proj", norm="post_expert_norm"),
+}
+DISTINCT = ("gpt_oss", "aria", "nemotron_h", "muse_spark", "deepseek_v4")
+
+
+def module_of(family: str, **changes: Any) -> Any:
+    return experts_of(*next(key for key in FORMS if key[0] == family), **changes)
+
+
+def in_operators(
+    module: Any,
+    given: dict[str, Tensor],
+    sharing: ParallelContext | None = None,
+    recompute: str = "none",
+    flat: bool = False,
+    precision: Precision | None = None,
+) -> dict[str, Tensor]:
+    """As `by_itself`, operator by operator."""
+    module = copy.deepcopy(module)
+    unit = unit_of_experts(module, sharing or ParallelContext(), flat).recomputed(recompute)
+    x, gradient = given["x"], given["gradient"]
+    if flat:
+        x, gradient = x.flatten(0, 1), gradient.flatten(0, 1)
+    inputs = {"x": x, "weights": given["weights"]}
+    outputs, gradients = run_unit(unit, inputs, side_of(given), {"experts.out": gradient}, precision)
+    found = {"out": outputs["experts.out"].view_as(given["x"]), "d.x": gradients["x"].view_as(given["x"])}
+    found["d.weights"] = gradients["weights"]
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            found[name] = parameter.grad
+    return found
+
+
+def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.norm() > 0, name
+        assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind[0])
+def test_operators_give_what_the_module_gives(kind: tuple[str, str]) -> None:
+    module, given = experts_of(*kind), tokens_of(7, 3)
+    assert is_experts(module)
+    assert experts_form(module) == FORMS[kind]
+    close(in_operators(module, given), by_itself(module, given))
+
+
+@pytest.mark.parametrize("family", DISTINCT)
+@pytest.mark.parametrize("case", ["capacity", "selective", "full", "flat"])
+def test_with_room_for_all_recomputed_and_flat(family: str, case: str) -> None:
+    module, given = module_of(family), tokens_of(7, 3)
+    sharing = ParallelContext(capacity_factor=NUM_EXPERTS / CHOICES) if case == "capacity" else None
+    mode = case if case in ("selective", "full") else "none"
+    close(in_operators(module, given, sharing, mode, flat=case == "flat"), by_itself(module, given))
+
+
+def test_tokens_without_room_leave_no_trace_in_biases() -> None:
+    """Empty rows pass the biases, and nothing of them comes back or has a gradient."""
+    module, given = module_of("gpt_oss"), tokens_of(7, 3)
+    given["chosen"][:, 0], given["chosen"][:, 1] = 0, 2
+    sharing = ParallelContext(capacity_factor=1.0)
+    room = -(-21 * CHOICES // NUM_EXPERTS)
+    kept = torch.arange(21).unsqueeze(1) < room
+    dropped = {**given, "weights": given["weights"] * kept}
+    expected, found = by_itself(module, dropped), in_operators(module, given, sharing)
+    expected["d.weights"] = expected["d.weights"] * kept
+    close(found, expected)
+
+
+@pytest.mark.parametrize("family", DISTINCT)
+def test_bf16_is_as_exact_as_the_module(family: str) -> None:
+    """Matrices in bf16, the rest in fp32, against the module under autocast. Its biases never meet bf16; rows that are
+    rounded to bf16 once before they are summed are as good.
+    """
+    module, given = module_of(family), tokens_of(40, 3)
+    exact, stock = by_itself(module, given), by_itself(module, given, autocast=True)
+    found = in_operators(module, given, precision=Precision("cpu", torch.bfloat16))
+    for name, value in exact.items():
+        assert (found[name] - value).norm() <= 2 * (stock[name] - value).norm() + 2**-9 * value.norm(), name
+
+
+def test_biases_alone_are_trained() -> None:
+    module, given = module_of("gpt_oss"), tokens_of(7, 3)
+    expected = by_itself(module, given)
+    for name in ("gate_up_proj", "down_proj"):
+        module.get_parameter(name).requires_grad_(False)
+        del expected[name]
+    close(in_operators(module, given), expected)
+
+
+def test_all_that_experts_have_is_cut_by_experts() -> None:
+    module = module_of("muse_spark")
+    placed = unit_of_experts(module, ParallelContext()).placements
+    assert placed[module.gate_up_proj].over == placed[module.down_proj].over == EXPERTS
+    assert placed[module.post_expert_norm.weight].sums_gradient
+    module = module_of("gpt_oss")
+    placed = unit_of_experts(module, ParallelContext()).placements
+    assert {(p.dim, p.over, p.length) for p in placed.values()} == {(CUT_EXPERTS.dim, EXPERTS, NUM_EXPERTS)}
+    assert len(placed) == 4
+
+
+def test_a_layer_may_have_two_modules_of_experts() -> None:
+    b = Builder("layer", "layers.0", ParallelContext())
+    x, weights = b.input("x"), b.input("weights")
+    (chosen,) = b.segment_outputs("choose", lambda chosen: (chosen,), (), side=("chosen",), plain=("picked",))
+    for name in ("text", "image"):
+        x = declare_experts(b, x, weights, chosen, module_of("mixtral"), name=name)
+    given = tokens_of(7, 3)
+    inputs = {name: given[name] for name in ("x", "weights")}
+    outputs, _ = run_unit(b.build(x), inputs, side_of(given), {"image.out": given["gradient"]})
+    once = by_itself(module_of("mixtral"), given)["out"]
+    twice = by_itself(module_of("mixtral"), {**given, "x": once})["out"]
+    torch.testing.assert_close(outputs["image.out"], twice)
+
+
+def every_class() -> Iterator[tuple[str, str]]:
+    """The families and names of all classes of experts that Transformers has its own implementations for."""
+    for file in sorted(Path(transformers.models.__path__[0]).glob("*/modeling_*.py")):
+        for name in re.findall(r"^@use_experts_implementation.*\nclass (\w+)", file.read_text(), re.MULTILINE):
+            yield file.parent.name, name
+
+
+@pytest.mark.slow
+def test_every_class_of_transformers_is_served() -> None:
+    """Importing all of them takes long."""
+    found = list(every_class())
+    assert len(found) > 50
+    for kind in found:
+        module, given = experts_of(*kind), tokens_of(7, 3)
+        assert is_experts(module), kind
+        close(in_operators(module, given), by_itself(module, given))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "words"),
+    [
+        ("longcat_flash", "LongcatFlashExperts", "hold different numbers of experts .* some experts compute nothing"),
+        (
+            "llama4",
+            "Llama4TextExperts",
+            "its forward takes hidden_states, not tokens, chosen experts and",
+        ),
+        ("dbrx", "DbrxExperts", r"it has no gate_up_proj \(or up_proj\) and down_proj"),
+    ],
+)
+def test_other_experts_are_refused_by_name(family: str, name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"transformers\.models\.{family}\..*\.{name} cannot be spread.*{words}"):
+        experts_form(experts_of(family, name))
+
+
+class Scaled(nn.Module):
+    """Has the weights of fused experts, and does something else with them."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN))
+        self.down_proj = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE))
+        self.act_fn = nn.SiLU()
+        self.scale = scale
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        rows = functional.embedding(index, self.gate_up_proj.flatten(1)).unflatten(-1, (-1, HIDDEN))
+        rows = self._apply_gate((rows @ hidden[:, None, :, None]).squeeze(-1))
+        rows = (self.down_proj[index] @ rows.unsqueeze(-1)).squeeze(-1)
+        return (rows * weights.unsqueeze(-1)).sum(1) * self.scale
+
+
+def test_code_that_does_something_else_is_refused() -> None:
+    assert experts_form(Scaled(1.0)) == GATED
+    with pytest.raises(ValueError, match="Scaled cannot be spread over ranks: its forward computes something else"):
+        experts_form(Scaled(1.01))
+
+
+def test_weights_that_no_form_has_are_refused() -> None:
+    module = Scaled(1.0)
+    module.gain = nn.Parameter(torch.ones(NUM_EXPERTS))
+    with pytest.raises(ValueError, match="it has further parameters, gain"):
+        experts_form(module)
+
+
+def test_nothing_is_drawn_and_nothing_is_touched() -> None:
+    """On the meta device, too, with a hundred experts that are wide."""
+    module = module_of("gpt_oss", num_local_experts=100, intermediate_size=2048).to("meta")
+    before, state = dict(module.named_parameters()), torch.get_rng_state()
+    assert experts_form(module) == BIASED
+    assert torch.equal(torch.get_rng_state(), state)
+    assert dict(module.named_parameters()) == before
+    assert module.config._experts_implementation == "eager"
