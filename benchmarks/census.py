@@ -176,7 +176,8 @@ def finding_of(proof: Proof) -> Finding:
         return Finding(PROVEN)
     if proof.refusal:
         return Finding(REFUSED, short(reason_of(proof)))
-    return Finding(FAILED, short(str(proof).partition(": ")[2].removeprefix("failed: ")))
+    figures = re.sub(r"; \d+ s\)", ")", str(proof).partition(": ")[2])
+    return Finding(FAILED, short(figures.removeprefix("failed: ")))
 
 
 def reason_of(proof: Proof) -> str:
