@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_helix.models.derived.leaves import MaskOf
 from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable
@@ -75,17 +76,17 @@ class Decoder:
     """
 
     def __init__(self, base: Any) -> None:
-        config = base.config.get_text_config(decoder=True)
-        count = getattr(config, "num_hidden_layers", None)
         found = [
             (module, name, child)
             for module in base.modules()
             for name, child in module.named_children()
-            if isinstance(child, nn.ModuleList) and len(child) == count and count
+            if isinstance(child, nn.ModuleList)
+            and child
+            and all(isinstance(x, GradientCheckpointingLayer) for x in child)
         ]
-        if not found:
-            raise Underivable(f"it has no list of {count} layers")
-        self.module, self.name, self.layers = found[0]
+        if len(found) != 1:
+            raise Underivable(f"it has {len(found) or 'no'} lists of decoder layers, and one is needed")
+        ((self.module, self.name, self.layers),) = found
         self.path = next(path for path, module in base.named_modules() if module is self.module)
 
     @contextlib.contextmanager

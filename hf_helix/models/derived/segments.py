@@ -223,6 +223,8 @@ class _Writer:
         if name in ("view", "reshape", "_unsafe_view"):
             target = torch.ops.aten.reshape.default
             args[1] = self._lengths(args[1], placed)
+        elif name == "view_as":
+            target = torch.ops.aten.reshape_as.default
         elif name == "expand":
             args[1] = self._lengths(args[1], placed)
         elif name == "slice" and self._cuts(node):
