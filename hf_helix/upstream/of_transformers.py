@@ -184,6 +184,12 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
             NO_IMPORT,
         ),
         used(
+            "transformers.models.auto.modeling_auto",
+            "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+            "lists the causal-LM classes, for the census",
+            NO_IMPORT,
+        ),
+        used(
             "transformers.models.gpt2.modeling_gpt2:GPT2Attention",
             "_upcast_and_reordered_attn",
             "computes GPT-2's attention with `reorder_and_upcast_attn`",
