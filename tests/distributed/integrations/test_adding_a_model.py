@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +15,7 @@ import pytest
 from support import pipeline_jobs
 from support.parity import check, references
 from support.paths import ROOT
+from transformers import Starcoder2Config
 
 # What the ranks run
 
@@ -40,15 +41,15 @@ def windows(**options: Any) -> list[dict[str, Any]]:
     return pipeline_jobs.windows(**options)
 
 
-def run_the_check(folder: str) -> None:
-    """Run the page's own check."""
-    register()
-    with contextlib.chdir(folder):
-        os.makedirs("runs", exist_ok=True)
-        exec(compile(blocks()[1], "check.py", "exec"), {"__name__": "__main__"})
-
-
 # Tests
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A Python process in a folder, whose files it can import."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
 
 LAYOUTS = {"tp": (1, 2, 1, 1), "pp": (1, 1, 2, 1), "cp": (2, 1, 1, 1)}
 
@@ -79,8 +80,32 @@ def test_dropout_draws_the_same_under_every_plan(cluster_of: Any, tmp_path: Path
         np.testing.assert_array_equal(gradient, wet[1]["gradients"][name], err_msg=name)
 
 
-def test_the_check_on_the_page_runs(cluster_of: Any, tmp_path: Path) -> None:
-    cluster_of(2).run(run_the_check, folder=str(tmp_path))
+def test_the_check_on_the_page_runs(tmp_path: Path) -> None:
+    """As a script beside the file of the family, and as the command."""
+    for name, text in zip(("starcoder2.py", "check.py"), blocks(), strict=True):
+        (tmp_path / name).write_text(text)
+    done = run(tmp_path, "check.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"Starcoder2ForCausalLM at {layout}: equal"
+        for layout in ("tp_size=2", "pp_size=2", "tp_size=2, pp_size=2", "cp_size=2")
+    ]
+
+
+@pytest.mark.slow
+def test_the_check_finds_a_mistake(tmp_path: Path) -> None:
+    """The window of the family on the page is forgotten."""
+    family, check = blocks()
+    (tmp_path / "starcoder2.py").write_text(family.replace("return attn.config.sliding_window", "return None"))
+    (tmp_path / "check.py").write_text(check)
+    done = run(tmp_path, "check.py")
+    assert done.returncode == 1
+    assert "AssertionError: Starcoder2ForCausalLM at tp_size=2: different (" in done.stderr
+    Starcoder2Config(sliding_window=8).save_pretrained(tmp_path)
+    done = run(tmp_path, "-m", "hf_helix", "check", ".", "--imports", "starcoder2", "--tp_size", "2")
+    assert done.returncode == 1
+    assert done.stdout.startswith("Starcoder2ForCausalLM at tp_size=2: different (")
 
 
 def test_the_page_keeps_its_promises() -> None:
