@@ -16,8 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+<<<<<<< HEAD
 from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
+=======
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+>>>>>>> dtests
 
 from hf_helix.models.derived.leaves import MaskOf
 from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable
@@ -52,7 +56,7 @@ class LayerCall:
     @property
     def given(self) -> list[Given]:
         """The tensors, each once."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        leaves = tree_leaves((self.args, self.kwargs))
         return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Given)))
 
     def fill(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -61,7 +65,7 @@ class LayerCall:
         def put(leaf: Any) -> Any:
             return tensors[leaf.name] if isinstance(leaf, Given) else leaf
 
-        args, kwargs = pytree.tree_map(put, (self.args, self.kwargs))
+        args, kwargs = tree_map(put, (self.args, self.kwargs))
         return args, kwargs
 
     @property
@@ -100,11 +104,11 @@ class Decoder:
         """
         stubs = nn.ModuleList(_Stub(layer, number, called) for number, layer in enumerate(self.layers))
         with named_masks(self.module):
-            self.module._modules[self.name] = stubs
+            setattr(self.module, self.name, stubs)
             try:
                 yield
             finally:
-                self.module._modules[self.name] = self.layers
+                setattr(self.module, self.name, self.layers)
 
 
 class _Stub(nn.Module):
@@ -207,13 +211,13 @@ class LayerCalls:
             self.decoder.module(inputs_embeds=embeddings, attention_mask=None, position_ids=positions, use_cache=False)
 
     def _call(self, number: int, first: Any, second: Any) -> LayerCall:
-        leaves, spec = pytree.tree_flatten(first)
-        others = pytree.tree_leaves(second)
+        leaves, spec = tree_flatten(first)
+        others = tree_leaves(second)
         given = [
             self._given(number, place, leaf, other) if isinstance(leaf, Tensor) else leaf
             for place, (leaf, other) in enumerate(zip(leaves, others, strict=True))
         ]
-        args, kwargs = pytree.tree_unflatten(given, spec)
+        args, kwargs = tree_unflatten(given, spec)
         return LayerCall(tuple(args), kwargs)
 
     def _given(self, number: int, place: int, tensor: Tensor, other: Tensor) -> Given:
@@ -236,7 +240,7 @@ class LayerCalls:
 
         def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for name, place in wanted.get(number, ()):
-                found[name] = pytree.tree_leaves((args, kwargs))[place]
+                found[name] = tree_leaves((args, kwargs))[place]
             if number == last:
                 raise _Enough
 
