@@ -222,7 +222,17 @@ DOCUMENTED = {
     "accelerate.state",
     "accelerate.utils",
 }
-ENDINGS = {"_again", "_kwargs", "_multiplier", "_name", "_saving", "_size", "_sort_index", "_token_id", "_token_index"}  # of other words
+ENDINGS = {
+    "_again",
+    "_kwargs",
+    "_multiplier",
+    "_name",
+    "_saving",
+    "_size",
+    "_sort_index",
+    "_token_id",
+    "_token_index",
+}  # of other words
 OURS = {"_hf_helix_told", "_is_cut_by_helix"}  # set on objects of others
 
 

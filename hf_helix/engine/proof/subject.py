@@ -131,20 +131,6 @@ def _widened(config: PretrainedConfig, layout: HelixConfig) -> PretrainedConfig:
                 setattr(options, name, value * factor)
     ranks = layout.tp_size * layout.ep_size
     for name in EXPERTS:
-<<<<<<< HEAD
         if isinstance(value := getattr(options, name, None), int) and value % ranks:
             setattr(options, name, ranks * -(-value // ranks))
     return config
-=======
-        if isinstance(values.get(name), int) and values[name] % ranks:
-            values[name] = ranks * -(-values[name] // ranks)
-    made = type(config).from_dict(values)
-    made._attn_implementation = config._attn_implementation  # `to_dict` leaves it out
-    return made
-
-
-def _multiply(values: dict[str, Any], names: Sequence[str], factor: int) -> None:
-    for name in names:
-        if isinstance(values.get(name), int):
-            values[name] *= factor
->>>>>>> dtests

@@ -16,12 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-<<<<<<< HEAD
-from torch.utils import _pytree as pytree
-from transformers.modeling_layers import GradientCheckpointingLayer
-=======
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
->>>>>>> dtests
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_helix.models.derived.leaves import MaskOf
 from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable
