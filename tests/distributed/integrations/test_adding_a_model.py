@@ -1,10 +1,12 @@
-"""A family registered from outside the package, by the code of the page that explains how, equals its unsplit model."""
+"""The code of the page on adding a model runs: a class that nobody declared trains, and the family that the page
+declares equals its unsplit model.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,22 +17,27 @@ import pytest
 from support import pipeline_jobs
 from support.parity import check, references
 from support.paths import ROOT
+from transformers import AutoModelForCausalLM
+
+from hf_helix.models.registry import supported_models
 
 # What the ranks run
 
 PAGE = ROOT / "docs" / "adding_a_model.md"
+DERIVED = ROOT / "hf_helix" / "models" / "derived"
 
 
-def blocks() -> list[str]:
-    """The Python of the page."""
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def blocks() -> dict[str, str]:
+    """The Python of the page, by the file names that its docstrings begin with."""
+    found = re.findall(r'```python\n("""(\w+\.py): .*?)```', PAGE.read_text(), re.DOTALL)
+    return {name: code for code, name in found}
 
 
 def register() -> None:
-    """What `import starcoder2` does where the first block of the page is a file of that name."""
+    """What `import starcoder2` does where the block of that name is a file."""
     if "starcoder2" not in sys.modules:
         module = ModuleType("starcoder2")
-        exec(compile(blocks()[0], "starcoder2.py", "exec"), module.__dict__)
+        exec(compile(blocks()["starcoder2.py"], "starcoder2.py", "exec"), module.__dict__)
         sys.modules["starcoder2"] = module
 
 
@@ -40,12 +47,10 @@ def windows(**options: Any) -> list[dict[str, Any]]:
     return pipeline_jobs.windows(**options)
 
 
-def run_the_check(folder: str) -> None:
-    """Run the page's own check."""
-    register()
+def train(folder: str) -> None:
+    """Run the page's first script."""
     with contextlib.chdir(folder):
-        os.makedirs("runs", exist_ok=True)
-        exec(compile(blocks()[1], "check.py", "exec"), {"__name__": "__main__"})
+        exec(compile(blocks()["train.py"], "train.py", "exec"), {"__name__": "__main__"})
 
 
 # Tests
@@ -79,14 +84,45 @@ def test_dropout_draws_the_same_under_every_plan(cluster_of: Any, tmp_path: Path
         np.testing.assert_array_equal(gradient, wet[1]["gradients"][name], err_msg=name)
 
 
-def test_the_check_on_the_page_runs(cluster_of: Any, tmp_path: Path) -> None:
-    cluster_of(2).run(run_the_check, folder=str(tmp_path))
+def test_the_class_that_nobody_declared_trains(cluster_of: Any, tmp_path: Path) -> None:
+    cluster_of(2).run(train, folder=str(tmp_path))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(saved).__name__ == "Gemma3ForCausalLM"
+    assert "Gemma3ForCausalLM" not in supported_models()
+
+
+@pytest.mark.slow
+def test_the_check_on_the_page_runs(tmp_path: Path) -> None:
+    """As a user runs it: files in a folder, and pytest. A wrong declaration fails."""
+    for name, code in blocks().items():
+        (tmp_path / name).write_text(code)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_starcoder2.py"]
+    right = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert right.returncode == 0, right.stdout
+    residual = 'return b.add("mlp.add", x, h)'
+    declared = (tmp_path / "starcoder2.py").read_text()
+    assert declared.count(residual) == 1
+    (tmp_path / "starcoder2.py").write_text(declared.replace(residual, 'return b.add("mlp.add", h, h)'))
+    wrong = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert wrong.returncode == 1, wrong.stdout
+    assert "Starcoder2ForCausalLM at tp_size=2: different" in wrong.stdout
 
 
 def test_the_page_keeps_its_promises() -> None:
-    code, _ = blocks()
-    assert len(code.splitlines()) < 100
+    assert blocks().keys() == {"train.py", "starcoder2.py", "test_starcoder2.py"}
+    assert len(blocks()["starcoder2.py"].splitlines()) < 100
     root = PAGE.parent
     for link in PAGE.read_text().split("](")[1:]:
-        target = link.split(")")[0]
+        target = link.split(")")[0].partition("#")[0]
         assert (root / target).exists(), target
+
+
+def test_the_page_quotes_what_is_said() -> None:
+    """Every sentence in the table of what cannot be derived is one of the code's."""
+    page, code = PAGE.read_text(), "\n".join(path.read_text() for path in DERIVED.glob("*.py"))
+    rows = page.split("| what | for example | the sentence |")[1].split("\n\n")[0].splitlines()[2:]
+    quoted = {text for row in rows for text in re.findall(r"`([^`]* [^`]*)`", row.split("|")[3])}
+    assert len(quoted) > 6
+    for text in quoted:
+        parts = re.split(r"create_\w+\(|\.\.\.", text)
+        assert all(part.strip(" ():,") in code for part in parts), text
