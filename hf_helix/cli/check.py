@@ -13,7 +13,7 @@ import argparse
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import configuration_file
 from hf_helix.cli.options import add_parser
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _print_operators(subject: Subject, sizes: Mapping[str, int]) -> None:
+def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:
     """Prints the units of a model on the first rank of a layout. Nothing is communicated."""
     from hf_helix.config import HelixConfig
     from hf_helix.models.builder import ParallelContext

@@ -99,10 +99,10 @@ def test_the_check_on_the_page_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_starcoder2.py"]
     right = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert right.returncode == 0, right.stdout
-    residual = 'return b.add("mlp.add", x, h)'
+    activation = 'b.segment("mlp.act", mlp.act, h)'
     declared = (tmp_path / "starcoder2.py").read_text()
-    assert declared.count(residual) == 1
-    (tmp_path / "starcoder2.py").write_text(declared.replace(residual, 'return b.add("mlp.add", h, h)'))
+    assert declared.count(activation) == 1
+    (tmp_path / "starcoder2.py").write_text(declared.replace(activation, 'b.segment("mlp.act", functional.silu, h)'))
     wrong = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert wrong.returncode == 1, wrong.stdout
     assert "Starcoder2ForCausalLM at tp_size=2: different" in wrong.stdout
