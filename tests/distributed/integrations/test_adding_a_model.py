@@ -5,6 +5,7 @@ declares equals its unsplit model.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -89,6 +90,26 @@ def test_the_class_that_nobody_declared_trains(cluster_of: Any, tmp_path: Path) 
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(saved).__name__ == "Gemma3ForCausalLM"
     assert "Gemma3ForCausalLM" not in supported_models()
+
+
+@pytest.mark.slow
+def test_the_second_start_is_proven_already(tmp_path: Path) -> None:
+    """A verdict is found again by other processes, of the same code and layout only."""
+    (tmp_path / "train.py").write_text(blocks()["train.py"])
+    proven = [launched(tmp_path).count(": derived from the model; equal") for _ in range(2)]
+    assert proven == [1, 0]
+    other = blocks()["train.py"].replace("sliding_window=16", "sliding_window=16, final_logit_softcapping=5.0")
+    (tmp_path / "train.py").write_text(other)
+    assert launched(tmp_path).count(": derived from the model; equal") == 1
+
+
+def launched(folder: Path) -> str:
+    """Returns what the page's first script prints under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    environment = {**os.environ, "HELIX_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
