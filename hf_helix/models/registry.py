@@ -74,9 +74,13 @@ _DERIVED: weakref.WeakKeyDictionary[Any, Family] = weakref.WeakKeyDictionary()
 def _derived(model: Any) -> Family:
     """Returns the family that is derived from a model, the same one while the model lives: it is made of the whole."""
     if model not in _DERIVED:
-        kind = type(model)
-        if hasattr(model, "_orig_mod") or not isinstance(model, PreTrainedModel):
-            compiled = ": pass the model without torch.compile" if hasattr(model, "_orig_mod") else ""
-            raise ValueError(f"{kind.__name__} is not a causal language model of Transformers{compiled}")
+        if hasattr(model, "_orig_mod"):
+            raise ValueError(f"{type(model).__name__} is not supported: pass the model without torch.compile")
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(
+                f"{type(model).__name__} is not supported: it is neither a model of Transformers, which a family would "
+                "be derived from, nor one that a family is registered for; docs/adding_a_model.md shows how to "
+                "register one"
+            )
         _DERIVED[model] = DerivedFamily(model)
     return _DERIVED[model]

@@ -95,10 +95,11 @@ TORCH: tuple[Used, ...] = tuple(
         ),
         used("torch.utils._python_dispatch", "TorchDispatchMode", "counts the memory of a window on CPU", NO_IMPORT),
         used("torch.utils._pytree", "tree_leaves", "walks the results of operators", NO_IMPORT),
+        used("torch.utils._pytree", "tree_map", "walks what a layer is called with", NO_IMPORT),
         used(
             "torch.utils._pytree",
             "tree_flatten tree_unflatten TreeSpec",
-            "walks what the function of a CUDA graph takes and returns",
+            "walks what the function of a CUDA graph, or a layer, takes and returns",
             NO_IMPORT,
         ),
         used(
@@ -121,6 +122,12 @@ TORCH: tuple[Used, ...] = tuple(
             "_scaled_dot_product_efficient_attention_backward",
             "computes a block of attention with cp_size > 1, on CUDA",
             _NO_WINDOW,
+        ),
+        used(
+            "torch:ops.aten",
+            "_softmax _to_copy _unsafe_view",
+            "knows these operations in the trace of a model",
+            "hf_helix cannot be imported, or models whose traces show the operation under another name are refused",
         ),
         used("torch:ops.aten", "_fused_rms_norm _fused_rms_norm_backward", "computes norms in one kernel", _NO_WINDOW),
     )

@@ -124,6 +124,19 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
         ),
         used(
             _MODEL,
+            "_from_config",
+            "makes a small model of a class, to prove the class with it",
+            "no model can be proven",
+            takes="config, dtype=",
+        ),
+        used(
+            "transformers.models.auto.modeling_auto",
+            "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+            "lists the classes of causal language models",
+            NO_IMPORT,
+        ),
+        used(
+            _MODEL,
             "_init_weights",
             "draws random weights, and fills buffers of a model on the meta device",
             "no model can start on the meta device",
@@ -181,6 +194,12 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
             "transformers.loss.loss_utils",
             "LOSS_MAPPING ForCausalLMLoss",
             "compares a model's loss with the one that is computed",
+            NO_IMPORT,
+        ),
+        used(
+            "transformers.models.auto.modeling_auto",
+            "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+            "lists the causal-LM classes, for the census",
             NO_IMPORT,
         ),
         used(

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_helix.models.derived.leaves import MaskOf
 from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable
@@ -26,6 +27,10 @@ _MASKS = {
     "create_sliding_window_causal_mask": lambda config: MaskOf(config.sliding_window),
 }
 """What stands for the masks that functions of Transformers make."""
+
+
+LAYER_CLASS = GradientCheckpointingLayer
+"""What Transformers' decoder layers are made of."""
 
 
 class _Enough(Exception):
@@ -47,7 +52,7 @@ class LayerCall:
     @property
     def given(self) -> list[Given]:
         """The tensors, each once."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        leaves = tree_leaves((self.args, self.kwargs))
         return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Given)))
 
     def fill(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -56,7 +61,7 @@ class LayerCall:
         def put(leaf: Any) -> Any:
             return tensors[leaf.name] if isinstance(leaf, Given) else leaf
 
-        args, kwargs = pytree.tree_map(put, (self.args, self.kwargs))
+        args, kwargs = tree_map(put, (self.args, self.kwargs))
         return args, kwargs
 
     @property
@@ -75,17 +80,15 @@ class Decoder:
     """
 
     def __init__(self, base: Any) -> None:
-        config = base.config.get_text_config(decoder=True)
-        count = getattr(config, "num_hidden_layers", None)
         found = [
             (module, name, child)
             for module in base.modules()
             for name, child in module.named_children()
-            if isinstance(child, nn.ModuleList) and len(child) == count and count
+            if isinstance(child, nn.ModuleList) and child and all(isinstance(x, LAYER_CLASS) for x in child)
         ]
-        if not found:
-            raise Underivable(f"it has no list of {count} layers")
-        self.module, self.name, self.layers = found[0]
+        if len(found) != 1:
+            raise Underivable(f"it has {len(found) or 'no'} lists of decoder layers, and one is needed")
+        ((self.module, self.name, self.layers),) = found
         self.path = next(path for path, module in base.named_modules() if module is self.module)
 
     @contextlib.contextmanager
@@ -97,11 +100,11 @@ class Decoder:
         """
         stubs = nn.ModuleList(_Stub(layer, number, called) for number, layer in enumerate(self.layers))
         with named_masks(self.module):
-            self.module._modules[self.name] = stubs
+            setattr(self.module, self.name, stubs)
             try:
                 yield
             finally:
-                self.module._modules[self.name] = self.layers
+                setattr(self.module, self.name, self.layers)
 
 
 class _Stub(nn.Module):
@@ -204,13 +207,13 @@ class LayerCalls:
             self.decoder.module(inputs_embeds=embeddings, attention_mask=None, position_ids=positions, use_cache=False)
 
     def _call(self, number: int, first: Any, second: Any) -> LayerCall:
-        leaves, spec = pytree.tree_flatten(first)
-        others = pytree.tree_leaves(second)
+        leaves, spec = tree_flatten(first)
+        others = tree_leaves(second)
         given = [
             self._given(number, place, leaf, other) if isinstance(leaf, Tensor) else leaf
             for place, (leaf, other) in enumerate(zip(leaves, others, strict=True))
         ]
-        args, kwargs = pytree.tree_unflatten(given, spec)
+        args, kwargs = tree_unflatten(given, spec)
         return LayerCall(tuple(args), kwargs)
 
     def _given(self, number: int, place: int, tensor: Tensor, other: Tensor) -> Given:
@@ -233,7 +236,7 @@ class LayerCalls:
 
         def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for name, place in wanted.get(number, ()):
-                found[name] = pytree.tree_leaves((args, kwargs))[place]
+                found[name] = tree_leaves((args, kwargs))[place]
             if number == last:
                 raise _Enough
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_leaves
 
 from hf_helix.models.attention import causal_masks
 from hf_helix.models.builder import Builder, LossTweaks, ParallelContext
@@ -178,7 +178,7 @@ class DerivedFamily(Family):
         """Traces a whole model, whose layers are leaves."""
         self._kind(0, 1, 0)  # which tells whether layers return tuples
         leaves, skeleton, decoder = Leaves(inlined), skeleton_of(model).train(), self.calls.decoder
-        layers = skeleton.get_submodule(decoder.path)._modules[decoder.name]
+        layers = getattr(skeleton.get_submodule(decoder.path), decoder.name)
         for number, layer in enumerate(layers):
             leaf = leaves.add(LAYER, str(number))
             layer.forward = _as_leaf(leaf, self.calls.is_tuple)
@@ -284,7 +284,7 @@ def _as_leaf(leaf: int, is_tuple: bool) -> Any:
 
 
 def _masks(call: LayerCall) -> list[MaskOf]:
-    return [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, MaskOf)]
+    return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, MaskOf)]
 
 
 def _description(layer: nn.Module) -> str:

@@ -325,7 +325,10 @@ class Inference:
 
     def _squeeze(self, node: Node) -> Placed:
         dims = self._dims(args_of(node)[0])
-        gone = {dim % dims for dim in _as_list(args_of(node)[1])}
+        args = args_of(node)
+        gone = {dim % dims for dim in (_as_list(args[1]) if len(args) > 1 else range(dims))}
+        if len(args) == 1:
+            gone = {dim for dim in gone if self.trace.shape(args[0])[dim] == 1}
         if any(self.trace.shape(args_of(node)[0])[dim] != 1 for dim in gone):
             gone = set()
         return self._moved(self._of(args_of(node)[0]), {d: d - sum(g < d for g in gone) for d in range(dims)})
@@ -502,6 +505,8 @@ class Inference:
             where = self.trace.path(node)
             raise Underivable(f"{name_of(node)} in {where or 'the layer'} cannot be computed on cut values")
         self.decisions.demoted |= new
+        self.decisions.cut.clear()  # what was decided for shares that are none now is decided anew
+        self.decisions.shortened.clear()
         raise _Again
 
     def _feeds_attention(self, node: Node) -> bool:
@@ -593,10 +598,21 @@ def _bound(value: Any, length: int, default: int) -> int:
 
 
 _I = Inference
-_SAME = ("clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "lift_fresh_copy", "float", "dropout")
+_SAME: tuple[str, ...] = (
+    "clone",
+    "contiguous",
+    "detach",
+    "alias",
+    "to",
+    "_to_copy",
+    "type_as",
+    "lift_fresh_copy",
+    "float",
+)
+_SAME += ("view_as_complex", "view_as_real")  # of the last dimension, of which no rank has a share then
 _RULES: dict[str, Callable[[Inference, Node], Placed]] = {
     **dict.fromkeys(_SAME, _I._same),
-    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten"), _I._view),
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"), _I._view),
     **dict.fromkeys(("transpose", "permute", "t", "swapaxes"), _I._permute),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), _I._split),
     **dict.fromkeys(("cat", "stack"), _I._cat),

@@ -28,10 +28,31 @@ def rewrite(graph: Graph) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     for node in list(graph.nodes):
+        _write_elsewhere(graph, node)
+    for node in list(graph.nodes):
         if node.target is OPS.linear.default:
             _put_before_view(graph, node)
         elif node.target is aten.new_empty.default:
             _concatenate(graph, node)
+
+
+def _write_elsewhere(graph: Graph, node: Node) -> None:
+    """Replaces an operation that writes over its first argument by the one that gives a new tensor."""
+    target: Any = node.target
+    name = getattr(getattr(target, "overloadpacket", None), "__name__", "")
+    plain = getattr(aten, name[:-1], None) if name.endswith("_") and not name.startswith("_") else None
+    if plain is None or node.target is aten.copy_.default or target._overloadname not in plain.overloads():
+        return
+    with graph.inserting_after(node):
+        made = graph.call_function(getattr(plain, target._overloadname), node.args, dict(node.kwargs))
+    made.meta.update(node.meta)
+    node.replace_all_uses_with(made)
+    written: Any = node.args[0]
+    order = {other: place for place, other in enumerate(graph.nodes)}
+    for user in list(written.users):
+        if order[user] > order[made]:
+            user.replace_input_with(written, made)
+    graph.erase_node(node)
 
 
 def _put_before_view(graph: Graph, linear: Node) -> None:

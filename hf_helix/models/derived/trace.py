@@ -142,7 +142,9 @@ def trace(
     examples = [
         torch.empty(g.shape, dtype=DTYPE if g.dtype.is_floating_point else g.dtype, device="meta") for g in given
     ]
-    open_dims = ({0: auto, 1: auto}, tuple(dict.fromkeys(g.open, auto) for g in given))
+    open_dims: tuple[Any, ...] = ({0: auto, 1: auto},)
+    if given:
+        open_dims += (tuple(dict.fromkeys(g.open, auto) for g in given),)
     try:
         with torch.no_grad(), leaves.capturing():
             program = torch.export.export(

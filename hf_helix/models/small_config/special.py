@@ -23,6 +23,7 @@ OPEN: dict[str, Fields] = {
     "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 8, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 2},

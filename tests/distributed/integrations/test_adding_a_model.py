@@ -4,7 +4,6 @@ declares equals its unsplit model.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 from support import pipeline_jobs
 from support.parity import check, references
 from support.paths import ROOT
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Starcoder2Config
 
 from hf_helix.models.registry import supported_models
 
@@ -55,6 +54,18 @@ def train(folder: str) -> None:
 
 
 # Tests
+
+
+def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A Python process in a folder, whose files it can import."""
+    environment = {
+        **os.environ,
+        **variables,
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
 
 LAYOUTS = {"tp": (1, 2, 1, 1), "pp": (1, 1, 2, 1), "cp": (2, 1, 1, 1)}
 
@@ -105,32 +116,42 @@ def test_the_second_start_is_proven_already(tmp_path: Path) -> None:
 
 def launched(folder: Path) -> str:
     """Returns what the page's first script prints under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    environment = {**os.environ, "HELIX_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    done = run(folder, "-m", *words, HELIX_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_the_check_on_the_page_runs(tmp_path: Path) -> None:
-    """As a user runs it: files in a folder, and pytest. A wrong declaration fails."""
-    for name, code in blocks().items():
-        (tmp_path / name).write_text(code)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_starcoder2.py"]
-    right = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert right.returncode == 0, right.stdout
-    activation = 'b.segment("mlp.act", mlp.act, h)'
-    declared = (tmp_path / "starcoder2.py").read_text()
-    assert declared.count(activation) == 1
-    (tmp_path / "starcoder2.py").write_text(declared.replace(activation, 'b.segment("mlp.act", functional.silu, h)'))
-    wrong = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert wrong.returncode == 1, wrong.stdout
-    assert "Starcoder2ForCausalLM at tp_size=2: different" in wrong.stdout
+    """As a script beside the file of the family, and as the command."""
+    for name, text in blocks().items():
+        (tmp_path / name).write_text(text)
+    done = run(tmp_path, "check.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"Starcoder2ForCausalLM at {layout}: equal"
+        for layout in ("tp_size=2", "pp_size=2", "tp_size=2, pp_size=2", "cp_size=2")
+    ]
+
+
+@pytest.mark.slow
+def test_the_check_finds_a_mistake(tmp_path: Path) -> None:
+    """The window of the family on the page is forgotten."""
+    family, check = blocks()["starcoder2.py"], blocks()["check.py"]
+    (tmp_path / "starcoder2.py").write_text(family.replace("return attn.config.sliding_window", "return None"))
+    (tmp_path / "check.py").write_text(check)
+    done = run(tmp_path, "check.py")
+    assert done.returncode == 1
+    assert "AssertionError: Starcoder2ForCausalLM at tp_size=2: different (" in done.stderr
+    Starcoder2Config(sliding_window=8).save_pretrained(tmp_path)
+    done = run(tmp_path, "-m", "hf_helix", "check", ".", "--imports", "starcoder2", "--tp_size", "2")
+    assert done.returncode == 1
+    assert done.stdout.startswith("Starcoder2ForCausalLM at tp_size=2: different (")
 
 
 def test_the_page_keeps_its_promises() -> None:
-    assert blocks().keys() == {"train.py", "starcoder2.py", "test_starcoder2.py"}
+    assert blocks().keys() == {"train.py", "starcoder2.py", "check.py"}
     assert len(blocks()["starcoder2.py"].splitlines()) < 100
     root = PAGE.parent
     for link in PAGE.read_text().split("](")[1:]:
