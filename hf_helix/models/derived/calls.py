@@ -23,10 +23,10 @@ from hf_helix.models.derived.leaves import MaskOf
 from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable
 
 _MASKS = {
-    "create_causal_mask": lambda config: MaskOf(),
-    "create_sliding_window_causal_mask": lambda config: MaskOf(config.sliding_window),
+    "create_causal_mask": lambda config: None,
+    "create_sliding_window_causal_mask": lambda config: config.sliding_window,
 }
-"""What stands for the masks that functions of Transformers make."""
+"""The windows of the masks that functions of Transformers make."""
 
 
 LAYER_CLASS = GradientCheckpointingLayer
@@ -153,7 +153,7 @@ def _naming(name: str) -> Callable[..., Any]:
         extra = [key for key in ("or_mask_function", "and_mask_function") if kwargs.get(key) is not None]
         if name not in _MASKS or extra:
             raise Underivable(f"its layers attend by {name}({', '.join(extra)}), which is not built")
-        return _MASKS[name](config)
+        return MaskOf(_MASKS[name](config), kwargs.get("position_ids") is not None)
 
     return make
 

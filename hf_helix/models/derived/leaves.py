@@ -50,9 +50,11 @@ class MaskOf:
 
     Attributes:
         sliding_window: the number of tokens that a token attends to; None for all before it.
+        by_positions: whether it was made with the positions of tokens, by which packed documents are told apart.
     """
 
     sliding_window: int | None = None
+    by_positions: bool = True
 
 
 @dataclass(frozen=True)
