@@ -36,11 +36,13 @@ class Family(ABC):
             models of Transformers make their masks without positions.
         needs_proof: whether a model of the family is compared with the unsplit one before it is first trained, see
             `hf_helix.engine.proof.first_use`.
+        is_traced: whether the model's own code says what is computed, patched forwards included.
     """
 
     model_class: str
     packs_by_positions: bool = True
     needs_proof: bool = False
+    is_traced: bool = False
 
     @abstractmethod
     def layer(self, b: Builder, layer: Any) -> Unit:

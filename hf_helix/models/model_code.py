@@ -1,9 +1,11 @@
 """The code of a model: a family declares what classes of Transformers compute, so code in their place is refused.
 
-In:   a model, and the submodules that its declared operators call as they are (norms, activations, routers).
+In:   a model, and the submodules that its operators call as they are (norms, activations, routers).
 Out:  nothing, or an error that names every hook, patch or class that would never run, and what to do.
 Must hold: a submodule that operators call may be anybody's code, hooks included. Everything else runs operator by
-operator, so its `forward` must be the one that the family declares. What Transformers and PEFT put there passes.
+operator, so its `forward` must be the one that the family declares. Where the family is derived, a `forward` inside the
+model is what was traced, and may be anybody's; that of a linear or of experts, of which only the weights are used, may
+not, nor that of the model itself, which computes the loss. What Transformers and PEFT put there passes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import transformers
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from hf_helix.models.derived.leaves import is_projection
+from hf_helix.models.expert_form import is_experts
 from hf_helix.models.family import Family
 
 OWN = ("transformers", "torch", "peft")
@@ -57,12 +61,18 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
     """
     runs = {id(module) for given in called for module in given.modules()}
     is_own = getattr(transformers, family.model_class, None) is None
+    by_weights = set(map(id, _by_weights(base)))
+    inside = {id(module) for module in base.modules()}
     problems = [*_problems_of_loss(base, is_own)]
     for name, module in model.named_modules():
         if id(module) not in runs:
             where = f"model.{name}" if name else "model"
             problems += _problems_of_hooks(where, module)
-            problems += _problems_of_forward(where, module, is_own, bool(getattr(base, "use_kernels", False)))
+            was_traced = family.is_traced and module is not base and id(module) in inside - by_weights
+            if was_traced:
+                problems += _problems_of_calls(where, module)
+            else:
+                problems += _problems_of_forward(where, module, is_own, bool(getattr(base, "use_kernels", False)))
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             problems.append(
@@ -98,6 +108,25 @@ def check_class(model: Any, model_class: str) -> None:
             "that is declared, and is not made of it; give the class another name, and declare it in a family of its "
             "own (docs/adding_a_model.md)"
         )
+
+
+def check_traceable(model: Any) -> None:
+    """Refuses what cannot be traced: modules that were compiled, and hooks of Accelerate.
+
+    Raises:
+        ValueError: names them, and what to do.
+    """
+    named = ((f"model.{name}" if name else "model", module) for name, module in model.named_modules())
+    problems = [problem for where, module in named for problem in _problems_of_calls(where, module)]
+    if problems:
+        raise ValueError(f"{type(model).__name__} cannot be traced:\n  " + "\n  ".join(problems[:MAX_SHOWN]))
+
+
+def _by_weights(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules whose weights are used, and whose forwards are never run nor traced."""
+    for module in model.modules():
+        if is_projection(module) or is_experts(module):
+            yield from module.modules()
 
 
 def _problems_of_loss(base: Any, is_own: bool) -> Iterator[str]:
@@ -137,13 +166,8 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
     """
     kind = type(module)
     named = f"{kind.__module__}.{kind.__qualname__}"
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        yield f"{where} was compiled: leave out .compile(), operators are issued one by one"
+    yield from _problems_of_calls(where, module)
     if hasattr(module, "_hf_hook"):
-        yield (
-            f"{where} has a hook of Accelerate ({type(module._hf_hook).__name__}): load the model without device_map, "
-            "or call accelerate.hooks.remove_hook_from_submodules(model)"
-        )
         return
     given = vars(module).get("forward")
     if given is not None:
@@ -167,6 +191,17 @@ def _problems_of_forward(where: str, module: nn.Module, is_own: bool, kernels: b
         yield (
             f"{owner.__module__}.{owner.__qualname__}.forward was replaced by {_named(vars(owner)['forward'])}: load "
             "the model without the patch, or declare what it computes in a family of your own (docs/adding_a_model.md)"
+        )
+
+
+def _problems_of_calls(where: str, module: nn.Module) -> Iterator[str]:
+    """Yields what stands between a call of a module and its `forward`."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        yield f"{where} was compiled: leave out .compile(), operators are issued one by one"
+    if hasattr(module, "_hf_hook"):
+        yield (
+            f"{where} has a hook of Accelerate ({type(module._hf_hook).__name__}): load the model without device_map, "
+            "or call accelerate.hooks.remove_hook_from_submodules(model)"
         )
 
 

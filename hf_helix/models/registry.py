@@ -23,7 +23,7 @@ from hf_helix.models.families.qwen2 import Qwen2
 from hf_helix.models.families.qwen3 import Qwen3
 from hf_helix.models.families.qwen3_moe import Qwen3Moe
 from hf_helix.models.family import Family
-from hf_helix.models.model_code import check_class
+from hf_helix.models.model_code import check_class, check_traceable
 
 _FAMILIES: dict[str, Family] = {
     family.model_class: family
@@ -82,5 +82,6 @@ def _derived(model: Any) -> Family:
                 "be derived from, nor one that a family is registered for; docs/adding_a_model.md shows how to "
                 "register one"
             )
+        check_traceable(model)
         _DERIVED[model] = DerivedFamily(model)
     return _DERIVED[model]

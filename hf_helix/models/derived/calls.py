@@ -204,7 +204,9 @@ class LayerCalls:
         weight = self._table.weight
         embeddings = weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
         with torch.no_grad(), self.decoder.stubs(called), contextlib.suppress(_Enough):
-            self.decoder.module(inputs_embeds=embeddings, attention_mask=None, position_ids=positions, use_cache=False)
+            self.decoder.module.forward(
+                inputs_embeds=embeddings, attention_mask=None, position_ids=positions, use_cache=False
+            )
 
     def _call(self, number: int, first: Any, second: Any) -> LayerCall:
         leaves, spec = tree_flatten(first)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_helix.models.attention import causal_masks
 from hf_helix.models.builder import Builder, LossTweaks, ParallelContext
+from hf_helix.models.derived.alike import description
 from hf_helix.models.derived.calls import LayerCall, LayerCalls, named_masks
 from hf_helix.models.derived.leaves import DTYPE, LAYER, OPS, Leaves, MaskOf, skeleton_of
 from hf_helix.models.derived.lower import Outline
@@ -71,6 +72,7 @@ class DerivedFamily(Family):
     """
 
     needs_proof = True
+    is_traced = True
 
     def __init__(self, base: Any) -> None:
         self.model_class = type(base).__name__
@@ -121,19 +123,20 @@ class DerivedFamily(Family):
 
     def digest(self, model: Any) -> str:
         """Returns a fingerprint of what the model computes."""
-        text = [type(model).__qualname__]
-        for number in {self._key(place): place for place in range(len(self.calls.decoder.layers))}.values():
-            outline = self._kind(number, 1, 0).outline
-            text += [_described(outline.trace, outline.target), self._key(number)]
-        pre, post = self._outlines_of_ends(model, 1, 0)
-        text += [_described(pre.trace, pre.target), _described(post.trace, post.target)]
-        return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+        with refusing(model):
+            text = [type(model).__qualname__]
+            for number in {self._key(place): place for place in range(len(self.calls.decoder.layers))}.values():
+                outline = self._kind(number, 1, 0).outline
+                text += [_described(outline.trace, outline.target), self._key(number)]
+            pre, post = self._outlines_of_ends(model, 1, 0)
+            text += [_described(pre.trace, pre.target), _described(post.trace, post.target)]
+            return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     # -- traces ----------------------------------------------------------------------------------------------------
 
     def _key(self, number: int) -> str:
         """Tells layers apart: by code, options, sizes, and what they are called with."""
-        return f"{_description(self.calls.decoder.layers[number])}\n{self.calls.calls[number].key}"
+        return f"{description(self.calls.decoder.layers[number])}\n{self.calls.calls[number].key}"
 
     def _kind(self, number: int, size: int, rank: int) -> _Kind:
         key = self._key(number), size, rank
@@ -291,6 +294,7 @@ def _masks(call: LayerCall) -> list[MaskOf]:
     return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, MaskOf)]
 
 
+<<<<<<< HEAD
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -321,6 +325,8 @@ def _code(function: Any) -> str:
     return f"{code.co_name} {hashlib.sha256(code.co_code).hexdigest()} {constants} {code.co_names}"
 
 
+=======
+>>>>>>> dtests
 def _described(graph: Trace, target: Node) -> str:
     leaves = [
         (

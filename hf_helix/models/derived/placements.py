@@ -211,6 +211,8 @@ class Inference:
         q, k, v, more = args_of(node)[:4]
         heads = [self._of(value) for value in (q, k, v)]
         shares = [value for value in heads if value.dim is not None]
+        if not shares and self.tp_size == 1:  # a single head of keys, for one
+            return Placed(WHOLE, dim=2, blocks=(self.trace.shape(q)[1],))
         if not shares:
             raise Underivable("no projection of its attention can be cut by heads")
         if any(value.dim != 1 or len(value.blocks) > 1 for value in heads):

@@ -41,10 +41,13 @@ def _write_elsewhere(graph: Graph, node: Node) -> None:
     target: Any = node.target
     name = getattr(getattr(target, "overloadpacket", None), "__name__", "")
     plain = getattr(aten, name[:-1], None) if name.endswith("_") and not name.startswith("_") else None
-    if plain is None or node.target is aten.copy_.default or target._overloadname not in plain.overloads():
+    if plain is None or node.target is aten.copy_.default:
+        return
+    overload = target.name().partition(".")[2] or "default"
+    if overload not in plain.overloads():
         return
     with graph.inserting_after(node):
-        made = graph.call_function(getattr(plain, target._overloadname), node.args, dict(node.kwargs))
+        made = graph.call_function(getattr(plain, overload), node.args, dict(node.kwargs))
     made.meta.update(node.meta)
     node.replace_all_uses_with(made)
     written: Any = node.args[0]

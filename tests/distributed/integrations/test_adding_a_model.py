@@ -4,6 +4,7 @@ declares equals its unsplit model.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import jobs
 from support.models import arguments, llama, sequences
-from transformers import GPTJConfig, GPTJForCausalLM
+from transformers import MambaConfig, MambaForCausalLM
 
 from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
 
@@ -45,8 +45,8 @@ def test_fields_set_by_hand_are_seen_too(tmp_path: Path) -> None:
 
 
 def test_unsupported_model(tmp_path: Path) -> None:
-    model = GPTJForCausalLM(GPTJConfig(n_layer=1, n_embd=8, n_head=2, rotary_dim=4, vocab_size=16))
-    with pytest.raises(ValueError, match=r"GPTJForCausalLM is not supported.*LlamaForCausalLM.*register_model"):
+    model = MambaForCausalLM(MambaConfig(num_hidden_layers=1, hidden_size=8, vocab_size=16))
+    with pytest.raises(ValueError, match=r"MambaForCausalLM cannot be derived: .*register_model.*hf-helix models"):
         HelixTrainer(model=model, args=arguments(str(tmp_path)), helix_config=HelixConfig())
 
 

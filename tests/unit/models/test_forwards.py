@@ -237,7 +237,7 @@ def test_classes_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_models_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Linear is not supported.*docs/adding_a_model\.md"):
+    with pytest.raises(ValueError, match=r"Linear is not supported: it is neither .*docs/adding_a_model\.md"):
         trainer_of(nn.Linear(2, 2), tmp_path)
 
 

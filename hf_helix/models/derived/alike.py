@@ -1,0 +1,71 @@
+"""Tells modules apart by what they compute, so that those that compute the same share one trace.
+
+In:   a decoder layer.
+Out:  a text: the code of its submodules' forwards, their options, and the sizes of their weights.
+Must hold: layers of one text have one trace. The text of a model is the same in every process, so that what was proven
+for it can be kept, unless code closes over objects that no text describes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def description(layer: nn.Module) -> str:
+    """Returns the code and the options of a layer, as far as they decide what it computes."""
+    names = {id(module): f"module {name}" for name, module in layer.named_modules()}
+    lines = []
+    for name, module in layer.named_modules():
+        options = {
+            key: _text(value, names)
+            for key, value in sorted(vars(module).items())
+            if not key.startswith("_") and key not in ("training", "layer_idx", "forward") and _decides(value)
+        }
+        shapes = [(key, tuple(tensor.shape)) for key, tensor in module.named_parameters(recurse=False)]
+        buffers = [(key, tuple(tensor.shape)) for key, tensor in module.named_buffers(recurse=False)]
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        lines.append(f"{name} {kind} {_text(module.forward, names)} {options} {shapes} {buffers}")
+    return "\n".join(lines)
+
+
+def _decides(value: Any) -> bool:
+    """Returns whether an attribute is an option; configurations say what others say already."""
+    return isinstance(value, (*_PLAIN, tuple, list, FunctionType, functools.partial, torch.Tensor))
+
+
+def _text(value: Any, names: Mapping[int, str]) -> str:
+    """Returns a text for an option, or for code with the variables that it closes over."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if id(value) in names:
+        return f"<{names[id(value)]}>"
+    if isinstance(value, MethodType):
+        return f"{_text(value.__func__, names)} of {_text(value.__self__, names)}"
+    if isinstance(value, functools.partial):
+        return f"{_text(value.func, names)} with {_text([*value.args, *sorted(value.keywords.items())], names)}"
+    if isinstance(value, FunctionType):
+        names = {**names, id(value): value.__qualname__}  # functions close over themselves, too
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        defaults = [*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())]
+        return f"{value.__module__}.{value.__qualname__} {_code(value.__code__)} {_text([*cells, *defaults], names)}"
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(_text(part, names) for part in value) + "]"
+    if isinstance(value, torch.Tensor) and value.numel() <= 16 and not value.is_meta:
+        return repr(value.tolist())
+    return f"{type(value).__qualname__} {id(value)}"
+
+
+def _code(code: CodeType) -> str:
+    """Returns a digest of a function's code, without the place where it stands."""
+    parts = [_code(part) if isinstance(part, CodeType) else repr(part) for part in code.co_consts]
+    text = f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {parts}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
