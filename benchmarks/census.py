@@ -55,6 +55,24 @@ SAMPLE = (
 )
 """Classes that differ in most ways that there are."""
 
+GEMMA4_EXPERTS = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "CohereForCausalLM": ({"use_qk_norm": True},),
+    "FalconForCausalLM": ({"new_decoder_architecture": True},),
+    "Gemma3ForCausalLM": ({"final_logit_softcapping": 5.0},),
+    "Gemma4ForCausalLM": (
+        {"hidden_size_per_layer_input": 0},
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+        {"hidden_size_per_layer_input": 0, "enable_moe_block": True, **GEMMA4_EXPERTS},
+    ),
+    "GraniteMoeSharedForCausalLM": ({"shared_intermediate_size": 32},),
+    "OlmoForCausalLM": ({"clip_qkv": 0.1},),
+    "PhiForCausalLM": ({"qk_layernorm": True},),
+    "Qwen2ForCausalLM": ({"use_sliding_window": True, "max_window_layers": 1},),
+    "StableLmForCausalLM": ({"qk_layernorm": True}, {"use_parallel_residual": True}),
+}
+"""Options that published models of a class have and its defaults leave off; each is a subject of its own."""
+
 LONGEST_REASON = 300
 
 
@@ -63,7 +81,7 @@ def main() -> None:
     census = read_census(options.out)
     if not census.is_current:
         census = Census(installed_versions())
-    names = options.only or (SAMPLE if options.sample else causal_lm_classes())
+    names = options.only or (SAMPLE if options.sample else subjects())
     asked = options.layouts or list(LAYOUTS)
     quiet()
     for place, name in enumerate(names, 1):
@@ -84,7 +102,7 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="CLASS", choices=causal_lm_classes(), help="these classes")
+    parser.add_argument("--only", nargs="+", metavar="CLASS", choices=subjects(), help="these classes")
     parser.add_argument("--sample", action="store_true", help=f"{len(SAMPLE)} classes that differ much")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="these layouts; without it, all that apply")
     parser.add_argument("--again", action="store_true", help="also what was refused or failed before")
@@ -105,7 +123,7 @@ def take(name: str, layouts: list[str], timeout: float) -> dict[str, Finding]:
     if not layouts:
         return {}
     try:
-        subject = Subject.of(name)
+        subject = subject_of(name)
         model = subject.build()
         run_unsplit(model)
     except Exception as error:
@@ -116,6 +134,26 @@ def take(name: str, layouts: list[str], timeout: float) -> dict[str, Finding]:
     for layout, proof in zip(layouts, prove_each(subject, layouts, timeout), strict=True):
         found[layout] = finding_of(proof)
     return found
+
+
+def subjects() -> list[str]:
+    """Returns the names of all classes, each followed by those of its variants."""
+    return [f"{name}{options}" for name in causal_lm_classes() for options in ("", *variants(name))]
+
+
+def variants(name: str) -> dict[str, dict[str, Any]]:
+    """Returns the options of the variants of a class by what their names end with."""
+    return {f"[{', '.join(f'{key}={value}' for key, value in v.items())}]": v for v in VARIANTS.get(name, ())}
+
+
+def subject_of(name: str) -> Subject:
+    """Returns what is proven under a name of `subjects`."""
+    name, bracket, options = name.partition("[")
+    subject = Subject.of(name)
+    if not bracket:
+        return subject
+    assert subject.kind is not None
+    return replace(subject, config=subject.kind.config_class(**variants(name)[bracket + options]))
 
 
 def run_unsplit(model: Any) -> None:
@@ -138,7 +176,8 @@ def finding_of(proof: Proof) -> Finding:
         return Finding(PROVEN)
     if proof.refusal:
         return Finding(REFUSED, short(reason_of(proof)))
-    return Finding(FAILED, short(str(proof).partition(": ")[2].removeprefix("failed: ")))
+    figures = re.sub(r"; \d+ s\)", ")", str(proof).partition(": ")[2])
+    return Finding(FAILED, short(figures.removeprefix("failed: ")))
 
 
 def reason_of(proof: Proof) -> str:

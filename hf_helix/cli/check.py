@@ -2,6 +2,7 @@
 
 In:   a folder, a name on the Hub, a configuration, or the name of a class; sizes of the mesh.
 Out:  a line for each layout: equal, different, refused or failed, with the largest differences.
+      With --operators, what the model is cut into.
 Must hold: it starts the processes that it needs, on the CPU, unless a launcher did; the status is 1 where a layout is
 different or has failed, or where none was proven.
 """
@@ -12,13 +13,16 @@ import argparse
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import configuration_file
 from hf_helix.cli.options import add_parser
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from hf_helix.cli.options import Commands
+    from hf_helix.engine.proof.subject import Subject
     from hf_helix.engine.proof.verdict import Proof
 
 EXAMPLES = """\
@@ -26,6 +30,7 @@ examples:
   hf-helix check Qwen/Qwen3-0.6B                                the usual layouts, each over two ranks
   hf-helix check path/to/folder --tp_size 2 --pp_size 2         this layout
   hf-helix check Gemma2ForCausalLM                              a class of Transformers
+  hf-helix check Gemma2ForCausalLM --operators                  what its layers are cut into, and how
   torchrun --nproc-per-node 2 -m hf_helix check Qwen/Qwen3-0.6B on these processes and their devices
 
 Compared are losses, every gradient by name, and the logits that predict() gives, in fp32 on random weights that are
@@ -53,6 +58,8 @@ def add_command(commands: Commands) -> None:
     families = "modules that register families of your own, such as starcoder2 for a file starcoder2.py here"
     parser.add_argument("--imports", nargs="+", default=[], metavar="MODULE", help=families)
     parser.add_argument("--as_is", action="store_true", help="keep the sizes of the configuration")
+    operators = "compare nothing; print the operators of every kind of layer on one of the ranks (tp_size: 2)"
+    parser.add_argument("--operators", action="store_true", help=operators)
     parser.add_argument("--verbose", action="store_true", help="also print a line for each kind of batches")
 
 
@@ -67,6 +74,8 @@ def run(options: argparse.Namespace) -> None:
     for module in options.imports:
         importlib.import_module(module)
     subject = Subject.of(given, options.as_is)
+    if options.operators:
+        return _print_operators(subject, {"tp_size": 2, **asked})
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if is_launched:
         _join_ranks()
@@ -79,6 +88,24 @@ def run(options: argparse.Namespace) -> None:
     bad = any(proof.verdict in ("different", "failed") for proof in proofs)
     if bad or not any(proof.ok for proof in proofs):
         sys.exit(1)
+
+
+def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:
+    """Prints the units of a model on the first rank of a layout. Nothing is communicated."""
+    from hf_helix.config import HelixConfig
+    from hf_helix.models.builder import ParallelContext
+    from hf_helix.models.registry import family_of
+    from hf_helix.operators.communication.transport import Axis, SilentTransport
+    from hf_helix.report.operators import text_of_units
+
+    if sizes.get("pp_size", 1) > 1:
+        raise ValueError("--operators shows layers, which a pipeline leaves whole; leave --pp_size out")
+    config = HelixConfig(**sizes)
+    model = subject.build(config)
+    tp, cp, experts = (
+        Axis(SilentTransport(size, 0)) for size in (config.tp_size, config.cp_size, config.ep_size * config.tp_size)
+    )
+    print(text_of_units(model, family_of(model).units(model, ParallelContext(tp, cp, experts))))
 
 
 def _join_ranks() -> None:

@@ -68,10 +68,10 @@ divide the heads, layers and experts. What else is tested: docs/support.md; how 
 """
 
 CENSUS_LEGEND = """\
-The census cuts a small model of every causal-LM class of Transformers, with the defaults of its configuration, and
-compares losses, every gradient and logits with those of the unsplit model. proven: all are equal. refused: such a model
-cannot be trained cut like this, and says so before it starts. failed: it must not be used. `hf-helix check NAME`
-compares a class or a checkpoint's own configuration here and now.
+The census cuts a small model of every causal-LM class of Transformers, with the defaults of its configuration (or with
+the options in brackets), and compares losses, every gradient and logits with those of the unsplit model. proven: all
+are equal. refused: such a model cannot be trained cut like this, and says so before it starts. failed: it must not be
+used. `hf-helix check NAME` compares a class or a checkpoint's own configuration here and now.
 """
 
 
@@ -110,7 +110,7 @@ def headline(census: Census) -> str:
     if not census.classes:
         return "No census has been taken."
     return (
-        f"{len(census.proven_on('tp2', 'pp2'))} of {len(census.classes)} causal-LM classes of Transformers "
+        f"{len(census.proven_on('tp2', 'pp2'))} of {len(census.names)} causal-LM classes of Transformers "
         f"{census.versions['transformers']} are proven at tp2 and pp2 (torch {census.versions['torch']}, {census.date})"
     )
 

@@ -46,7 +46,8 @@ class Census:
     Attributes:
         versions: of `transformers` and `torch`.
         date: when the last of the findings was made.
-        classes: the findings by class.
+        classes: the findings by class; after those of a class, those of its variants, with the options that are not its
+            defaults in brackets, such as `OlmoForCausalLM[clip_qkv=5]`.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -54,13 +55,18 @@ class Census:
     classes: Mapping[str, Findings] = field(default_factory=dict)
 
     def proven_on(self, *layouts: str) -> list[str]:
-        """Returns the classes that are proven on all of some layouts."""
+        """Returns the classes, with their defaults, that are proven on all of some layouts."""
         none = Finding(REFUSED)
         return [
             name
-            for name, findings in self.classes.items()
-            if all(findings.get(layout, none).status == PROVEN for layout in layouts)
+            for name in self.names
+            if all(self.classes[name].get(layout, none).status == PROVEN for layout in layouts)
         ]
+
+    @property
+    def names(self) -> list[str]:
+        """The classes without variants."""
+        return [name for name in self.classes if "[" not in name]
 
     @property
     def is_current(self) -> bool:

@@ -32,12 +32,15 @@ class Family(ABC):
 
     Attributes:
         model_class: the name of the Transformers class, such as "LlamaForCausalLM".
+        packs_by_positions: whether tokens attend to those of their own document only, where positions start anew. Some
+            models of Transformers make their masks without positions.
         needs_proof: whether a model of the family is compared with the unsplit one before it is first trained, see
             `hf_helix.engine.proof.first_use`.
         is_traced: whether the model's own code says what is computed, patched forwards included.
     """
 
     model_class: str
+    packs_by_positions: bool = True
     needs_proof: bool = False
     is_traced: bool = False
 
@@ -188,11 +191,12 @@ class Family(ABC):
         }
         form = form_of(batch)
         if cut.cp_size == 1:
-            documents = starts_of(counted).cumsum(1) if form.starts_anew and mask is None else None
+            is_packed = form.starts_anew and mask is None and self.packs_by_positions
+            documents = starts_of(counted).cumsum(1) if is_packed else None
             side["ends"] = document_ends(counted, form) if form.starts_anew and len(ids) == 1 else {}
             hiding = mask if form.is_masked else None
             return {**side, **self.attention_inputs(model, ids, hiding, counted, documents)}
-        documents = documents_of(ids, mask, positions, form)
+        documents = documents_of(ids, mask, positions if self.packs_by_positions else None, form)
         if documents is not None:
             extra = cut.padded(ids.shape[1]) - ids.shape[1]
             documents = functional.pad(documents, (0, extra), value=ABSENT)

@@ -123,13 +123,6 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
             takes="self, loading_info",
         ),
         used(
-            _MODEL,
-            "_from_config",
-            "makes a small model of a class, to prove the class with it",
-            "no model can be proven",
-            takes="config, dtype=",
-        ),
-        used(
             "transformers.models.auto.modeling_auto",
             "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
             "lists the classes of causal language models",
@@ -194,6 +187,12 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
             "transformers.loss.loss_utils",
             "LOSS_MAPPING ForCausalLMLoss",
             "compares a model's loss with the one that is computed",
+            NO_IMPORT,
+        ),
+        used(
+            "transformers.models.auto.modeling_auto",
+            "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+            "lists the causal-LM classes, for the census",
             NO_IMPORT,
         ),
         used(

@@ -39,6 +39,9 @@ PAPER_LAYERS = {
     "phi-31b": 31.2,
     "phi-42b": 41.6,
 }
+DERIVED = ("tiny-gemma3", "tiny-phi3", "tiny-qwen2-moe")
+"""Small models of classes that are not declared: a Gemma, a Phi, a mixture."""
+
 # Models
 
 
@@ -97,7 +100,7 @@ def test_a_configuration_makes_the_model_it_names(model: str):
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
     assert [type(built).__name__] == config.architectures
-    assert config.architectures[0] in supported_models()
+    assert config.architectures[0] in supported_models() or model in DERIVED
     assert f"(models/{model}/config.json)" in README
 
 
@@ -114,7 +117,9 @@ def test_the_papers_models_have_its_numbers_of_parameters(model: str):
 
 def test_every_family_has_a_small_model():
     small = {config_of(model).architectures[0] for model in ALL_MODELS if model.startswith("tiny-")}
-    assert small == set(supported_models())
+    derived = {config_of(model).architectures[0] for model in DERIVED}
+    assert small - derived == set(supported_models())
+    assert len(derived - set(supported_models())) == len(DERIVED)
     assert all(count(model).total < 1e6 for model in ALL_MODELS if model.startswith("tiny-"))
 
 

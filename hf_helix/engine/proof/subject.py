@@ -8,7 +8,6 @@ Must hold: the random state of the process is as before; a model that was given 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ class Subject:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed generators of GPUs as well
             if self.kind is not None:
-                return self.kind._from_config(made, dtype=torch.float32)
+                return self.kind(made).float()
             return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
 
     @property
@@ -123,22 +122,15 @@ def default_layouts(model: nn.Module) -> list[dict[str, Any]]:
 
 def _widened(config: PretrainedConfig, layout: HelixConfig) -> PretrainedConfig:
     """A small configuration with so many heads and experts that all ranks get some; two ranks always do."""
+    options = config.get_text_config()
     factor = -(-layout.tp_size // 2)
-    values = config.to_dict()
     if factor > 1:
-        _multiply(values, HEADS, factor)
-        if not values.get("head_dim"):
-            _multiply(values, ("hidden_size",), factor)
+        is_free = not getattr(options, "head_dim", None)  # else heads have a size of their own
+        for name in (*HEADS, *(["hidden_size"] if is_free else [])):
+            if isinstance(value := getattr(options, name, None), int):
+                setattr(options, name, value * factor)
     ranks = layout.tp_size * layout.ep_size
     for name in EXPERTS:
-        if isinstance(values.get(name), int) and values[name] % ranks:
-            values[name] = ranks * -(-values[name] // ranks)
-    made = type(config).from_dict(values)
-    made._attn_implementation = config._attn_implementation  # `to_dict` leaves it out
-    return made
-
-
-def _multiply(values: dict[str, Any], names: Sequence[str], factor: int) -> None:
-    for name in names:
-        if isinstance(values.get(name), int):
-            values[name] *= factor
+        if isinstance(value := getattr(options, name, None), int) and value % ranks:
+            setattr(options, name, ranks * -(-value // ranks))
+    return config

@@ -149,7 +149,7 @@ def compare(
     plan: str,
     found: Outcome,
     wanted: Outcome,
-    exact: Callable[[], Outcome],
+    exact: Callable[[], Outcome | None],
     counted: Tensor | None = None,
 ) -> Case:
     """Compares a window of the cut model with the unsplit one.
@@ -159,16 +159,16 @@ def compare(
         plan: the plan that it ran under.
         found: what the cut model gives.
         wanted: what the unsplit model gives.
-        exact: returns what that gives in fp64; called only where something differs.
+        exact: returns what that gives in fp64, or None if it cannot run so; called only where something differs.
         counted: True for the tokens whose logits are compared [batch, sequence]; None for all.
     """
     loss, gradients, logits = _differences(found, wanted, counted)
     if any(difference.is_wrong for difference in (*loss, *gradients, *logits)):
         truth = exact()
-        ours, theirs = _differences(found, truth, counted), _differences(wanted, truth, counted)
-        loss, gradients, logits = (
-            _excused(*parts) for parts in zip((loss, gradients, logits), ours, theirs, strict=True)
-        )
+        if truth is not None:
+            ours, theirs = _differences(found, truth, counted), _differences(wanted, truth, counted)
+            differences = zip((loss, gradients, logits), ours, theirs, strict=True)
+            loss, gradients, logits = (_excused(*parts) for parts in differences)
     everything = (*loss, *gradients, *logits)
     wrong = sorted((d for d in everything if d.is_wrong), key=_by_error, reverse=True)
     worst = [max(part, key=_by_error) for part in (loss, gradients, logits)]

@@ -23,10 +23,14 @@ from hf_helix.models.derived.leaves import MaskOf
 from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable
 
 _MASKS = {
-    "create_causal_mask": lambda config: MaskOf(),
-    "create_sliding_window_causal_mask": lambda config: MaskOf(config.sliding_window),
+    "create_causal_mask": lambda config: None,
+    "create_sliding_window_causal_mask": lambda config: config.sliding_window,
 }
-"""What stands for the masks that functions of Transformers make."""
+"""The windows of the masks that functions of Transformers make."""
+
+
+LAYER_CLASS = GradientCheckpointingLayer
+"""What Transformers' decoder layers are made of."""
 
 
 class _Enough(Exception):
@@ -80,9 +84,7 @@ class Decoder:
             (module, name, child)
             for module in base.modules()
             for name, child in module.named_children()
-            if isinstance(child, nn.ModuleList)
-            and child
-            and all(isinstance(x, GradientCheckpointingLayer) for x in child)
+            if isinstance(child, nn.ModuleList) and child and all(isinstance(x, LAYER_CLASS) for x in child)
         ]
         if len(found) != 1:
             raise Underivable(f"it has {len(found) or 'no'} lists of decoder layers, and one is needed")
@@ -151,7 +153,7 @@ def _naming(name: str) -> Callable[..., Any]:
         extra = [key for key in ("or_mask_function", "and_mask_function") if kwargs.get(key) is not None]
         if name not in _MASKS or extra:
             raise Underivable(f"its layers attend by {name}({', '.join(extra)}), which is not built")
-        return _MASKS[name](config)
+        return MaskOf(_MASKS[name](config), kwargs.get("position_ids") is not None)
 
     return make
 

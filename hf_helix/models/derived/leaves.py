@@ -51,9 +51,11 @@ class MaskOf:
 
     Attributes:
         sliding_window: the number of tokens that a token attends to; None for all before it.
+        by_positions: whether it was made with the positions of tokens, by which packed documents are told apart.
     """
 
     sliding_window: int | None = None
+    by_positions: bool = True
 
 
 @dataclass(frozen=True)
@@ -222,19 +224,21 @@ class Leaves:
             return value
 
         def get_interface(implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-            def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **given: Any) -> Any:
+            def attend(
+                module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **given: Any
+            ) -> Any:
                 options = {name: value for name, value in given.items() if name not in DOCUMENTS}
                 tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
                 rest = {name: value for name, value in options.items() if name not in tensors}
                 number = self.add(
                     ATTENTION,
                     self._paths[id(module)],
-                    mask=mask,
+                    mask=attention_mask,
                     eager=default,
                     options=rest,
                     tensors=tuple(tensors),
                 )
-                return OPS.attention(q, k, v, list(tensors.values()), number), None
+                return OPS.attention(query, key, value, list(tensors.values()), number), None
 
             return attend
 

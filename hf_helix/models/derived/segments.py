@@ -217,7 +217,7 @@ class _Writer:
         """Writes one operation, with the lengths of this rank's share."""
         target: Any = node.target
         args = list(args_of(node))
-        kwargs = {name: self._type(value) for name, value in node.kwargs.items()}
+        kwargs = {name: self._type(self._value(value)) for name, value in node.kwargs.items()}
         name = name_of(node)
         placed = self.inference.placed.get(node, Placed("free"))
         if name in ("view", "reshape", "_unsafe_view"):
@@ -236,7 +236,7 @@ class _Writer:
             whole = [self.trace.number(value.shape[dim]) for value in node.meta["val"]]
             args = [args[0], self._local_lengths(node, whole), dim]
         args = [self._type(self._value(value)) for value in args]
-        made = self.graph.call_function(target, tuple(args), {k: self._value(v) for k, v in kwargs.items()})
+        made = self.graph.call_function(target, tuple(args), kwargs)
         if placed.is_summand:
             (length,) = self._of(args_of(node)[0]).blocks
             return self.graph.call_function(torch.ops.aten.mul.Tensor, (made, self.share.of([length])[0] / length))

@@ -63,7 +63,7 @@ def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedCo
 
 def _is_multiplier(name: str) -> bool:
     """Returns whether a field scales activations; scores of attention are left to their own scale."""
-    return name.endswith(("_multiplier", "logits_scaling", "routed_scaling_factor"))
+    return name.endswith(("multiplier", "logits_scaling", "routed_scaling_factor"))
 
 
 def small_config(config: PretrainedConfig, fewest_layers: int = FEWEST) -> PretrainedConfig:
@@ -108,7 +108,7 @@ def _bring_token_ids_in_range(values: Values) -> None:
     """Gives special tokens the last ids of the vocabulary, each its own; padding and the ends of texts the first."""
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     for name in values:
-        if name.endswith(("_token_id", "_token_index")) and name not in ids:
+        if name.endswith(("token_id", "token_index")) and name not in ids:
             ids[name] = VOCABULARY - 1 - (len(ids) - 3)
     for name, place in ids.items():
         if isinstance(values.get(name), int | list):

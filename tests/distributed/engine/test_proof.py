@@ -48,6 +48,19 @@ def test_declared_families_are_equal(name: str, axis: str, cluster_of: Any) -> N
     assert ranks[0]["undisturbed"]
 
 
+FOUR = [("llama", {"tp_size": 2}), ("llama", {"tp_size": 2, "cp_size": 2}), ("qwen2", {"tp_size": 2, "pp_size": 2})]
+FOUR += [("mixtral", {"tp_size": 2, "ep_size": 2}), ("qwen3_moe", {"ep_size": 4}), ("phimoe", {"ep_size": 2})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "helix"), FOUR)
+def test_more_ranks(name: str, helix: dict[str, int], cluster_of: Any) -> None:
+    """Of which data-parallel ones have batches of their own."""
+    ranks = cluster_of(4).run(proof_of, model={"family": name, "num_hidden_layers": 4}, helix=helix)
+    assert all(rank == ranks[0] for rank in ranks)
+    assert ranks[0]["verdict"] == "equal", ranks[0]["lines"]
+
+
 @pytest.mark.parametrize("mistake", ["attention cap", "logits cap", "on_shard", "window", "norm"])
 def test_a_mistake_is_found(mistake: str, cluster_of: Any) -> None:
     ranks = cluster_of(2).run(proof_of_mistake, mistake=mistake)

@@ -1,10 +1,13 @@
-"""A family registered from outside the package, by the code of the page that explains how, equals its unsplit model."""
+"""The code of the page on adding a model runs: a class that nobody declared trains, and the family that the page
+declares equals its unsplit model.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,22 +18,27 @@ import pytest
 from support import pipeline_jobs
 from support.parity import check, references
 from support.paths import ROOT
+from transformers import AutoModelForCausalLM, Starcoder2Config
+
+from hf_helix.models.registry import supported_models
 
 # What the ranks run
 
 PAGE = ROOT / "docs" / "adding_a_model.md"
+DERIVED = ROOT / "hf_helix" / "models" / "derived"
 
 
-def blocks() -> list[str]:
-    """The Python of the page."""
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def blocks() -> dict[str, str]:
+    """The Python of the page, by the file names that its docstrings begin with."""
+    found = re.findall(r'```python\n("""(\w+\.py): .*?)```', PAGE.read_text(), re.DOTALL)
+    return {name: code for code, name in found}
 
 
 def register() -> None:
-    """What `import starcoder2` does where the first block of the page is a file of that name."""
+    """What `import starcoder2` does where the block of that name is a file."""
     if "starcoder2" not in sys.modules:
         module = ModuleType("starcoder2")
-        exec(compile(blocks()[0], "starcoder2.py", "exec"), module.__dict__)
+        exec(compile(blocks()["starcoder2.py"], "starcoder2.py", "exec"), module.__dict__)
         sys.modules["starcoder2"] = module
 
 
@@ -40,15 +48,25 @@ def windows(**options: Any) -> list[dict[str, Any]]:
     return pipeline_jobs.windows(**options)
 
 
-def run_the_check(folder: str) -> None:
-    """Run the page's own check."""
-    register()
+def train(folder: str) -> None:
+    """Run the page's first script."""
     with contextlib.chdir(folder):
-        os.makedirs("runs", exist_ok=True)
-        exec(compile(blocks()[1], "check.py", "exec"), {"__name__": "__main__"})
+        exec(compile(blocks()["train.py"], "train.py", "exec"), {"__name__": "__main__"})
 
 
 # Tests
+
+
+def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A Python process in a folder, whose files it can import."""
+    environment = {
+        **os.environ,
+        **variables,
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
 
 LAYOUTS = {"tp": (1, 2, 1, 1), "pp": (1, 1, 2, 1), "cp": (2, 1, 1, 1)}
 
@@ -79,14 +97,75 @@ def test_dropout_draws_the_same_under_every_plan(cluster_of: Any, tmp_path: Path
         np.testing.assert_array_equal(gradient, wet[1]["gradients"][name], err_msg=name)
 
 
-def test_the_check_on_the_page_runs(cluster_of: Any, tmp_path: Path) -> None:
-    cluster_of(2).run(run_the_check, folder=str(tmp_path))
+def test_the_class_that_nobody_declared_trains(cluster_of: Any, tmp_path: Path) -> None:
+    cluster_of(2).run(train, folder=str(tmp_path))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(saved).__name__ == "Gemma3ForCausalLM"
+    assert "Gemma3ForCausalLM" not in supported_models()
+
+
+@pytest.mark.slow
+def test_the_second_start_is_proven_already(tmp_path: Path) -> None:
+    """A verdict is found again by other processes, of the same code and layout only."""
+    (tmp_path / "train.py").write_text(blocks()["train.py"])
+    proven = [launched(tmp_path).count(": derived from the model; equal") for _ in range(2)]
+    assert proven == [1, 0]
+    other = blocks()["train.py"].replace("sliding_window=16", "sliding_window=16, final_logit_softcapping=5.0")
+    (tmp_path / "train.py").write_text(other)
+    assert launched(tmp_path).count(": derived from the model; equal") == 1
+
+
+def launched(folder: Path) -> str:
+    """Returns what the page's first script prints under torchrun."""
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    done = run(folder, "-m", *words, HELIX_CACHE=str(folder / "cache"), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_check_on_the_page_runs(tmp_path: Path) -> None:
+    """As a script beside the file of the family, and as the command."""
+    for name, text in blocks().items():
+        (tmp_path / name).write_text(text)
+    done = run(tmp_path, "check.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"Starcoder2ForCausalLM at {layout}: equal"
+        for layout in ("tp_size=2", "pp_size=2", "tp_size=2, pp_size=2", "cp_size=2")
+    ]
+
+
+@pytest.mark.slow
+def test_the_check_finds_a_mistake(tmp_path: Path) -> None:
+    """The window of the family on the page is forgotten."""
+    family, check = blocks()["starcoder2.py"], blocks()["check.py"]
+    (tmp_path / "starcoder2.py").write_text(family.replace("return attn.config.sliding_window", "return None"))
+    (tmp_path / "check.py").write_text(check)
+    done = run(tmp_path, "check.py")
+    assert done.returncode == 1
+    assert "AssertionError: Starcoder2ForCausalLM at tp_size=2: different (" in done.stderr
+    Starcoder2Config(sliding_window=8).save_pretrained(tmp_path)
+    done = run(tmp_path, "-m", "hf_helix", "check", ".", "--imports", "starcoder2", "--tp_size", "2")
+    assert done.returncode == 1
+    assert done.stdout.startswith("Starcoder2ForCausalLM at tp_size=2: different (")
 
 
 def test_the_page_keeps_its_promises() -> None:
-    code, _ = blocks()
-    assert len(code.splitlines()) < 100
+    assert blocks().keys() == {"train.py", "starcoder2.py", "check.py"}
+    assert len(blocks()["starcoder2.py"].splitlines()) < 100
     root = PAGE.parent
     for link in PAGE.read_text().split("](")[1:]:
-        target = link.split(")")[0]
+        target = link.split(")")[0].partition("#")[0]
         assert (root / target).exists(), target
+
+
+def test_the_page_quotes_what_is_said() -> None:
+    """Every sentence in the table of what cannot be derived is one of the code's."""
+    page, code = PAGE.read_text(), "\n".join(path.read_text() for path in DERIVED.glob("*.py"))
+    rows = page.split("| what | for example | the sentence |")[1].split("\n\n")[0].splitlines()[2:]
+    quoted = {text for row in rows for text in re.findall(r"`([^`]* [^`]*)`", row.split("|")[3])}
+    assert len(quoted) > 6
+    for text in quoted:
+        parts = re.split(r"create_\w+\(|\.\.\.", text)
+        assert all(part.strip(" ():,") in code for part in parts), text

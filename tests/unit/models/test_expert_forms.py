@@ -30,6 +30,7 @@ from hf_helix.models.builder import Builder, ParallelContext
 from hf_helix.models.expert_form import ExpertForm, experts_form, is_experts
 from hf_helix.models.expert_layer import declare_experts
 from hf_helix.operators.base import Precision
+from hf_helix.operators.linears import grouped_linear
 from hf_helix.operators.unit import CUT_EXPERTS, EXPERTS
 
 GATED = ExpertForm("gate_up_proj", "down_proj")
@@ -136,6 +137,18 @@ def test_bf16_is_as_exact_as_the_module(family: str) -> None:
     found = in_operators(module, given, precision=Precision("cpu", torch.bfloat16))
     for name, value in exact.items():
         assert (found[name] - value).norm() <= 2 * (stock[name] - value).norm() + 2**-9 * value.norm(), name
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "nemotron_h"])
+def test_one_kernel_for_all_experts_gives_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, with torch's grouped GEMM for the CPU. It rounds to bf16 once more, before the bias is added."""
+    width = {"intermediate_size": 16, "moe_intermediate_size": 16}  # rows of 16 bytes
+    module, given = module_of(family, **width), tokens_of(40, 3)
+    apart = in_operators(module, given, precision=Precision("cpu", torch.bfloat16))
+    monkeypatch.setattr(grouped_linear, "_in_one_kernel", lambda rows: True)
+    together = in_operators(module, given, precision=Precision("cpu", torch.bfloat16))
+    for name, value in apart.items():
+        assert (together[name] - value).norm() <= 2**-7 * value.norm(), name
 
 
 def test_biases_alone_are_trained() -> None:
