@@ -99,8 +99,8 @@ def _file_of(name: str) -> str:
         import transformers
 
         raise ValueError(
-            f"{name} is no class of Transformers {transformers.__version__}; for a class of your own give a folder with "
-            "its config.json, or call hf_helix.testing.check_family(model)"
+            f"{name} is no class of Transformers {transformers.__version__}; `hf-helix models` lists those that are "
+            "known; a model of a class of your own is checked by hf_helix.testing.check_family(model)"
         )
     return configuration_file(name)
 
