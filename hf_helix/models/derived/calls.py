@@ -169,7 +169,7 @@ class LayerCalls:
 
     def __init__(self, base: Any) -> None:
         self.decoder = Decoder(base)
-        self._base = base
+        self._table = base.get_input_embeddings()
         self.is_tuple = False
         first = self._record(EXAMPLE_BATCH, EXAMPLE_LENGTH)
         second = self._record(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
@@ -201,7 +201,7 @@ class LayerCalls:
         return found
 
     def _run(self, ids: Tensor, positions: Tensor, called: Callable[..., Any]) -> None:
-        weight = self._base.get_input_embeddings().weight
+        weight = self._table.weight
         embeddings = weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
         with torch.no_grad(), self.decoder.stubs(called), contextlib.suppress(_Enough):
             self.decoder.module(inputs_embeds=embeddings, attention_mask=None, position_ids=positions, use_cache=False)

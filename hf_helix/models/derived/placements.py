@@ -267,14 +267,25 @@ class Inference:
         """Makes an operand that is whole along a dimension meet one of which a rank has a share."""
         if dim < 0 or self.trace.shape(value)[dim] == 1:
             return
-        if value in self.trace.attributes and dim == 0 and len(share.blocks) == 1:
-            self._cut(value)
+        source, place = self._parameter_of(value, dim)
+        if source is not None and place == 0 and len(share.blocks) == 1:
+            self._cut(source)
             raise _Again
         expanded = self._of(value).expanded
         if expanded is not None and expanded[1] == dim:
             self.decisions.shortened.add(expanded)
             raise _Again
         self._demote(share.origins, node)
+
+    def _parameter_of(self, value: Node, dim: int) -> tuple[Node | None, int]:
+        """Returns the parameter that a value shows, and which of its dimensions one of the value is; else None."""
+        while value.op == "call_function":
+            if name_of(value) == "unsqueeze":
+                dim -= args_of(value)[1] % self._dims(value) < dim
+            elif name_of(value) not in _SAME:
+                break
+            value = args_of(value)[0]
+        return (value if value in self.trace.attributes else None), dim
 
     def _same(self, node: Node) -> Placed:
         return self._of(args_of(node)[0])

@@ -88,7 +88,15 @@ class Trace:
         if isinstance(size, int):
             return size
         expression = size.node.expr if hasattr(size, "node") else size
-        return int(expression.subs({self.batch: BATCH, self.sequence: SEQUENCE}))
+        others = expression.free_symbols - {self.batch, self.sequence}
+        if not others:
+            return int(expression.subs({self.batch: BATCH, self.sequence: SEQUENCE}))
+        # The size of another input, which the code does not compare with that of the tokens.
+        known = {EXAMPLE_BATCH: BATCH, EXAMPLE_LENGTH: SEQUENCE}
+        hint = getattr(size.node, "hint", None)
+        if expression not in others or hint not in known:
+            raise Underivable(f"its code computes with sizes in a way that is not followed: {expression}")
+        return known[hint]
 
     def shape(self, node: Node) -> tuple[int, ...]:
         """Returns the shape of a value, in numbers."""
