@@ -14,6 +14,7 @@ import importlib
 import os
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +97,8 @@ def run(options: argparse.Namespace) -> None:
 def _file_of(name: str) -> str:
     """Returns the configuration of a folder or of a name on the Hub."""
     if name.endswith(("ForCausalLM", "LMHeadModel")) and "/" not in name and not Path(name).exists():
-        import transformers
-
         raise ValueError(
-            f"{name} is no class of Transformers {transformers.__version__}; `hf-helix models` lists those that are "
+            f"{name} is no class of Transformers {version('transformers')}; `hf-helix models` lists those that are "
             "known; a model of a class of your own is checked by hf_helix.testing.check_family(model)"
         )
     return configuration_file(name)

@@ -123,13 +123,6 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
             takes="self, loading_info",
         ),
         used(
-            _MODEL,
-            "_from_config",
-            "makes a small model of a class, to prove the class with it",
-            "no model can be proven",
-            takes="config, dtype=",
-        ),
-        used(
             "transformers.models.auto.modeling_auto",
             "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
             "lists the classes of causal language models",
