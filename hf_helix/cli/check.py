@@ -13,6 +13,9 @@ import argparse
 import importlib
 import os
 import sys
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import configuration_file
@@ -69,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
     from hf_helix.testing import prove_layouts
 
     asked = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
-    given = options.model if is_class(options.model) else configuration_file(options.model)
+    given = options.model if is_class(options.model) else _file_of(options.model)
     sys.path.insert(0, "")  # a console script has the folder of its own file there
     for module in options.imports:
         importlib.import_module(module)
@@ -79,15 +82,26 @@ def run(options: argparse.Namespace) -> None:
     is_launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if is_launched:
         _join_ranks()
-    proofs = []
+    proofs: list[Proof] = []
     for proof in prove_layouts(subject, [asked] if asked else None, options.imports, _say_start):
+        is_again = bool(proof.refusal) and any(proof.refusal == other.refusal for other in proofs)
+        _say(replace(proof, refusal="as above") if is_again else proof, options.verbose)
         proofs.append(proof)
-        _say(proof, options.verbose)
     if is_launched:
         _leave_ranks()
     bad = any(proof.verdict in ("different", "failed") for proof in proofs)
     if bad or not any(proof.ok for proof in proofs):
         sys.exit(1)
+
+
+def _file_of(name: str) -> str:
+    """Returns the configuration of a folder or of a name on the Hub."""
+    if name.endswith(("ForCausalLM", "LMHeadModel")) and "/" not in name and not Path(name).exists():
+        raise ValueError(
+            f"{name} is no class of Transformers {version('transformers')}; `hf-helix models` lists those that are "
+            "known; a model of a class of your own is checked by hf_helix.testing.check_family(model)"
+        )
+    return configuration_file(name)
 
 
 def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:

@@ -63,8 +63,9 @@ LEGEND = """\
 tp: tensor and sequence parallelism (tp_size), pp: pipeline (pp_size), cp: context parallelism (cp_size), ep: expert
 parallelism (ep_size), dp: data parallelism, which takes the processes that are left. ep takes its ranks from dp.
 On each of these layouts tests compare small models of the class with the unsplit Transformers model or the stock
-Trainer, losses and every gradient, on CPU with gloo. Nothing has run on a GPU yet. Other sizes are accepted where they
-divide the heads, layers and experts. What else is tested: docs/support.md; how to add a class: docs/adding_a_model.md.
+Trainer, losses and every gradient, on CPU with gloo. What has run on a GPU: docs/gpu.md. Other sizes are accepted where
+they divide the heads, layers and experts. What else is tested: docs/support.md. These classes are declared; all others
+are derived, and proven before their first step: docs/adding_a_model.md.
 """
 
 CENSUS_LEGEND = """\
@@ -90,10 +91,11 @@ def add_command(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> None:
     """Prints a line for each class, continued where it needs more: those that tests compare, then the census."""
     part = options.name.lower()
-    for name, model in SUPPORTED.items():
-        if part in name.lower():
-            print(_wrapped(f"{name:<20} {model.checkpoint:<31} ", " ".join(model.layouts)))
-    print(f"\n{LEGEND}")
+    declared = {name: model for name, model in SUPPORTED.items() if part in name.lower()}
+    for name, model in declared.items():
+        print(_wrapped(f"{name:<20} {model.checkpoint:<31} ", " ".join(model.layouts)))
+    if declared:
+        print(f"\n{LEGEND}")
     _print_census(read_census(), part)
 
 

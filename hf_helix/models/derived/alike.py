@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
-from types import CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -61,11 +61,18 @@ def _text(value: Any, names: Mapping[int, str]) -> str:
         return "[" + ", ".join(_text(part, names) for part in value) + "]"
     if isinstance(value, torch.Tensor) and value.numel() <= 16 and not value.is_meta:
         return repr(value.tolist())
+    if isinstance(value, (BuiltinFunctionType, type)):
+        return f"{value.__module__}.{value.__qualname__}"
     return f"{type(value).__qualname__} {id(value)}"
 
 
 def _code(code: CodeType) -> str:
     """Returns a digest of a function's code, without the place where it stands."""
-    parts = [_code(part) if isinstance(part, CodeType) else repr(part) for part in code.co_consts]
+    parts = [
+        _code(part)
+        if isinstance(part, CodeType)
+        else repr(sorted(map(repr, part)) if isinstance(part, frozenset) else part)
+        for part in code.co_consts
+    ]
     text = f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {parts}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]

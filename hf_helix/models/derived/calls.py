@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -158,6 +159,21 @@ def _naming(name: str) -> Callable[..., Any]:
     return make
 
 
+@contextlib.contextmanager
+def _narrow_lookups() -> Iterator[None]:
+    """Returns the context in which tables of positions give one feature, as the embeddings that they are added to.
+
+    Of the ranks of a pipeline, only the first has these tables.
+    """
+    torch_functional: Any = functional
+    before = functional.embedding
+    torch_functional.embedding = lambda ids, weight, *args, **kwargs: weight.new_zeros((*ids.shape, 1))
+    try:
+        yield
+    finally:
+        torch_functional.embedding = before
+
+
 class LayerCalls:
     """What the layers of a model are called with.
 
@@ -203,7 +219,7 @@ class LayerCalls:
     def _run(self, ids: Tensor, positions: Tensor, called: Callable[..., Any]) -> None:
         weight = self._table.weight
         embeddings = weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
-        with torch.no_grad(), self.decoder.stubs(called), contextlib.suppress(_Enough):
+        with torch.no_grad(), self.decoder.stubs(called), _narrow_lookups(), contextlib.suppress(_Enough):
             self.decoder.module.forward(
                 inputs_embeds=embeddings, attention_mask=None, position_ids=positions, use_cache=False
             )

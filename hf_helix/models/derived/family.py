@@ -294,45 +294,16 @@ def _masks(call: LayerCall) -> list[MaskOf]:
     return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, MaskOf)]
 
 
-<<<<<<< HEAD
-_PLAIN = (bool, int, float, str, type(None))
+def _named(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
-def _description(layer: nn.Module) -> str:
-    """Returns the code and the options of a layer, as far as they decide what it computes."""
-    lines = []
-    for name, module in layer.named_modules():
-        forward = getattr(module.forward, "__func__", module.forward)
-        options = {
-            key: value
-            for key, value in sorted(vars(module).items())
-            if isinstance(value, _PLAIN) and not key.startswith("_") and key != "training"
-        }
-        options.pop("layer_idx", None)
-        shapes = [(key, None if p is None else tuple(p.shape)) for key, p in module._parameters.items()]
-        lines.append(
-            f"{name} {type(module).__module__}.{type(module).__qualname__} {_code(forward)} {options} {shapes}"
-        )
-    return "\n".join(lines)
-
-
-def _code(function: Any) -> str:
-    """Returns the code of a function in a form that is the same in every process."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return f"{type(function).__module__}.{type(function).__qualname__}"
-    constants = [value for value in code.co_consts if isinstance(value, _PLAIN)]
-    return f"{code.co_name} {hashlib.sha256(code.co_code).hexdigest()} {constants} {code.co_names}"
-
-
-=======
->>>>>>> dtests
 def _described(graph: Trace, target: Node) -> str:
     leaves = [
         (
             leaf.kind,
             leaf.path,
-            sorted((key, _code(value) if callable(value) else str(value)) for key, value in leaf.details.items()),
+            sorted((key, _named(value) if callable(value) else str(value)) for key, value in leaf.details.items()),
         )
         for leaf in graph.leaves
     ]

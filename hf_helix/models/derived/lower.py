@@ -401,7 +401,7 @@ class _Lowering:
         bound = glue.bind(self.module)
         side = tuple(name for name in glue.side if name != PLACES)
         if not side:
-            return bound, glue.side
+            return (_OfShard(bound, self.b.tp.rank) if glue.side else bound), glue.side
         if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
             raise Underivable("rows of tokens meet what belongs to positions")
         return _ByRows(bound), (*side, "length")
@@ -558,6 +558,18 @@ class _ByRows:
         if extra <= 0:
             return result
         return nn.functional.pad(result, (0, 0) * (result.dim() - 1) + (0, extra))
+
+
+@dataclass(frozen=True)
+class _OfShard:
+    """Glue that reads the positions of tokens [tokens of all ranks, batch or 1]: it gets those of this rank's."""
+
+    function: Callable[..., Any]
+    rank: int
+
+    def __call__(self, *values: Tensor, places: Tensor) -> Any:
+        count = values[0].shape[0]
+        return self.function(*values, places=places[self.rank * count :][:count])
 
 
 @dataclass(frozen=True)

@@ -107,12 +107,16 @@ def test_the_class_that_nobody_declared_trains(cluster_of: Any, tmp_path: Path) 
 @pytest.mark.slow
 def test_the_second_start_is_proven_already(tmp_path: Path) -> None:
     """A verdict is found again by other processes, of the same code and layout only."""
-    (tmp_path / "train.py").write_text(blocks()["train.py"])
-    proven = [launched(tmp_path).count(": derived from the model; equal") for _ in range(2)]
-    assert proven == [1, 0]
-    other = blocks()["train.py"].replace("sliding_window=16", "sliding_window=16, final_logit_softcapping=5.0")
-    (tmp_path / "train.py").write_text(other)
-    assert launched(tmp_path).count(": derived from the model; equal") == 1
+    made = "AutoModelForCausalLM.from_config(config)"
+    script = blocks()["train.py"]
+    assert script.count(made) == 1
+    own = (
+        "type('MyGemmaForCausalLM', (transformers.Gemma3ForCausalLM,), {})(config)"  # which the census knows nothing of
+    )
+    script = "import transformers\n" + script.replace(made, own)
+    for changed, count in ((script, 1), (script, 0)):
+        (tmp_path / "train.py").write_text(changed)
+        assert launched(tmp_path).count("MyGemmaForCausalLM: derived from the model; equal") == count
 
 
 def launched(folder: Path) -> str:

@@ -33,7 +33,6 @@ RUNS = (
     ("tiny-phi3", "cpu_tp2"),
     ("tiny-qwen2-moe", "cpu_ep2"),
 )
-DERIVED = ("tiny-gemma3", "tiny-phi3", "tiny-qwen2-moe")
 FAST = (RUNS[0],)
 
 
@@ -77,7 +76,6 @@ def test_the_recipe_trains_every_family(model: str, launch: str, tmp_path: Path)
     size = re.fullmatch(r"cpu_(..)2", launch)
     assert size is not None
     assert f"{size[1]}=2" in card.text
-    assert output.count("derived from the model; equal to the unsplit model at ") == (model in DERIVED), output
 
 
 @pytest.mark.slow

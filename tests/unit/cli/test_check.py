@@ -1,0 +1,60 @@
+"""hf-helix check: what it prints without comparing, and what it says of names that are none."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_helix import testing
+from hf_helix.cli.main import main
+from hf_helix.engine.proof.verdict import Proof
+
+
+def rows(text: str) -> dict[str, str]:
+    """The first word of every line, with the rest."""
+    return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.strip()}
+
+
+def test_operators_of_a_derived_class(capsys: pytest.CaptureFixture[str]):
+    """Fused matrices are cut in blocks, what stands on shards sums its gradients, and values are gathered once."""
+    main(["check", "Phi3ForCausalLM", "--operators"])
+    found = rows(capsys.readouterr().out)
+    assert found["input_layernorm.gather"] == "AllGather input_layernorm"
+    assert found["self_attn.o_proj.scatter"] == "ReduceScatter self_attn.o_proj"
+    assert found["model.layers.0.mlp.gate_up_proj.weight"] == "192x64, dimension 0 cut over tp, in blocks of 96, 96"
+    assert found["model.layers.0.self_attn.o_proj.weight"].endswith("dimension 1 cut over tp")
+    assert found["model.norm.weight"] == "64, on every rank, gradients summed over the ranks"
+    assert found["layers.0,"] == "layers.1: parameters"
+
+
+def test_operators_on_one_rank_do_not_communicate(capsys: pytest.CaptureFixture[str]):
+    main(["check", "LlamaForCausalLM", "--operators", "--tp_size", "1"])
+    assert "Gather" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["Gemma99ForCausalLM"], "Gemma99ForCausalLM is no class of Transformers"),
+        (["LlamaForCausalLM", "--operators", "--pp_size", "2"], "leave --pp_size out"),
+        (["LlamaForCausalLM", "--operators", "--tp_size", "3"], "values that work: 1, 2, 4"),
+    ],
+)
+def test_what_cannot_be_checked(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_refusal_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """And another one is said, too."""
+    reasons = ("it is recurrent", "it is recurrent", "it has one head")
+    found = [Proof("Some", f"layout {n}", refusal=reason) for n, reason in enumerate(reasons)]
+    monkeypatch.setattr(testing, "prove_layouts", lambda *given: iter(found))
+    with pytest.raises(SystemExit):
+        main(["check", "LlamaForCausalLM"])
+    assert capsys.readouterr().out.splitlines() == [
+        "Some at layout 0: refused: it is recurrent",
+        "Some at layout 1: refused: as above",
+        "Some at layout 2: refused: it has one head",
+    ]
