@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
-from hf_helix.engine.proof.prove import SIZES, describe, prove
+from hf_helix.engine.proof.prove import describe, prove
 from hf_helix.engine.proof.subject import Subject
 from hf_helix.engine.proof.verdict import SHOWN, Proof
-from hf_helix.models.census import proven
-from hf_helix.models.model_code import runs_stock_code
 from hf_helix.models.registry import family_of
 from hf_helix.planning.text import format_json
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0, on_all_ranks
@@ -36,7 +34,9 @@ FORMAT = "hf_helix.proof/1"
 
 
 def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:
-    """Proves the family of a model, unless it is declared or was proven before: here, or by the census. Collective.
+    """Proves the family of a model, unless it is declared or was proven on this machine before. Collective.
+
+    The census proves classes as their defaults are. A checkpoint may switch on more, so it is no reason to skip this.
 
     Args:
         model: the whole Transformers model of the run; it is only looked at.
@@ -47,7 +47,7 @@ def prove_on_first_use(model: Any, config: HelixConfig, mesh: Mesh) -> None:
         ValueError: on every rank: the model, cut like this, does not compute what it computes unsplit.
     """
     family = on_all_ranks(lambda: family_of(model))
-    if not family.needs_proof or on_all_ranks(lambda: _is_in_census(model, mesh)):
+    if not family.needs_proof:
         return
     key = on_all_ranks(lambda: _key(family.digest(model), model, config, mesh))
     if config.cache and decide_on_rank_0(lambda: _was_proven(key)):
@@ -77,12 +77,6 @@ def _prove(model: Any, config: HelixConfig, mesh: Mesh) -> Proof:
         mesh = build_mesh(config.tp_size, mesh.device, *sizes, config.inter_node_axes)
     small = on_all_ranks(lambda: Subject(model.config, type(model)).build(options))
     return prove(small, options, mesh)
-
-
-def _is_in_census(model: Any, mesh: Mesh) -> bool:
-    """Whether the census has proven the class on every axis of the mesh, and the model runs the code of its class."""
-    axes = {f"{axis}2" for axis in SIZES if mesh.sizes[axis] > 1} or {"tp2"}
-    return axes <= proven(type(model).__name__) and runs_stock_code(model)
 
 
 def _advice(proof: Proof) -> str:

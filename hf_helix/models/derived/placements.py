@@ -39,6 +39,9 @@ from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, a
 
 SHARD, WHOLE, PARTIAL, FREE = "shard", "whole", "partial", "free"
 
+TOKENS = (SEQUENCE, BATCH * SEQUENCE)
+"""The lengths of dimensions along which tokens lie."""
+
 COLUMN, ROW, REPLICATED = "column", "row", "replicated"
 
 
@@ -435,12 +438,14 @@ class Inference:
     def _reduce(self, node: Node) -> Placed:
         given = self._of(args_of(node)[0])
         where = self._join(_tensors(node))
-        if given.dim is None:
-            return Placed(where, origins=given.origins)
         dims = self._dims(args_of(node)[0])
         place = 2 if name_of(node) == "topk" else 1
         over = args_of(node)[place] if len(args_of(node)) > place else -1 if place == 2 else list(range(dims))
         reduced = {dim % dims for dim in _as_list(over)}
+        if where != FREE and any(self.trace.shape(args_of(node)[0])[dim] in TOKENS for dim in reduced):
+            self._refuse_mixing(node)
+        if given.dim is None:
+            return Placed(where, origins=given.origins)
         if given.dim in reduced:
             if (
                 name_of(node) == "mean"
@@ -467,8 +472,14 @@ class Inference:
             return replace(left, where=where, is_direct=False, expanded=None)
         self._demote(left.origins | right.origins, node)
 
+    def _refuse_mixing(self, node: Node) -> NoReturn:
+        where = self.trace.path(node) or "the layer"
+        raise Underivable(f"{name_of(node)} in {where} mixes tokens outside of attention")
+
     def _unknown(self, node: Node) -> Placed:
         operands = _tensors(node)
+        if name_of(node).startswith(_MIXING) and any(self._of(value).where != FREE for value in operands):
+            self._refuse_mixing(node)
         origins = frozenset().union(*(self._of(v).origins for v in operands if self._of(v).dim is not None))
         if any(self._of(value).dim is not None for value in operands):
             self._demote(origins, node)
@@ -637,6 +648,9 @@ _RULES: dict[str, Callable[[Inference, Node], Placed]] = {
     "slice": _I._slice,
     "getitem": _I._getitem,
 }
+_MIXING = ("conv", "roll", "flip", "fft", "stft", "scaled_dot_product", "flex_attention", "cumprod", "logcumsumexp")
+"""The beginnings of names of operations that, as models use them, mix tokens."""
+
 _LAST_DIMS = (
     "softmax",
     "_softmax",

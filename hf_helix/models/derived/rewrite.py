@@ -17,6 +17,9 @@ from torch.fx import Graph, Node
 from hf_helix.models.derived.leaves import OPS
 
 aten = torch.ops.aten
+PARTS = ("slice", "select", "view", "reshape", "transpose", "permute", "unsqueeze", "split", "unbind", "expand")
+"""Operations that may show the memory of their argument."""
+
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
@@ -43,6 +46,8 @@ def _write_elsewhere(graph: Graph, node: Node) -> None:
     plain = getattr(aten, name[:-1], None) if name.endswith("_") and not name.startswith("_") else None
     if plain is None or node.target is aten.copy_.default:
         return
+    if any(f"aten.{part}." in str(getattr(node.args[0], "target", "")) for part in PARTS):
+        return  # the tensor that it shows a part of is written, too
     overload = target.name().partition(".")[2] or "default"
     if overload not in plain.overloads():
         return

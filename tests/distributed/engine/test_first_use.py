@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support.jobs import make_trainer
-from support.models import arguments, tiny
 
-from hf_helix import HelixConfig, HelixTrainer
-from hf_helix.models import census, registry
-from hf_helix.models.census import PROVEN as PROVEN_BY_CENSUS
-from hf_helix.models.census import Census, Finding
+from hf_helix.models import registry
 from hf_helix.models.families.llama import Llama
 from hf_helix.models.family import Family
 
@@ -33,13 +28,6 @@ def test_the_first_run_proves_and_later_ones_know(helix: dict[str, int], cluster
     assert f"{PROVEN}{name}=2 (" in first["said"]
     assert PROVEN not in second["said"]
     assert declared["losses"] == first["losses"] == second["losses"]
-
-
-def test_what_the_census_has_proven(cluster_of: Any, tmp_path: Any) -> None:
-    """It is not proven again, unless the model runs other code than its class."""
-    job = {"folder": str(tmp_path), "cache": str(tmp_path / "cache")}
-    said = cluster_of(2).run(run_what_the_census_knows, **job)[0]
-    assert ["equal to the unsplit model" in text for text in said] == [False, True]
 
 
 def test_a_family_that_is_not_equal_is_not_trained(cluster_of: Any, tmp_path: Any) -> None:
@@ -100,25 +88,6 @@ def run_three_times(folder: str, helix: dict[str, int], cache: str) -> list[dict
         runs.append({"said": said.getvalue(), "losses": losses, "next": torch.rand(1).item()})
     assert len({run["next"] for run in runs}) == 1
     return runs
-
-
-def run_what_the_census_knows(folder: str, cache: str) -> list[str]:
-    """What is said of a model of a proven class, and of one that has a hook, where norms may have any."""
-    known = Census(
-        {"torch": torch.__version__, "transformers": transformers.__version__},
-        classes={"LlamaForCausalLM": {"tp2": Finding(PROVEN_BY_CENSUS)}},
-    )
-    found = []
-    with llama_is(Derived(), cache), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(census, "_shipped", lambda: known)
-        for model in (tiny(num_hidden_layers=2), tiny(num_hidden_layers=2)):
-            if found:
-                model.model.norm.register_forward_hook(lambda *_: None)
-            with contextlib.redirect_stdout(io.StringIO()) as said:
-                config = HelixConfig(tp_size=2, plan="sequential")
-                HelixTrainer(model=model, args=arguments(folder), helix_config=config)
-            found.append(said.getvalue())
-    return found
 
 
 def train_mistaken(folder: str, cache: str) -> None:
