@@ -123,12 +123,6 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
             takes="self, loading_info",
         ),
         used(
-            "transformers.models.auto.modeling_auto",
-            "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-            "lists the classes of causal language models",
-            NO_IMPORT,
-        ),
-        used(
             _MODEL,
             "_init_weights",
             "draws random weights, and fills buffers of a model on the meta device",
