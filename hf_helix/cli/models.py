@@ -131,4 +131,8 @@ def _proven(findings: Findings) -> list[str]:
 
 def _wrapped(head: str, text: str) -> str:
     """Returns a line with what continues it below its second part."""
+    if len(head) > 80:  # a name with options; what was found stands below it
+        return head.rstrip() + "".join(
+            f"\n{' ' * 35}{line}" for line in textwrap.wrap(text, 84, break_on_hyphens=False)
+        )
     return head + f"\n{' ' * len(head)}".join(textwrap.wrap(text, 119 - len(head), break_on_hyphens=False))
