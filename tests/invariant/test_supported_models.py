@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from invariant.classes import layouts_by_class
+from support.models import own_models
 
 from hf_helix.cli.models import SUPPORTED
-from hf_helix.models.registry import supported_models
 
 
 def test_every_registered_class_is_listed() -> None:
-    assert sorted(SUPPORTED) == supported_models()
+    assert sorted(SUPPORTED) == own_models()
 
 
 def test_the_layouts_are_those_that_tests_compare() -> None:

@@ -36,9 +36,16 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_helix.models.registry import _FAMILIES
+
 VOCABULARY = 131  # divides by nothing
 EVEN = {"intermediate_size": 40}  # the grouped GEMMs of torch need rows of 16 bytes
 WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+
+
+def own_models() -> list[str]:
+    """The classes that the package declares, whatever tests have registered in this process."""
+    return sorted(name for name, family in _FAMILIES.items() if type(family).__module__.startswith("hf_helix."))
 
 
 def tiny(family: str = "llama", dtype: str = "float32", lora: dict[str, Any] | None = None, **changes: Any) -> Any:
