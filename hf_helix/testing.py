@@ -17,10 +17,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from hf_helix.engine.proof.subject import Subject, default_layouts
 from hf_helix.engine.proof.verdict import Proof
 from hf_helix.models.registry import registered_elsewhere
 from hf_helix.runtime.distributed.agreement import on_all_ranks
-from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes, world_size
+from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes, mesh_of, world_size
 
 LayoutOptions = Mapping[str, Any]
 """Options of `HelixConfig`, such as `{"tp_size": 2}`."""
@@ -122,8 +123,7 @@ def _prove_here(subject: Subject, config: HelixConfig) -> Proof:
     device = torch.device("cpu")
     if "nccl" in dist.get_backend_config():
         device = torch.device("cuda", torch.cuda.current_device())
-    sizes = config.pp_size, config.cp_size, config.ep_size
-    mesh = build_mesh(config.tp_size, device, *sizes, config.inter_node_axes)
+    mesh = mesh_of(replace(config, link=None), device)
     return prove(on_all_ranks(lambda: subject.build(config)), config, mesh)
 
 
@@ -166,7 +166,7 @@ class _Ranks:
         if kind == "forkserver":
             self._context.set_forkserver_preload([__name__])
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> _Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -17,7 +17,7 @@ from hf_helix.engine.build import RunOptions, build_runner
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.registry import family_of
-from hf_helix.runtime.distributed.mesh import Mesh, build_mesh
+from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.tuning.fingerprint import fingerprint
 
@@ -51,8 +51,7 @@ class Workload:
             model_config = AutoConfig.from_pretrained(model_config)
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).train()
-        sizes = config.pp_size, config.cp_size, config.ep_size
-        self.mesh = mesh or build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link)
+        self.mesh = mesh or mesh_of(config, device)
         modes = modes_of(family_of(self.model).layers(self.model), None, config)
         self.about = fingerprint(self.model, self.mesh, autocast_dtype, modes)
         self._maker = WindowMaker(self.model, self.mesh)

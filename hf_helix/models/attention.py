@@ -71,7 +71,9 @@ class Attention:
     ) -> None:
         self.tensors = dict(tensors or {})
         self.has_mask = has_mask
-        self.options = {"sliding_window": sliding_window} if options is None else dict(options)
+        self.options: dict[str, Any] = {"sliding_window": sliding_window} if options is None else dict(options)
+        if "scaling" not in self.options:
+            self.options["scaling"] = module.scaling
         self.is_plain = is_plain_attention(eager) if is_plain is None else is_plain
         self.module = module
         self.heads = heads
@@ -167,9 +169,7 @@ def declare_attention(
     outputs = (f"{name}.q", f"{name}.kv")
     q, kv = b.segment_outputs(f"{name}.rotate", rotate, outputs, *values, side=side, uses=uses, cut=cut, on_shard=True)
     kernel = kernel_for(module.config._attn_implementation, b.sharing.device)
-    dtype, scale = next(module.parameters()).dtype, attention.options.get("scaling")
-    if scale is None:
-        scale = module.scaling
+    dtype, scale = next(module.parameters()).dtype, attention.options["scaling"]
     return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype)
 
 
@@ -313,7 +313,7 @@ def attend(
         ends: see `hf_helix.models.batch_form.document_ends`; empty where a row is one document.
         eager: the eager attention of the module's own file.
         dropout: the dropout of this call; 0 in evaluation.
-        options: what else the interface is called with; its `scaling` is the module's unless it is among them.
+        options: what else the interface is called with, its `scaling` among it; None for the module's alone.
 
     Returns:
         [tokens, batch, heads * head_dim].
@@ -322,9 +322,6 @@ def attend(
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     # Flash attention would look for documents in the positions, in every layer, and wait for the device.
     documents = ends if implementation in FLASH else {"position_ids": positions}
-    with_scaling = dict(options or {})
-    if "scaling" not in with_scaling:
-        with_scaling["scaling"] = module.scaling
     out, _ = interface(
         module,
         q,
@@ -332,7 +329,7 @@ def attend(
         v,
         mask,
         dropout=dropout,
-        **with_scaling,
+        **({"scaling": module.scaling} if options is None else options),
         **documents,
     )
     return out.flatten(2).transpose(0, 1)

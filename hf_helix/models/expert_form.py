@@ -68,7 +68,7 @@ def is_experts(module: nn.Module) -> bool:
     that these chose, and the weights of the choices.
     """
     weight = getattr(module, DOWN, None)
-    return isinstance(weight, nn.Parameter) and weight.dim() == 3 and len(_arguments(module)) == 3
+    return isinstance(weight, nn.Parameter) and weight.dim() == 3 and len(forward_arguments(module)) == 3
 
 
 def experts_form(module: nn.Module) -> ExpertForm:
@@ -88,7 +88,7 @@ def experts_form(module: nn.Module) -> ExpertForm:
 
 def _declared_form(module: nn.Module) -> ExpertForm:
     """Returns the form that the names of the parameters and Transformers' own description of the module say."""
-    arguments = _arguments(module)
+    arguments = forward_arguments(module)
     if len(arguments) != 3:
         given = ", ".join(arguments)
         raise _refusal(module, f"its forward takes {given}, not tokens, chosen experts and their weights")
@@ -195,7 +195,7 @@ def _by_form(module: Any, form: ExpertForm, hidden: Tensor, chosen: Tensor, weig
     return (rows * weights.unsqueeze(-1)).sum(1)
 
 
-def _arguments(module: nn.Module) -> list[str]:
+def forward_arguments(module: nn.Module) -> list[str]:
     """Returns the names of what a module's forward takes."""
     names = list(inspect.signature(type(module).forward).parameters)
     return names[1:]

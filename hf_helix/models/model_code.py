@@ -87,14 +87,6 @@ def check_forwards(model: Any, base: Any, family: Family, called: Iterable[nn.Mo
         )
 
 
-def runs_stock_code(model: nn.Module) -> bool:
-    """Returns whether a model runs the code of Transformers and torch alone: no hooks, patches or other classes."""
-    return not any(
-        [*_problems_of_hooks(name, module), *_problems_of_forward(name, module, is_own=False, kernels=False)]
-        for name, module in model.named_modules()
-    )
-
-
 def check_class(model: Any, model_class: str) -> None:
     """Refuses a class that has the name of a class of Transformers and does not derive from it.
 

@@ -105,6 +105,15 @@ class Opened:
         return LowRank(lora.lora_A[name].weight, up.weight, up.bias, scaling, share)
 
 
+def opened(module: Any) -> Opened:
+    """Returns what is inside PEFT's wrappers, of whatever class it is."""
+    if hasattr(module, "modules_to_save"):
+        return Opened((module.original_module, *module.modules_to_save.values()), wrapper=module)
+    if hasattr(module, "lora_A"):
+        return Opened((module.get_base_layer(),), lora=module)
+    return Opened((module,))
+
+
 def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False) -> Opened:
     """Returns the plain module inside a submodule that a declaration cuts, and the adapters beside it.
 
@@ -116,12 +125,7 @@ def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False)
     Raises:
         ValueError: the submodule is neither plain nor one of PEFT's that can be cut.
     """
-    if hasattr(module, "modules_to_save"):
-        inside = Opened((module.original_module, *module.modules_to_save.values()), wrapper=module)
-    elif hasattr(module, "lora_A"):
-        inside = Opened((module.get_base_layer(),), lora=module)
-    else:
-        inside = Opened((module,))
+    inside = opened(module)
     for plain in inside.copies:
         kind = f"{type(plain).__module__}.{type(plain).__name__}"
         if type(plain) in (nn.Linear, Conv1D, nn.Embedding):

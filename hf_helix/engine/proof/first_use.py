@@ -25,7 +25,7 @@ from hf_helix.engine.proof.verdict import SHOWN, Proof
 from hf_helix.models.registry import family_of
 from hf_helix.planning.text import format_json
 from hf_helix.runtime.distributed.agreement import decide_on_rank_0, on_all_ranks
-from hf_helix.runtime.distributed.mesh import Mesh, build_mesh
+from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.notices import about_time, say
 from hf_helix.tuning.cache import result_folder, write_file
 from hf_helix.version import __version__
@@ -73,8 +73,7 @@ def _prove(model: Any, config: HelixConfig, mesh: Mesh) -> Proof:
         cuda_graphs=False,
     )
     if mesh.link is not None:  # an emulated link would only take time
-        sizes = config.pp_size, config.cp_size, config.ep_size
-        mesh = build_mesh(config.tp_size, mesh.device, *sizes, config.inter_node_axes)
+        mesh = mesh_of(replace(config, link=None), mesh.device)
     small = on_all_ranks(lambda: Subject(model.config, type(model)).build(options))
     return prove(small, options, mesh)
 

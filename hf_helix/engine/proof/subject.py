@@ -18,13 +18,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from hf_helix.config import HelixConfig
-from hf_helix.models.small_config import default_config, small_config
+from hf_helix.models.small_config import EXPERT_COUNTS, default_config, small_config
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)
 """Attention that runs in fp32 on every device. Where a model uses another one, Transformers chooses one of these."""
 
 HEADS = ("num_attention_heads", "num_key_value_heads", "num_kv_heads")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def _widened(config: PretrainedConfig, layout: HelixConfig) -> PretrainedConfig:
             if isinstance(value := getattr(options, name, None), int):
                 setattr(options, name, value * factor)
     ranks = layout.tp_size * layout.ep_size
-    for name in EXPERTS:
+    for name in EXPERT_COUNTS:
         if isinstance(value := getattr(options, name, None), int) and value % ranks:
             setattr(options, name, ranks * -(-value // ranks))
     return config

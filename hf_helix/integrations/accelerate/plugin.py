@@ -21,7 +21,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.integrations.accelerate.checks import check_accelerator
 from hf_helix.integrations.accelerate.launcher import resolve_config
 from hf_helix.integrations.accelerate.loop import prepare
-from hf_helix.runtime.distributed.mesh import Mesh, build_mesh, check_joined
+from hf_helix.runtime.distributed.mesh import Mesh, check_joined, mesh_of
 from hf_helix.runtime.environment import load_eagerly
 from hf_helix.runtime.failures.endings import is_launched
 from hf_helix.runtime.failures.heartbeat import install_hook
@@ -97,8 +97,7 @@ class HelixPlugin(ParallelismConfig):
             config, device = self.config, torch.device(device)
             if device.type == "cuda" and device.index is None:  # Accelerate names the kind only
                 device = torch.device("cuda", torch.cuda.current_device())
-            sizes = config.pp_size, config.cp_size, config.ep_size
-            self.mesh = build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link)
+            self.mesh = mesh_of(config, device)
         return self.mesh
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:

@@ -9,6 +9,7 @@ a device nothing worth mentioning; masks are named instead of made, since making
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,8 +54,17 @@ class LayerCall:
     @property
     def given(self) -> list[Given]:
         """The tensors, each once."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, Given)))
+        return list(dict.fromkeys(leaf for leaf in self._leaves if isinstance(leaf, Given)))
+
+    @property
+    def masks(self) -> list[MaskOf]:
+        """What stands for its attention masks."""
+        return [leaf for leaf in self._leaves if isinstance(leaf, MaskOf)]
+
+    @property
+    def _leaves(self) -> list[Any]:
+        found: list[Any] = tree_leaves((self.args, self.kwargs))
+        return found
 
     def fill(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns arguments with tensors in the place of `Given`."""
@@ -91,6 +101,7 @@ class Decoder:
             raise Underivable(f"it has {len(found) or 'no'} lists of decoder layers, and one is needed")
         ((self.module, self.name, self.layers),) = found
         self.path = next(path for path, module in base.named_modules() if module is self.module)
+        self._stubs = nn.ModuleList(_Stub(layer, number) for number, layer in enumerate(self.layers))
 
     @contextlib.contextmanager
     def stubs(self, called: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
@@ -99,9 +110,10 @@ class Decoder:
         Args:
             called: is called in the place of a layer, with its number, and returns what the layer returns.
         """
-        stubs = nn.ModuleList(_Stub(layer, number, called) for number, layer in enumerate(self.layers))
+        for stub in self._stubs:
+            object.__setattr__(stub, "called", called)
         with named_masks(self.module):
-            setattr(self.module, self.name, stubs)
+            setattr(self.module, self.name, self._stubs)
             try:
                 yield
             finally:
@@ -109,13 +121,18 @@ class Decoder:
 
 
 class _Stub(nn.Module):
-    """Stands in the place of a layer, whose attributes it shows."""
+    """Stands in the place of a layer, whose attributes it shows.
 
-    def __init__(self, layer: nn.Module, number: int, called: Callable[..., Any]) -> None:
+    Attributes:
+        called: see `Decoder.stubs`.
+    """
+
+    called: Callable[..., Any]
+
+    def __init__(self, layer: nn.Module, number: int) -> None:
         super().__init__()
         object.__setattr__(self, "_layer", layer)
         self._number = number
-        self._called = called
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -128,25 +145,35 @@ class _Stub(nn.Module):
             hidden, args = args[0], args[1:]
         else:
             hidden = kwargs.pop("hidden_states")
-        result = self._called(self._number, args, kwargs)
+        result = self.called(self._number, args, kwargs)
         return hidden if result is None else (hidden, *result)
 
 
 @contextlib.contextmanager
 def named_masks(module: nn.Module) -> Iterator[None]:
     """Returns the context in which the code of a module gets `MaskOf` from the functions that make masks."""
-    spaces = [vars(sys.modules[kind.__module__]) for kind in type(module).__mro__ if kind.__module__ in sys.modules]
-    before = []
-    for space in {id(space): space for space in spaces}.values():
-        for name, value in list(space.items()):
-            if name.startswith("create_") and "mask" in name and callable(value):
-                before.append((space, name, value))
-                space[name] = _naming(name)
+    kind: Any = type(module)
+    before = [(vars(sys.modules[home]), name) for home, name in _mask_functions(kind)]
+    functions = [space[name] for space, name in before]
+    for space, name in before:
+        space[name] = _naming(name)
     try:
         yield
     finally:
-        for space, name, value in before:
-            space[name] = value
+        for (space, name), function in zip(before, functions, strict=True):
+            space[name] = function
+
+
+@functools.cache
+def _mask_functions(kind: type) -> list[tuple[str, str]]:
+    """Returns the functions that make masks, as module and name, which the code of a class may call."""
+    homes = dict.fromkeys(base.__module__ for base in kind.__mro__ if base.__module__ in sys.modules)
+    return [
+        (home, name)
+        for home in homes
+        for name, value in vars(sys.modules[home]).items()
+        if name.startswith("create_") and "mask" in name and callable(value)
+    ]
 
 
 def _naming(name: str) -> Callable[..., Any]:
@@ -189,11 +216,9 @@ class LayerCalls:
         self.is_tuple = False
         first = self._record(EXAMPLE_BATCH, EXAMPLE_LENGTH)
         second = self._record(EXAMPLE_BATCH + 1, EXAMPLE_LENGTH + 3)
-        self._names: dict[int, str] = {}
-        self._where: dict[str, tuple[int, int]] = {}
-        self._keep = first  # identities of tensors count while they live
+        self._names: dict[int, str] = {}  # by the identity of tensors, which live until all are named
+        self._wanted: dict[int, list[tuple[str, int]]] = {}
         self.calls = [self._call(number, first[number], second[number]) for number in range(len(self.decoder.layers))]
-        del self._keep
 
     def _record(self, batch: int, length: int) -> dict[int, Any]:
         device = next((b.device for b in self.decoder.module.buffers()), torch.device("cpu"))
@@ -235,8 +260,10 @@ class LayerCalls:
         return LayerCall(tuple(args), kwargs)
 
     def _given(self, number: int, place: int, tensor: Tensor, other: Tensor) -> Given:
-        name = self._names.setdefault(id(tensor), f"given{len(self._names)}")
-        self._where.setdefault(name, (number, place))
+        if id(tensor) not in self._names:
+            self._names[id(tensor)] = f"given{len(self._names)}"
+            self._wanted.setdefault(number, []).append((self._names[id(tensor)], place))
+        name = self._names[id(tensor)]
         changing = tuple(dim for dim in range(tensor.dim()) if tensor.shape[dim] != other.shape[dim])
         return Given(name, tuple(tensor.shape), tensor.dtype, changing)
 
@@ -247,10 +274,8 @@ class LayerCalls:
             ids: the tokens [batch, sequence].
             positions: their positions [batch or 1, sequence].
         """
-        wanted: dict[int, list[tuple[str, int]]] = {}
-        for name, (number, place) in self._where.items():
-            wanted.setdefault(number, []).append((name, place))
-        last, found = max(wanted, default=-1), {}
+        wanted, found = self._wanted, {}
+        last = max(wanted, default=-1)
 
         def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for name, place in wanted.get(number, ()):

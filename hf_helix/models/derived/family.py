@@ -12,25 +12,24 @@ import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from hf_helix.models.attention import causal_masks
 from hf_helix.models.builder import Builder, LossTweaks, ParallelContext
 from hf_helix.models.derived.alike import description
 from hf_helix.models.derived.calls import LayerCall, LayerCalls, named_masks
-from hf_helix.models.derived.leaves import DTYPE, LAYER, OPS, Leaves, MaskOf, skeleton_of
+from hf_helix.models.derived.leaves import DTYPE, LAYER, OPS, Leaves, skeleton_of
 from hf_helix.models.derived.lower import Outline
-from hf_helix.models.derived.placements import FREE, SHARD, Inference, NeedsInlining, Placed
+from hf_helix.models.derived.placements import FREE, SHARD, WHOLE, Inference, NeedsInlining, Placed
 from hf_helix.models.derived.segments import Share
 from hf_helix.models.derived.trace import (
     EXAMPLE_BATCH,
     EXAMPLE_LENGTH,
+    PLACES,
     Given,
     Trace,
     Underivable,
@@ -43,22 +42,8 @@ from hf_helix.models.family import Family, check_cuts
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.unit import Unit
 
-PLACES = Given("places", (1, EXAMPLE_LENGTH), torch.int64, (1,))
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of layers.
-
-    Attributes:
-        name: the name of its units.
-        outline: declares the operators of one of them.
-        windows: the windows of its masks.
-    """
-
-    name: str
-    outline: Outline
-    windows: frozenset[int | None]
+POSITIONS = Given(PLACES, (1, EXAMPLE_LENGTH), torch.int64, (1,))
+"""The positions of tokens, as the whole model is given them."""
 
 
 class DerivedFamily(Family):
@@ -80,16 +65,15 @@ class DerivedFamily(Family):
         with refusing(base):
             self.calls = LayerCalls(base)
             self._traces: dict[tuple[str, frozenset[str]], Trace] = {}
-            self._kinds: dict[tuple[str, int, int], _Kind] = {}
+            self._kinds: dict[tuple[str, int, int], Outline] = {}
             self._has_experts = bool(self._expert_counts())
             self._ends: dict[tuple[int, int], tuple[Outline, Outline]] = {}
-            by_positions = {mask.by_positions for call in self.calls.calls for mask in _masks(call)}
+            masks = [mask for call in self.calls.calls for mask in call.masks]
+            by_positions = {mask.by_positions for mask in masks}
             if len(by_positions) > 1:
                 raise Underivable("only some of its layers tell packed documents apart")
             self.packs_by_positions = by_positions != {False}
-            self._windows = sorted(
-                {mask.sliding_window for call in self.calls.calls for mask in _masks(call)}, key=lambda w: w or 0
-            )
+            self._windows = {mask.sliding_window for mask in masks}
 
     # -- units -----------------------------------------------------------------------------------------------------
 
@@ -101,8 +85,7 @@ class DerivedFamily(Family):
 
     def layer(self, b: Builder, layer: Any) -> Unit:
         number = next(place for place, other in enumerate(self.calls.decoder.layers) if other is layer)
-        kind = self._kind(number, b.tp.size, b.tp.rank)
-        outline = kind.outline
+        outline = self._kind(number, b.tp.size, b.tp.rank)
         return b.build(outline.declare(b, layer, {outline.trace.hidden: b.input("x")}))
 
     def units(self, model: Any, sharing: ParallelContext, additions: LossTweaks | None = None) -> list[Unit]:
@@ -115,7 +98,7 @@ class DerivedFamily(Family):
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
         _, outline = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
-        logits = outline.declare_share(b, model, {outline.start[0]: x})
+        logits = outline.declare(b, model, {outline.start[0]: x}, WHOLE)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
 
     def check_context(self, model: Any) -> None:
@@ -126,7 +109,7 @@ class DerivedFamily(Family):
         with refusing(model):
             text = [type(model).__qualname__]
             for number in {self._key(place): place for place in range(len(self.calls.decoder.layers))}.values():
-                outline = self._kind(number, 1, 0).outline
+                outline = self._kind(number, 1, 0)
                 text += [_described(outline.trace, outline.target), self._key(number)]
             pre, post = self._outlines_of_ends(model, 1, 0)
             text += [_described(pre.trace, pre.target), _described(post.trace, post.target)]
@@ -138,17 +121,15 @@ class DerivedFamily(Family):
         """Tells layers apart: by code, options, sizes, and what they are called with."""
         return f"{description(self.calls.decoder.layers[number])}\n{self.calls.calls[number].key}"
 
-    def _kind(self, number: int, size: int, rank: int) -> _Kind:
-        key = self._key(number), size, rank
-        if key not in self._kinds:
+    def _kind(self, number: int, size: int, rank: int) -> Outline:
+        """Returns what declares the operators of a layer, and of all that are like it."""
+        key = self._key(number)
+        if (key, size, rank) not in self._kinds:
             layer, call = self.calls.decoder.layers[number], self.calls.calls[number]
-            inference = self._infer(
-                self._key(number), lambda inlined: self._trace_layer(layer, call, inlined), size, Placed(SHARD)
-            )
+            inference = self._infer(key, lambda inlined: self._trace_layer(layer, call, inlined), size, Placed(SHARD))
             graph = inference.trace
-            outline = Outline(inference, Share(size, rank), [graph.hidden], graph.result)
-            self._kinds[key] = _Kind("layer", outline, frozenset(m.sliding_window for m in _masks(call)))
-        return self._kinds[key]
+            self._kinds[key, size, rank] = Outline(inference, Share(size, rank), [graph.hidden], graph.result)
+        return self._kinds[key, size, rank]
 
     def _infer(self, key: str, make: Callable[[frozenset[str]], Trace], tp_size: int, hidden: Placed) -> Inference:
         """Infers placements of a trace, and traces again through the norms that this asks for.
@@ -203,7 +184,7 @@ class DerivedFamily(Family):
             return logits
 
         ids = torch.zeros((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device="meta")
-        return trace(skeleton, leaves, ids, [PLACES], run)
+        return trace(skeleton, leaves, ids, [POSITIONS], run)
 
     def _outlines_of_ends(self, model: Any, size: int, rank: int) -> tuple[Outline, Outline]:
         if (size, rank) not in self._ends:
@@ -288,10 +269,6 @@ def _as_leaf(leaf: int, is_tuple: bool) -> Any:
         return (result,) if is_tuple else result
 
     return forward
-
-
-def _masks(call: LayerCall) -> list[MaskOf]:
-    return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, MaskOf)]
 
 
 def _named(function: Any) -> str:

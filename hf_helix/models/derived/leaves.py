@@ -23,7 +23,8 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from hf_helix.models.expert_form import is_experts
+from hf_helix.models.expert_form import forward_arguments, is_experts
+from hf_helix.models.peft import opened
 
 DTYPE = torch.bfloat16
 """The type that models are traced in. A value that is cast to it is cast to the type that the model computes in, and
@@ -189,7 +190,7 @@ class Leaves:
             module.forward = lambda x: OPS.linear(x, number, features)
         elif is_experts(module):
             number = self.add(EXPERTS, path)
-            names = [name for name in inspect.signature(module.forward).parameters if name != "self"]
+            names = forward_arguments(module)
 
             def run(*values: Any, **named: Any) -> Tensor:
                 hidden, index, weights = (*values, *(named[name] for name in names[len(values) :]))
@@ -202,8 +203,8 @@ class Leaves:
             module.forward = lambda x: OPS.unary(x, number)
         elif isinstance(module, nn.Dropout):
             number = self.add(DROPOUT, path, p=module.p)
-            p = module.p
-            _set_forward(module, lambda x: OPS.unary(x, number) if p else x)
+            dropout: Any = module
+            dropout.forward = lambda x: OPS.unary(x, number) if dropout.p else x
         elif is_activation(module):
             number = self.add(ELEMENTWISE, path)
             module.forward = lambda x: OPS.unary(x, number)
@@ -268,26 +269,13 @@ class Leaves:
         return ""
 
 
-def _set_forward(module: Any, forward: Callable[..., Any]) -> None:
-    module.forward = forward
-
-
 def is_projection(module: Any) -> bool:
     """Returns whether a module is a plain linear, perhaps with what PEFT puts around one."""
-    plain = module
-    if hasattr(plain, "lora_A"):
-        plain = plain.get_base_layer()
-    elif hasattr(plain, "modules_to_save"):
-        plain = plain.original_module
-    return type(plain) in (nn.Linear, Conv1D)
+    return type(opened(module).copies[0]) in (nn.Linear, Conv1D)
 
 
 def _features_out(module: Any) -> int:
-    plain = module
-    if hasattr(plain, "lora_A"):
-        plain = plain.get_base_layer()
-    elif hasattr(plain, "modules_to_save"):
-        plain = plain.original_module
+    plain = opened(module).copies[0]
     return int(plain.nf if isinstance(plain, Conv1D) else plain.out_features)
 
 

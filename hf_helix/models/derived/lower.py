@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
@@ -43,12 +42,11 @@ from hf_helix.models.derived.placements import (
     is_sum,
 )
 from hf_helix.models.derived.segments import Glue, Share, build_glue
-from hf_helix.models.derived.trace import BATCH, SEQUENCE, Underivable, args_of, is_tensor
+from hf_helix.models.derived.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of, has_value, is_tensor
 from hf_helix.models.expert_layer import declare_experts
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.explicit import GatedSilu
 
-PLACES = "places"
 VIEWS = ("view", "reshape", "transpose", "unsqueeze", "getitem", "split", "slice", "chunk", "expand", "permute")
 """Parts of the names of operations that cost nothing."""
 
@@ -71,7 +69,6 @@ class Outline:
         self.target = target
         self.needed = self._needed()
         self.values: set[Node] = set(start)
-        self.results: dict[Node, Node] = {}
         self.folded: set[Node] = set()
         self.routed: dict[Node, Node] = {}
         self.groups: dict[Node, set[Node]] = {}
@@ -103,9 +100,17 @@ class Outline:
 
     def is_residual(self, node: Node) -> bool:
         """Returns whether a node is a sum of values that are whole in their features."""
+        if not is_canonical(self.trace, node) or not is_sum(self.trace, node):
+            return False
         placed = self.placed(node)
-        usual = placed.where in (SHARD, PARTIAL) and placed.dim is None and is_sum(self.trace, node)
-        return usual and is_canonical(self.trace, node) and all(self.placed(v).where != FREE for v in args_of(node))
+        is_whole = placed.where in (SHARD, PARTIAL) and placed.dim is None
+        return is_whole and all(self.placed(value).where != FREE for value in args_of(node))
+
+    def _folds(self, node: Node) -> bool:
+        """Returns whether a sum is only a term of another one, which then adds up all terms."""
+        users = [user for user in node.users if user in self.needed]
+        is_term = len(users) == 1 and self.is_residual(users[0])
+        return is_term and node is not self.target and self.placed(node).where == SHARD
 
     def placed(self, node: Any) -> Placed:
         return self.inference.placed[node]
@@ -116,12 +121,8 @@ class Outline:
         for node in order:
             if self.is_operator(node):
                 self.values.add(node)
-            elif is_tensor(node) and self.is_residual(node):
-                users = [user for user in node.users if user in self.needed]
-                folds = (
-                    len(users) == 1 and is_tensor(users[0]) and self.is_residual(users[0]) and node is not self.target
-                )
-                (self.folded if folds and self.placed(node).where == SHARD else self.values).add(node)
+            elif self.is_residual(node):
+                (self.folded if self._folds(node) else self.values).add(node)
             leaf = self.trace.leaf(node)
             if leaf is not None and leaf.kind == EXPERTS:
                 _, chosen, weights = args_of(node)[:3]
@@ -159,10 +160,7 @@ class Outline:
 
     def _is_worth_keeping(self, node: Node) -> bool:
         """Returns whether a node that several operators need is computed once; a view is made again by each."""
-        views = ("view", "reshape", "transpose", "unsqueeze", "getitem", "split", "slice", "chunk", "expand", "permute")
-        return (
-            not any(name in str(node.target) for name in views) and is_canonical(self.trace, node) and is_tensor(node)
-        )
+        return not any(name in str(node.target) for name in VIEWS) and is_canonical(self.trace, node)
 
     # -- glue ------------------------------------------------------------------------------------------------------
 
@@ -172,7 +170,7 @@ class Outline:
         seen: set[Node] = set()
 
         def visit(node: Node) -> None:
-            if node in seen or not _has_value(node):
+            if node in seen or not has_value(node):
                 return
             seen.add(node)
             if node in self.values and node not in outputs:
@@ -195,23 +193,18 @@ class Outline:
 
     # -- one module ------------------------------------------------------------------------------------------------
 
-    def declare(self, b: Builder, module: Any, start: dict[Node, str]) -> str:
-        """Declares the operators for one module, and returns the name of what leaves, as this rank's shard.
+    def declare(self, b: Builder, module: Any, start: dict[Node, str], where: str = SHARD) -> str:
+        """Declares the operators for one module, and returns the name of what leaves.
 
         Args:
             b: the builder of the unit.
             module: the traced module, or one of the same kind.
             start: the names of the values that enter.
+            where: the form in which it leaves: this rank's shard, or WHOLE, of which logits are a share.
         """
         lowering = _Lowering(self, b, module, start)
         lowering.run()
-        return lowering.value(self.target, SHARD)
-
-    def declare_share(self, b: Builder, module: Any, start: dict[Node, str]) -> str:
-        """Declares the operators of a unit whose result stays a share, as logits do."""
-        lowering = _Lowering(self, b, module, start)
-        lowering.run()
-        return lowering.value(self.target, WHOLE)
+        return lowering.value(self.target, where)
 
 
 class _Lowering:
@@ -322,15 +315,15 @@ class _Lowering:
             self._set(node, b.add(self._name(node), left, right))
             return
         parts = self._terms(node)
-        partial = [self.names[p, PARTIAL] for p in parts if outline.placed(p).where == PARTIAL]
-        names = [self.value(p, SHARD) for p in parts if outline.placed(p).where != PARTIAL]
+        partial = [part for part in parts if outline.placed(part).where == PARTIAL]
+        names = [self.value(part, SHARD) for part in parts if part not in partial]
         if len(partial) > 1:
-            total = partial[0]
-            for value in partial[1:]:
+            total, *others = (self.names[part, PARTIAL] for part in partial)
+            for value in others:
                 total = b.add(self._name(node, "partial"), total, value)
             names.append(b.reduce_scatter(self._name(node, "scatter"), total))
         elif partial:
-            names.append(self.value(next(p for p in parts if outline.placed(p).where == PARTIAL), SHARD))
+            names.append(self.value(partial[0], SHARD))
         total = names[0]
         for value in names[1:]:
             total = b.add(self._name(node), total, value)
@@ -354,7 +347,6 @@ class _Lowering:
         placed = outline.placed(node)
         names = [self.value(value, placed.where) for value in inputs]
         function, side = self._function(glue, [node], inputs)
-        copied, cut = self._parameters(glue)
         explicit = None
         if glue.gate is not None:
             act = self.module.get_submodule(glue.gate)
@@ -364,13 +356,12 @@ class _Lowering:
             function,
             *names,
             side=side,
-            uses=[*glue.called(self.module), *copied],
-            cut=cut,
+            **self._used_by(glue),
             on_shard=True,
             explicit=explicit,
         )
         if placed.is_summand:
-            name = b.sum_over_ranks(self._free(f"{self._name(node)}.sum"), name)
+            name = b.sum_over_ranks(self._name(node, "sum"), name)
         self._set(node, name)
 
     def _router(self, weights: Node, chosen: Node) -> None:
@@ -378,7 +369,6 @@ class _Lowering:
         glue, inputs = self.outline.glue([weights, chosen])
         names = [self.value(value, SHARD) for value in inputs]
         function, side = self._function(glue, [weights, chosen], inputs)
-        copied, cut = self._parameters(glue)
         name = self._name(weights)
         found = self.b.segment_outputs(
             name,
@@ -386,8 +376,7 @@ class _Lowering:
             [f"{name}.weights"],
             *names,
             side=side,
-            uses=[*glue.called(self.module), *copied],
-            cut=cut,
+            **self._used_by(glue),
             on_shard=True,
             plain=[f"{name}.chosen"],
         )
@@ -423,12 +412,12 @@ class _Lowering:
             found: tuple[Tensor, Tensor, Tensor] = bound(*[value.transpose(0, 1) for value in values], **side)
             return found
 
-        copied, cut = self._parameters(glue)
         options, mask = dict(leaf.details["options"]), leaf.details["mask"]
         if mask is not None and not isinstance(mask, MaskOf):
             raise Underivable("its attention masks are made in the layer")
         dropout = options.pop("dropout", 0.0) or 0.0
-        tensors = {key: self._parameter(value) for key, value in zip(leaf.details["tensors"], more, strict=True)}
+        named = zip(leaf.details["tensors"], more, strict=True)
+        tensors = {key: self.module.get_parameter(self.trace.attributes[value]) for key, value in named}
         attention = Attention(
             self.module.get_submodule(leaf.path) if leaf.path else self.module,
             heads,
@@ -444,8 +433,7 @@ class _Lowering:
             attention,
             *names,
             side=glue.side,
-            uses=[*glue.called(self.module), *copied],
-            cut=cut,
+            **self._used_by(glue),
             name=self._name(node),
         )
         self._set_heads(node, name)
@@ -465,16 +453,14 @@ class _Lowering:
                 "use cp_size=1 with tp_size or pp_size"
             )
 
-    def _parameters(self, glue: Glue) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Returns the parameters that glue reads itself: those that every rank has whole, and those that are cut."""
+    def _used_by(self, glue: Glue) -> dict[str, Any]:
+        """Returns what glue calls and reads, as `Builder.segment` takes it: what ranks have whole, and what is cut."""
         cut = {self.trace.attributes[node] for node in self.outline.inference.decisions.cut}
         found = glue.parameters(self.module)
-        return [p for n, p in found if n not in cut], [p for n, p in found if n in cut]
-
-    def _parameter(self, node: Node) -> nn.Parameter:
-        path, _, last = self.trace.attributes[node].rpartition(".")
-        parameter: nn.Parameter = getattr(self.module.get_submodule(path), last)
-        return parameter
+        return {
+            "uses": [*glue.called(self.module), *(parameter for name, parameter in found if name not in cut)],
+            "cut": [parameter for name, parameter in found if name in cut],
+        }
 
     def _set_heads(self, node: Node, name: str) -> None:
         """Gives a name to the output of attention, whose heads lie side by side already."""
@@ -494,7 +480,7 @@ class _Lowering:
         def by_heads(value: Tensor) -> Tensor:
             return value.unflatten(-1, (local, size))
 
-        self._set(node, self.b.segment(self._free(f"{self._name(node)}.heads"), by_heads, name))
+        self._set(node, self.b.segment(self._name(node, "heads"), by_heads, name))
 
     def _experts(self, node: Node, leaf: Leaf) -> None:
         tokens, chosen, weights = args_of(node)[:3]
@@ -582,7 +568,3 @@ class _DropoutIn:
     @property
     def training(self) -> bool:
         return self.module.training
-
-
-def _has_value(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))

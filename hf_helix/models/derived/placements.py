@@ -35,7 +35,7 @@ from hf_helix.models.derived.leaves import (
     LOOKUP,
     NORM,
 )
-from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, args_of, is_tensor
+from hf_helix.models.derived.trace import BATCH, PLACES, SEQUENCE, Trace, Underivable, args_of, has_value, is_tensor
 
 SHARD, WHOLE, PARTIAL, FREE = "shard", "whole", "partial", "free"
 
@@ -83,7 +83,6 @@ class Decisions:
         cut: the parameters, by node, that are cut along their first dimension.
         shortened: the nodes that repeat an entry, and the dimension in which they do so for this rank's share only.
         ways: how every linear is cut.
-        heads: the lengths that the number of ranks must divide.
     """
 
     demoted: set[str] = field(default_factory=set)
@@ -91,7 +90,6 @@ class Decisions:
     cut: dict[Node, None] = field(default_factory=dict)
     shortened: set[tuple[Node, int]] = field(default_factory=set)
     ways: dict[Node, str] = field(default_factory=dict)
-    heads: set[int] = field(default_factory=set)
 
 
 class NeedsInlining(Exception):
@@ -136,7 +134,6 @@ class Inference:
             except _Again:
                 self.placed.clear()
                 self.decisions.ways.clear()
-                self.decisions.heads.clear()
 
     def _infer(self) -> None:
         trace = self.trace
@@ -146,11 +143,10 @@ class Inference:
         for node in self.decisions.cut:
             self.placed[node] = Placed(FREE, dim=0, blocks=(trace.shape(node)[0],))
         for node, name in trace.given.items():
-            if name == "places":
+            if name == PLACES:
                 self.placed[node] = Placed(SHARD)
         for node in trace.nodes:
-            value = node.meta.get("val")
-            if isinstance(value, (torch.Tensor, tuple, list)):
+            if has_value(node):
                 self.placed[node] = self._place(node)
         self._gather_early()
 
@@ -169,13 +165,11 @@ class Inference:
         leaf = self.trace.leaf(node)
         if leaf is not None:
             return self._OF_LEAVES[leaf.kind](self, node)
-        name = name_of(node)
-        rule = _RULES.get(name)
+        rule = _RULES.get(name_of(node))
         if rule is not None:
             return rule(self, node)
-        if name in _LAST_DIMS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            return self._pointwise(node) if name not in _LAST_DIMS else self._reduce(node)
-        return self._unknown(node)
+        is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        return self._pointwise(node) if is_pointwise else self._unknown(node)
 
     def _linear(self, node: Node) -> Placed:
         leaf, given = self._leaf(node), self._of(args_of(node)[0])
@@ -220,7 +214,6 @@ class Inference:
             raise Underivable("no projection of its attention can be cut by heads")
         if any(value.dim != 1 or len(value.blocks) > 1 for value in heads):
             self._demote(frozenset().union(*(value.origins for value in shares)), node)
-        self.decisions.heads |= {value.size for value in heads}
         for value in more:
             if value not in self.trace.attributes or self.trace.shape(value)[0] != heads[0].size:
                 raise Underivable("its attention takes a tensor that is not a parameter of its heads")
@@ -304,10 +297,7 @@ class Inference:
         place = self._viewed(self.trace.shape(args_of(node)[0]), self.trace.shape(node), given.dim)
         if place is None:
             self._demote(given.origins, node)
-        size = self.trace.shape(node)[place]
-        if size != given.size:
-            self.decisions.heads |= {min(size, given.size)}
-        return replace(given, dim=place, blocks=(size,), is_direct=False, expanded=None)
+        return replace(given, dim=place, blocks=(self.trace.shape(node)[place],), is_direct=False, expanded=None)
 
     def _viewed(self, before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
         """Returns the dimension of a view that is cut as one before it is; None where there is none."""
@@ -340,14 +330,11 @@ class Inference:
         return self._moved(given, {dim: dim + (dim >= place) for dim in range(self._dims(args_of(node)[0]))})
 
     def _squeeze(self, node: Node) -> Placed:
-        dims = self._dims(args_of(node)[0])
-        args = args_of(node)
-        gone = {dim % dims for dim in (_as_list(args[1]) if len(args) > 1 else range(dims))}
-        if len(args) == 1:
-            gone = {dim for dim in gone if self.trace.shape(args[0])[dim] == 1}
-        if any(self.trace.shape(args_of(node)[0])[dim] != 1 for dim in gone):
-            gone = set()
-        return self._moved(self._of(args_of(node)[0]), {d: d - sum(g < d for g in gone) for d in range(dims)})
+        value, *over = args_of(node)
+        dims = self._dims(value)
+        asked = {dim % dims for dim in (_as_list(over[0]) if over else range(dims))}
+        gone = {dim for dim in asked if self.trace.shape(value)[dim] == 1}
+        return self._moved(self._of(value), {d: d - sum(g < d for g in gone) for d in range(dims)})
 
     def _select(self, node: Node) -> Placed:
         given, gone = self._of(args_of(node)[0]), args_of(node)[1] % self._dims(args_of(node)[0])
@@ -370,12 +357,11 @@ class Inference:
 
     def _slice(self, node: Node) -> Placed:
         value = args_of(node)[0]
-        dim, first, last, step = arguments_of_slice(node)
+        dim, *_, step = arguments_of_slice(node)
         given, length = self._of(value), self.trace.shape(value)[dim]
         if given.dim is None or given.dim != dim % self._dims(value):
             return replace(given, expanded=None) if given.dim is not None else given
-        first = _bound(first, length, 0)
-        last = _bound(last, length, length)
+        first, last = bounds_of_slice(node, length)
         if (first, last, step) == (0, length, 1):
             return given
         if step != 1:
@@ -399,13 +385,12 @@ class Inference:
         if dim != given.dim:
             return given
         lengths = [self.trace.number(v.shape[dim]) for v in source.meta["val"]]
-        edges = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-        parts = self._parts(source, given, list(itertools.pairwise(edges)))
+        parts = self._parts(source, given, list(itertools.pairwise(edges_of(lengths))))
         return parts[args_of(node)[1]]
 
     def _parts(self, node: Node, given: Placed, parts: Sequence[tuple[int, int]]) -> list[Placed]:
         """Returns the placements of parts of a dimension that is cut: of whole blocks each."""
-        edges = [sum(given.blocks[:i]) for i in range(len(given.blocks) + 1)]
+        edges = edges_of(given.blocks)
         wanted = {edge for part in parts for edge in part}
         if not wanted <= set(edges):
             if not given.is_direct or len(given.origins) != 1:
@@ -453,7 +438,6 @@ class Inference:
                 and self._dims(node) == dims
                 and len(given.blocks) == 1
             ):
-                self.decisions.heads.add(given.size)
                 return Placed(WHOLE, origins=given.origins, is_summand=True)
             self._demote(given.origins, node)
         value = node.meta["val"]
@@ -504,19 +488,14 @@ class Inference:
         is_same = given.expanded is not None and places[given.expanded[1]] == given.expanded[1]
         return replace(given, dim=dim, is_direct=False, expanded=given.expanded if is_same else None)
 
-    def _join(self, operands: Iterable[Node]) -> str:
+    def _join(self, operands: Sequence[Node]) -> str:
         """Returns where a computation of several values takes place."""
-        found = FREE
-        for value in operands:
-            placed = self._of(value)
-            if placed.where == WHOLE or (placed.where == FREE and SEQUENCE in self.trace.shape(value)):
-                return WHOLE if found != FREE or placed.where == WHOLE or self._depends(operands) else FREE
-            if placed.where != FREE:
-                found = SHARD
-        return found
-
-    def _depends(self, operands: Iterable[Node]) -> bool:
-        return any(self._of(value).where != FREE for value in operands)
+        found = {self._of(value).where for value in operands}
+        if found <= {FREE}:
+            return FREE
+        # What is free and has a place for every token, such as a rope, is that of the whole sequence.
+        of_all = any(self._of(value).where == FREE and SEQUENCE in self.trace.shape(value) for value in operands)
+        return WHOLE if WHOLE in found or of_all else SHARD
 
     def _cut(self, value: Node) -> None:
         if value not in self.decisions.cut:
@@ -581,15 +560,16 @@ def name_of(node: Node) -> str:
     return str(target.overloadpacket.__name__) if hasattr(target, "overloadpacket") else str(target.__name__)
 
 
+def edges_of(lengths: Sequence[int]) -> list[int]:
+    """Returns where pieces that lie side by side begin, and where the last one ends."""
+    return [0, *itertools.accumulate(lengths)]
+
+
 def _tensors(node: Node) -> list[Node]:
     """Returns the tensors that an operation takes, those in lists, too."""
     found: list[Node] = []
-    torch.fx.map_arg((args_of(node), node.kwargs), lambda value: found.append(value) if _is_value(value) else None)
+    torch.fx.map_arg((args_of(node), node.kwargs), lambda value: found.append(value) if has_value(value) else None)
     return found
-
-
-def _is_value(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
 def _seq(placed: Placed) -> str:
@@ -609,6 +589,12 @@ def arguments_of_slice(node: Node) -> tuple[int, Any, Any, int]:
     return dim, first, last, step
 
 
+def bounds_of_slice(node: Node, length: int) -> tuple[int, int]:
+    """Returns where a slice of a dimension begins and ends."""
+    _, first, last, _ = arguments_of_slice(node)
+    return _bound(first, length, 0), _bound(last, length, length)
+
+
 def _as_list(value: Any) -> list[int]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
@@ -622,7 +608,7 @@ def _bound(value: Any, length: int, default: int) -> int:
 
 
 _I = Inference
-_SAME: tuple[str, ...] = (
+_SAME = (
     "clone",
     "contiguous",
     "detach",
@@ -632,26 +618,12 @@ _SAME: tuple[str, ...] = (
     "type_as",
     "lift_fresh_copy",
     "float",
+    "view_as_complex",
+    "view_as_real",
 )
-_SAME += ("view_as_complex", "view_as_real")  # of the last dimension, of which no rank has a share then
-_RULES: dict[str, Callable[[Inference, Node], Placed]] = {
-    **dict.fromkeys(_SAME, _I._same),
-    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"), _I._view),
-    **dict.fromkeys(("transpose", "permute", "t", "swapaxes"), _I._permute),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), _I._split),
-    **dict.fromkeys(("cat", "stack"), _I._cat),
-    **dict.fromkeys(("matmul", "bmm"), _I._matmul),
-    "unsqueeze": _I._unsqueeze,
-    "squeeze": _I._squeeze,
-    "select": _I._select,
-    "expand": _I._expand,
-    "slice": _I._slice,
-    "getitem": _I._getitem,
-}
-_MIXING = ("conv", "roll", "flip", "fft", "stft", "scaled_dot_product", "flex_attention", "cumprod", "logcumsumexp")
-"""The beginnings of names of operations that, as models use them, mix tokens."""
+"""What leaves every dimension that a rank may have a share of; parts of complex numbers lie along the last one."""
 
-_LAST_DIMS = (
+_REDUCTIONS = (
     "softmax",
     "_softmax",
     "mean",
@@ -665,3 +637,22 @@ _LAST_DIMS = (
     "logsumexp",
     "norm",
 )
+"""What computes along some dimensions only."""
+
+_RULES: dict[str, Callable[[Inference, Node], Placed]] = {
+    **dict.fromkeys(_SAME, _I._same),
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"), _I._view),
+    **dict.fromkeys(("transpose", "permute", "t", "swapaxes"), _I._permute),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), _I._split),
+    **dict.fromkeys(("cat", "stack"), _I._cat),
+    **dict.fromkeys(("matmul", "bmm"), _I._matmul),
+    **dict.fromkeys(_REDUCTIONS, _I._reduce),
+    "unsqueeze": _I._unsqueeze,
+    "squeeze": _I._squeeze,
+    "select": _I._select,
+    "expand": _I._expand,
+    "slice": _I._slice,
+    "getitem": _I._getitem,
+}
+_MIXING = ("conv", "roll", "flip", "fft", "stft", "scaled_dot_product", "flex_attention", "cumprod", "logcumsumexp")
+"""The beginnings of names of operations that, as models use them, mix tokens."""

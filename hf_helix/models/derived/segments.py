@@ -10,6 +10,7 @@ rank's. What was cast to the type of the trace is cast to the type of the first 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from hf_helix.models.derived.leaves import DTYPE
-from hf_helix.models.derived.placements import Inference, Placed, arguments_of_slice, name_of
+from hf_helix.models.derived.placements import FREE, Inference, Placed, bounds_of_slice, edges_of, name_of
 from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, args_of
 from hf_helix.operators.unit import cut_bounds
 
@@ -48,7 +49,7 @@ class Glue:
         attributes: the parameters and buffers that it reads, by name in the traced module.
         modules: the paths of the submodules that it calls.
         side: the side inputs that it takes.
-        only: where it does nothing but call one submodule and multiply (a gate), the path of that submodule.
+        gate: where it does nothing but call one submodule and multiply, the path of that submodule.
     """
 
     function: Callable[..., Any]
@@ -65,7 +66,7 @@ class Glue:
 
     def parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters that it reads itself, by name."""
-        found = [(name, getattr(*_named(module, name))) for name in self.attributes]
+        found = [(name, getattr(_owner(module, name), name.rpartition(".")[2])) for name in self.attributes]
         return [(name, value) for name, value in found if isinstance(value, nn.Parameter)]
 
     def called(self, module: nn.Module) -> list[nn.Module]:
@@ -168,7 +169,7 @@ class _Writer:
 
     def _leave(self, node: Node) -> Node:
         made: Node = self.made[node]
-        if any(f"{view}" in str(node.target) for view in ("getitem", "slice", "split")):
+        if any(view in str(node.target) for view in ("getitem", "slice", "split")):
             made = self.graph.call_function(torch.ops.aten.contiguous.default, (made,))
         if not self._is_flattened(node):
             return made
@@ -209,7 +210,7 @@ class _Writer:
             parts = [self._size(part) for part in expression.args]
             total = parts[0]
             for part in parts[1:]:
-                total = self.graph.call_function(_times if expression.is_Mul else _plus, (total, part))
+                total = self.graph.call_function(operator.mul if expression.is_Mul else operator.add, (total, part))
             return total
         raise Underivable(f"its code computes with sizes in a way that is not followed: {expression}")
 
@@ -219,7 +220,7 @@ class _Writer:
         args = list(args_of(node))
         kwargs = {name: self._type(self._value(value)) for name, value in node.kwargs.items()}
         name = name_of(node)
-        placed = self.inference.placed.get(node, Placed("free"))
+        placed = self.inference.placed.get(node, Placed(FREE))
         if name in ("view", "reshape", "_unsafe_view"):
             target = torch.ops.aten.reshape.default
             args[1] = self._lengths(args[1], placed)
@@ -268,14 +269,9 @@ class _Writer:
 
     def _local_bounds(self, node: Node) -> tuple[int, int]:
         given = self._of(args_of(node)[0])
-        length = given.size
-        _, first, last, _ = arguments_of_slice(node)
-        first = 0 if first is None else first
-        last = length if last is None else min(last, length)
-        edges = [sum(given.blocks[:i]) for i in range(len(given.blocks) + 1)]
-        local = self.share.of(given.blocks)
-        begin, end = (edges.index(edge % length if edge < 0 else edge) for edge in (first, last))
-        return sum(local[:begin]), sum(local[:end])
+        edges, local = edges_of(given.blocks), edges_of(self.share.of(given.blocks))
+        first, last = bounds_of_slice(node, given.size)
+        return local[edges.index(first)], local[edges.index(last)]
 
     def _local_lengths(self, node: Node, whole: Sequence[int]) -> list[int]:
         given, found, place = self._of(args_of(node)[0]), [], 0
@@ -296,18 +292,5 @@ def _call(module: Any, value: Tensor) -> Tensor:
     return module(value)
 
 
-def _times(left: int, right: int) -> int:
-    return left * right
-
-
-def _plus(left: int, right: int) -> int:
-    return left + right
-
-
-def _named(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, last = name.rpartition(".")
-    return module.get_submodule(path), last
-
-
 def _owner(module: nn.Module, name: str) -> nn.Module:
-    return _named(module, name)[0]
+    return module.get_submodule(name.rpartition(".")[0])

@@ -19,6 +19,9 @@ from torch.fx import Node
 from hf_helix.models.derived.leaves import DTYPE, LEAF_OPS, Leaf, Leaves
 from hf_helix.models.derived.rewrite import rewrite
 
+PLACES = "places"
+"""The side input with the positions of tokens, as the embedding and the head are given them."""
+
 BATCH, SEQUENCE = 1_000_003, 2_000_003
 """What the sizes of a trace are where a computation needs numbers: primes, so that no size of a model equals them."""
 
@@ -56,8 +59,9 @@ class Trace:
         hidden: the node of the value that enters.
         result: the node of the value that leaves.
         leaves: what the calls of custom operators stand for.
-        attributes: the nodes of parameters and buffers, by name in the module; constants as tensors.
-        given: the nodes of further inputs, by name.
+        attributes: the nodes of parameters and buffers, with their names in the module.
+        constants: the nodes of tensors that the code makes, with their values.
+        given: the nodes of further inputs, with their names.
         batch: the symbol of the number of sequences.
         sequence: the symbol of their length.
     """
@@ -117,6 +121,11 @@ def args_of(node: Node) -> Any:
 def is_tensor(node: Any) -> bool:
     """Returns whether a node gives a tensor."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def has_value(node: Node) -> bool:
+    """Returns whether a node gives a tensor, or several."""
+    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
 class _Called(nn.Module):

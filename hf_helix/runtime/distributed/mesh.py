@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hf_helix.config import HelixConfig
 from hf_helix.link_speed import parse_link
 from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
 from hf_helix.operators.communication.group_transports import GlooTransport, GroupTransport
@@ -148,6 +149,12 @@ def build_mesh(
         return _meshes[key]
     check_link(link, device, world)
     return _meshes[key].over(Link(parse_link(link)))
+
+
+def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
+    """Returns the mesh that a configuration asks for, see `build_mesh`."""
+    sizes = config.pp_size, config.cp_size, config.ep_size
+    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link)
 
 
 _meshes: dict[object, Mesh] = {}
