@@ -51,7 +51,9 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context in which torch computes in these types by itself."""
-        return nullcontext() if self.autocast_dtype is None else torch.autocast(self.device, self.autocast_dtype)
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(autocast_device(self.device), self.autocast_dtype)
 
     def cast_for_matmul(self, value: Tensor) -> Tensor:
         """Returns a value in the type of matrix products."""
@@ -60,6 +62,12 @@ class Precision:
             if self.autocast_dtype is None or value.dtype is self.autocast_dtype
             else value.to(self.autocast_dtype)
         )
+
+
+def autocast_device(device: str) -> str:
+    """Returns the type of device whose autocast serves a device: torch has none for meta tensors, which take that of
+    the CPU as a sign."""
+    return "cpu" if device == "meta" else device
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hf_helix.operators.base import Call, Computation, Tensors
+from hf_helix.operators.base import Call, Computation, Tensors, autocast_device
 from hf_helix.operators.explicit import Explicit
 
 COMPILER = "inductor"
@@ -42,7 +42,7 @@ def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inp
 
 def cast_for_matmul(value: Tensor) -> Tensor:
     """Returns a value in the type of matrix products under the autocast that is enabled; as it is without autocast."""
-    device = value.device.type
+    device = autocast_device(value.device.type)
     return value.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else value
 
 

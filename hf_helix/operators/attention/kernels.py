@@ -264,7 +264,7 @@ def kernel_for(implementation: str, device: torch.device) -> Kernel:
     own = (FlashAttention(),) if implementation == "flash_attention_2" else ()
     if device.type == "cuda":
         return FirstOf(*own, *cuda_kernels(torch.cuda.get_device_capability(device)))
-    return FirstOf(*own, TorchCpu()) if device.type == "cpu" else FirstOf(*own)
+    return FirstOf(*own, TorchCpu()) if device.type in ("cpu", "meta") else FirstOf(*own)
 
 
 def cuda_kernels(capability: Capability) -> tuple[Kernel, ...]:

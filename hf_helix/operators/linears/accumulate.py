@@ -16,6 +16,9 @@ from torch import Tensor
 
 from hf_helix.operators.linears.side_by_side import rows_in_one
 
+DEVICES = {"cuda"}
+"""Devices whose GEMMs add products of half precision to a float32 total."""
+
 
 def add_to_gradients(weights: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
     """Add the product of two matrices, whose rows are those of the weights, one after the other."""
@@ -70,7 +73,7 @@ def in_one_gemm(factor: Tensor, dtype: torch.dtype) -> bool:
     supports. Elsewhere the product is rounded to the type of the factors first.
     """
     halves = factor.dtype in (torch.bfloat16, torch.float16)
-    return factor.is_cuda and torch.version.hip is None and halves and dtype is torch.float32
+    return factor.device.type in DEVICES and torch.version.hip is None and halves and dtype is torch.float32
 
 
 def _start(parameters: Sequence[Tensor], gradient: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.operators.base import Call, SplitComputation, Tensors
-from hf_helix.operators.linears.accumulate import add_product
+from hf_helix.operators.linears.accumulate import DEVICES, add_product
 from hf_helix.operators.linears.linear import SMALL
 from hf_helix.operators.moe.row_counts import RowCounts
 
@@ -87,7 +87,7 @@ class GroupedLinear(SplitComputation):
         """Returns the numbers of rows in the form that serves these rows."""
         if not sizes:
             return None
-        return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.row_counts.by_expert(call, sizes[0])
+        return sizes[0].cumsum(0).int() if _in_one_kernel(rows) else self.row_counts.by_expert(call, rows, sizes[0])
 
 
 def _gradient_of(parameter: nn.Parameter) -> Tensor:
@@ -153,4 +153,4 @@ def _experts_of(rows: Tensor, ends: Tensor) -> Tensor:
 
 def _in_one_kernel(rows: Tensor) -> bool:
     """Whether torch has a grouped GEMM for these; otherwise each expert's runs by itself, and the host needs sizes."""
-    return rows.device.type == "cuda" and rows.dtype is torch.bfloat16
+    return rows.device.type in DEVICES and rows.dtype is torch.bfloat16

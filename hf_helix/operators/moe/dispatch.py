@@ -140,7 +140,7 @@ class AllToAll(Communication):
         if not counts:
             out = torch.empty_like(rows)
             return (out,), lambda: transport.exchange(out, rows)
-        given, gets = self.row_counts.by_rank(call, *(count.view(self.axis.size, -1) for count in counts))
+        given, gets = self.row_counts.by_rank(call, rows, *(count.view(self.axis.size, -1) for count in counts))
         sent, arriving = (given, gets) if self.back is (part is Part.B) else (gets, given)
         out = rows.new_empty(sum(arriving), rows.shape[-1])
         return (out,), lambda: transport.exchange_rows(out, rows, arriving, sent)

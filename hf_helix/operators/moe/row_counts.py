@@ -47,6 +47,20 @@ class Reading:
         return self._numbers
 
 
+class Assumed:
+    """Numbers of rows where nothing is computed, on the meta device: every expert gets as many.
+
+    Attributes:
+        imbalance: how many times as many the experts of this rank get.
+    """
+
+    imbalance = 1.0
+
+    def __init__(self, num_rows: int, ranks: int, experts: int) -> None:
+        even = [num_rows // (ranks * experts)] * experts
+        self.numbers = [[even] * ranks, [[int(count * self.imbalance) for count in even]] * ranks]
+
+
 class RowCounts:
     """The counts of a layer, by micro-batch: rows given to every rank and expert, and got [ranks, experts of each]."""
 
@@ -57,29 +71,33 @@ class RowCounts:
             counts: of one way [ranks, experts of each].
             num_ways: what was given and what was got; 1 where they are the same.
         """
-        if self in call.shared:
+        if self in call.shared or counts.is_meta:
             return None
         call.shared[self] = reading = Reading((num_ways, *counts.shape), counts.device)
         return reading
 
-    def by_rank(self, call: Call, given: Tensor, got: Tensor) -> tuple[list[int], list[int]]:
+    def by_rank(self, call: Call, rows: Tensor, given: Tensor, got: Tensor) -> tuple[list[int], list[int]]:
         """How many rows go to every rank, and how many come from it.
 
         Args:
+            rows: those that go, the first time.
             given, got: [ranks, experts of each]; read where nobody expected them.
         """
-        given_rows, got_rows = self._numbers(call, given, got)
+        given_rows, got_rows = self._numbers(call, len(rows), given, got)
         return [sum(row) for row in given_rows], [sum(row) for row in got_rows]
 
-    def by_expert(self, call: Call, sizes: Tensor) -> list[int]:
+    def by_expert(self, call: Call, rows: Tensor, sizes: Tensor) -> list[int]:
         """How many rows each expert of this rank has.
 
         Args:
+            rows: of all of them.
             sizes: the same on the device [experts]; read where nobody expected them.
         """
-        return [sum(column) for column in zip(*self._numbers(call, sizes.unsqueeze(0))[-1], strict=True)]
+        return [sum(column) for column in zip(*self._numbers(call, len(rows), sizes.unsqueeze(0))[-1], strict=True)]
 
-    def _numbers(self, call: Call, *ways: Tensor) -> Any:
+    def _numbers(self, call: Call, num_rows: int, *ways: Tensor) -> Any:
+        if ways[0].is_meta:
+            return call.shared.setdefault(self, Assumed(num_rows, *ways[0].shape)).numbers
         reading = self.expect(call, ways[0], len(ways))
         if reading is not None:
             reading.copy(*ways)

@@ -1,0 +1,91 @@
+"""A layout of a model on paper: what one of its ranks computes, moves and keeps, without the machine.
+
+In:   a Transformers model on the meta device, a `HelixConfig`, and the sizes of a micro-batch.
+Out:  its `Amounts`.
+Must hold: the units are declared as for training; one layer of each kind runs, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from hf_helix.config import HelixConfig
+from hf_helix.engine.build import declare
+from hf_helix.engine.microbatches import LossScale, WindowMaker
+from hf_helix.engine.recompute import modes_of
+from hf_helix.models.peft import base_of
+from hf_helix.models.registry import family_of
+from hf_helix.operators.unit import Unit
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.stage import Stage, place_units
+from hf_helix.simulation.amounts import Amounts, PaperStreams, count_amounts
+from hf_helix.simulation.mesh import META, PaperMesh, paper_mesh
+from hf_helix.simulation.meter import meta_as
+
+
+def amounts_of(
+    model: Any,
+    config: HelixConfig,
+    batch: int,
+    length: int,
+    autocast_dtype: torch.dtype | None = None,
+    inter_node_axes: Collection[str] = (),
+    backend: str = "nccl",
+) -> Amounts:
+    """Returns what a rank does for a micro-batch. The model is not changed, and must be on the meta device.
+
+    Args:
+        model: a Transformers model, perhaps a `PeftModel`.
+        config: the sizes of the mesh, and how the model is cut.
+        batch: sequences in a micro-batch.
+        length: tokens in a sequence.
+        autocast_dtype: the type of matrix products under autocast; None for no autocast.
+        inter_node_axes: the axes that communicate between nodes.
+        backend: "nccl", which adds up what it reduces, and operators take the ways of a GPU; or "gloo", those of a CPU.
+
+    Raises:
+        ValueError: the model cannot be cut like this.
+    """
+    base = base_of(model)
+    family = family_of(base)
+    sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
+    paper = paper_mesh(sizes, inter_node_axes, backend == "nccl")
+    make_buffers = family.empty(base, config.tp_size)
+    stage = _one_of_each(declare(model, config, paper.mesh, modes_of(family.layers(base), None, config)).stage)
+    whole = {parameter: parameter.data for parameter in stage.all_placements}
+    try:
+        _cut(stage, paper)
+        plan = make_plan("sequential", rough_profile(stage.layout), model=type(base).__name__, mesh=sizes)
+        streams = PaperStreams(paper.log)
+        runner = Runner(stage, plan, paper.mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
+        ids = torch.zeros(batch, length, dtype=torch.long, device=META)
+        scale = LossScale(torch.ones((), device=META))
+        window = WindowMaker(base, paper.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
+        handed_on = sum(value.nbytes for value in make_buffers(window.prepare()))
+        about = {"model": type(base).__name__, "shapes": f"{batch} x {length}"}
+        with meta_as(backend):
+            return count_amounts(runner, window, handed_on, about)
+    finally:
+        for parameter, value in whole.items():
+            parameter.data, parameter.grad = value, None
+
+
+def _one_of_each(stage: Stage) -> Stage:
+    """Returns a stage with the first unit of every name."""
+    units: dict[str, Unit] = {}
+    for unit in stage.model.values():
+        units.setdefault(unit.name, unit)
+    return place_units(list(units.values()))
+
+
+def _cut(stage: Stage, paper: PaperMesh) -> None:
+    for parameter, placement in stage.all_placements.items():
+        axis = paper.mesh.axis_of(placement)
+        parameter.grad = None
+        parameter.data = placement.cut(parameter.data, axis.size, axis.rank)

@@ -1,0 +1,10 @@
+"""The questions of training without the machine: what a layout computes, how long it takes, what it needs.
+
+kernels     the words in which amounts are counted                                          (no torch)
+meter       counts kernels and live bytes of what runs on the meta device
+mesh        one rank of a layout, whose axes send nothing
+amounts     what every operator of a rank computes, moves and keeps
+cluster     what devices compute and links carry, from a YAML file                           (no torch)
+estimate    amounts and a cluster -> a profile                                              (no torch)
+clusters/   files of known clusters
+"""

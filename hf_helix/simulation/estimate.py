@@ -1,0 +1,186 @@
+"""From amounts to times: what operators take on a cluster, as a profile.
+
+In:   what every operator computes and sends, the layout of ranks, and the rates of a cluster.
+Out:  a `Profile`, which plans, predictions, bounds and pictures take as they take a measured one.
+Must hold: a kernel takes what its operations or its bytes take, whichever is more; ranks that share a link share its
+bandwidth, all of them sending at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.profile import Name, Pair, Profile, named_operators
+from hf_helix.simulation.amounts import Amounts, OperatorAmounts
+from hf_helix.simulation.cluster import Cluster
+from hf_helix.simulation.kernels import ATTENTION, MATMUL, Kernel, Transfer
+
+LEAST = 1e-7
+"""Seconds of an operator that does nothing on the device."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The parallel sizes of a layout; tensor parallelism is the innermost dimension, data parallelism the outermost."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    @property
+    def devices(self) -> int:
+        """All ranks."""
+        return self.tp * self.cp * self.pp * self.dp
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ranks of an axis on a cluster.
+
+    Attributes:
+        size: how many ranks it has.
+        inside: how many of them, one after the other, are on one node.
+        sharing: how many such groups a node has.
+    """
+
+    size: int
+    inside: int
+    sharing: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it leaves a node."""
+        return self.inside < self.size
+
+
+def ring_of(cluster: Cluster, size: int, stride: int) -> Ring:
+    """Returns where the ranks of an axis stand.
+
+    Args:
+        cluster: its devices are numbered node by node.
+        size: ranks of the axis.
+        stride: the distance between two neighbours of it.
+    """
+    per_node = cluster.devices_per_node
+    inside = max(1, min(size, per_node // stride))
+    return Ring(size, inside, max(1, per_node // inside))
+
+
+def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
+    """Returns the axes of a layout by name: tp, cp, experts, pp, and copies, over which gradients are summed."""
+    tp, cp, pp = sizes.tp, sizes.cp, sizes.pp
+    return {
+        "tp": ring_of(cluster, tp, 1),
+        "cp": ring_of(cluster, cp, tp),
+        "experts": ring_of(cluster, tp, 1) if sizes.ep == 1 else ring_of(cluster, sizes.ep, tp * cp * pp),
+        "pp": ring_of(cluster, pp, tp * cp),
+        "copies": ring_of(cluster, sizes.dp * cp, tp if cp > 1 else tp * pp),
+        "expert_copies": ring_of(cluster, sizes.dp * cp // sizes.ep, tp * cp * pp * sizes.ep),
+    }
+
+
+def inter_node_axes(cluster: Cluster, sizes: Sizes) -> list[str]:
+    """Returns the axes of a layout that leave a node, by the names that `HelixConfig` gives them."""
+    found = rings(cluster, sizes)
+    crossing = {"tp": found["tp"], "cp": found["cp"], "ep": found["experts"] if sizes.ep > 1 else found["tp"]}
+    return [name for name, ring in crossing.items() if ring.crosses and (name != "ep" or sizes.ep > 1)]
+
+
+def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
+    """Returns what a kernel takes.
+
+    Args:
+        kernel: what it does.
+        cluster: whose device runs it.
+        dtype: the type of matrix products, a key of the device's peaks.
+    """
+    device = cluster.device
+    moving = kernel.bytes / (device.bandwidth * device.memory_efficiency.at(max(1, kernel.bytes)))
+    computing = 0.0
+    if kernel.sort in (MATMUL, ATTENTION) and kernel.flops:
+        curve = device.matmul if kernel.sort == MATMUL else device.attention
+        computing = kernel.flops / (device.peaks[dtype] * curve.at(kernel.flops))
+    return device.kernel_seconds + max(moving, computing)
+
+
+def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
+    """Returns what a collective takes while every group of the node does the same.
+
+    A ring passes on what it gathers or sums, so over each node's edge it goes once for each group; an exchange has
+    for every pair of ranks something of its own; a step round a ring leaves the node with the last rank's value.
+    """
+    if ring.size == 1 or transfer.bytes == 0:
+        return 0.0
+    node, network = cluster.node, cluster.network
+    links = max(1, cluster.devices_per_node // network.devices)  # of a node
+    if transfer.method in ("shift", "shift_back", "send"):
+        inside = node.seconds(transfer.bytes) if ring.inside > 1 else 0.0
+        across = network.seconds(ring.sharing * transfer.bytes / links) if ring.crosses else 0.0
+    elif transfer.method in ("exchange", "exchange_rows"):
+        pair = transfer.bytes / (ring.size - 1)
+        inside = node.seconds(pair * (ring.inside - 1), ring.inside - 1) if ring.inside > 1 else 0.0
+        sent = pair * (ring.size - ring.inside) * cluster.devices_per_node / links
+        across = network.seconds(sent, ring.size - ring.inside) if ring.crosses else 0.0
+    else:
+        steps = (ring.size - 1) * (2 if transfer.method == "all_reduce" else 1)
+        inside = node.seconds(transfer.bytes, steps) if ring.inside > 1 else 0.0
+        across = network.seconds(ring.sharing * transfer.bytes / links, steps) if ring.crosses else 0.0
+    return max(inside, across)
+
+
+def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cluster, dtype: str = "bf16") -> Profile:
+    """Returns the profile of a layout on a cluster.
+
+    Args:
+        amounts: of one rank of this layout.
+        layout: the units of all ranks of a pipeline; of `amounts`, with the ways between ranks where there are any.
+        sizes: of the layout.
+        cluster: what it runs on.
+        dtype: the type of matrix products.
+
+    Raises:
+        ValueError: the device has no peak for the type.
+    """
+    if dtype not in cluster.device.peaks:
+        known = ", ".join(cluster.device.peaks)
+        raise ValueError(
+            f"{cluster.name} has no device.peak_tflops for {dtype}; it has {known}: add {dtype} to its file"
+        )
+    axes = rings(cluster, sizes)
+    times: dict[Name, float] = {}
+    sent: dict[Name, int] = {}
+    for name, op in named_operators(layout):
+        if name[0] in amounts.weights:
+            found = amounts.operators[name]
+        else:
+            found = OperatorAmounts(transfers=[Transfer("pp", "send", amounts.handed_on)])
+        if op.kind.communicates:
+            times[name] = max(LEAST, sum(transfer_seconds(each, axes[each.axis], cluster) for each in found.transfers))
+            sent[name] = sum(each.bytes for each in found.transfers)
+        else:
+            seconds = sum(kernel_seconds(kernel, cluster, dtype) for kernel in found.kernels)
+            if not cluster.device.host_runs_ahead:
+                seconds += cluster.device.issue_seconds
+            times[name] = max(LEAST, seconds)
+    about = {**amounts.about, "estimated": cluster.name}
+    return Profile(about, layout, times, pairs=contended(layout, times, cluster), bytes=sent)
+
+
+def contended(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[tuple[Name, Name], Pair]:
+    """Returns one pair for every two kinds that slow each other down; a profile takes it for all of these kinds."""
+    longest: dict[Kind, Name] = {}
+    for name, op in named_operators(layout):
+        if op.kind not in longest or times[name] > times[longest[op.kind]]:
+            longest[op.kind] = name
+    pairs = {}
+    for first, second in {tuple(sorted(kinds, key=list(Kind).index)) for kinds in cluster.contention}:
+        if first in longest and second in longest:
+            slow = cluster.contention.get((first, second), 1.0), cluster.contention.get((second, first), 1.0)
+            a, b = longest[first], longest[second]
+            pairs[a, b] = Pair.of(times[a], times[b], *slow)
+    return pairs

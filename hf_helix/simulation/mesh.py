@@ -1,0 +1,98 @@
+"""One rank of a layout on paper: its axes have their sizes, and nothing is sent over them.
+
+In:   the sizes of the parallel dimensions.
+Out:  a `Mesh` on the meta device, which needs no process group; what would have been sent over its axes.
+Must hold: operators are declared over it as over a real one, with the same graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_helix.operators.communication.transport import Axis, Transport, bytes_moved
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.simulation.kernels import Transfer
+
+META = torch.device("meta")
+
+
+class PaperTransport(Transport):
+    """Notes what is sent, and sends nothing.
+
+    Args:
+        axis: the name of the axis.
+        size: its ranks.
+        sums_in_place: whether the backend adds up in a reduce-scatter, in fp32 at least, as NCCL does.
+        log: the list to add to.
+    """
+
+    def __init__(self, axis: str, size: int, sums_in_place: bool, log: list[Transfer]) -> None:
+        self.axis = axis
+        self.size = size
+        self.rank = 0
+        self._sums_in_place = sums_in_place
+        self._log = log
+
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        self._note("all_gather", out, value)
+
+    def exchange(self, out: Tensor, value: Tensor) -> None:
+        self._note("exchange", out, value)
+
+    def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
+        self._note("exchange_rows", out, value, arriving, sent)
+
+    def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
+        self._note("reduce_scatter", out, value)
+
+    def shift(self, out: Tensor, value: Tensor) -> None:
+        self._note("shift", out, value)
+
+    def shift_back(self, out: Tensor, value: Tensor) -> None:
+        self._note("shift_back", out, value)
+
+    def prefers_exchange(self, value: Tensor) -> bool:
+        return not self._sums_in_place or value.element_size() < 4
+
+    def _note(self, method: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
+        sent, _ = bytes_moved(method, out, value, self.size, self.rank, rows)
+        self._log.append(Transfer(self.axis, method, sent))
+
+
+@dataclass(frozen=True)
+class PaperMesh:
+    """A mesh on paper, and what was sent over it."""
+
+    mesh: Mesh
+    log: list[Transfer]
+
+
+def paper_mesh(
+    sizes: Mapping[str, int], inter_node_axes: Collection[str] = (), sums_in_place: bool = True
+) -> PaperMesh:
+    """Returns the mesh of the first rank of a layout, with the whole model on one rank of the pipeline.
+
+    Args:
+        sizes: of "tp", "cp" and "ep"; 1 where left out.
+        inter_node_axes: those of them that communicate between nodes.
+        sums_in_place: see `PaperTransport`.
+    """
+    tp, cp, ep = (sizes.get(name, 1) for name in ("tp", "cp", "ep"))
+    log: list[Transfer] = []
+
+    def axis(name: str, size: int, *kinds: str) -> Axis:
+        crosses = any(kind in inter_node_axes for kind in kinds)
+        kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
+        return Axis(PaperTransport(name, size, sums_in_place, log), kind)
+
+    over_tp = axis("tp", tp, "tp")
+    experts = over_tp if ep == 1 else axis("experts", ep * tp, "ep", *["tp"] * (tp > 1))
+    all_sizes = {"dp": ep, "pp": 1, "cp": cp, "tp": tp, "ep": ep}
+    mesh = Mesh(all_sizes, META, None, over_tp, axis("cp", cp, "cp"), experts, Pipe([0]), None, None, None, None)
+    return PaperMesh(mesh, log)

@@ -1,0 +1,217 @@
+"""Counts what operators compute, move and keep while they run on the meta device.
+
+In:   operators of torch as they are called, under the label of the operator of a graph that calls them.
+Out:  for each label: its kernels, with the floating-point operations and bytes of each, and the change of live memory.
+Must hold: views are no kernels; what a kernel writes in place it also reads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_helix.models import norms
+from hf_helix.operators.linears import accumulate
+from hf_helix.simulation.kernels import ATTENTION, MATMUL, OTHER, Kernel
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Metered:
+    """What was counted under one label, which may have run several times.
+
+    Attributes:
+        kernels: in the order of their calls.
+        delta: bytes that are alive after it and were not before.
+        peak: bytes alive at most while it ran, above those alive before.
+    """
+
+    kernels: list[Kernel] = field(default_factory=list)
+    delta: int = 0
+    peak: int = 0
+
+
+class Meter(TorchDispatchMode):
+    """Counts kernels and live bytes by label.
+
+    Args:
+        existing: tensors whose storages do not count as live memory.
+    """
+
+    def __init__(self, existing: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.found: dict[str, Metered] = defaultdict(Metered)
+        self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
+        self._held = list(existing)  # so that no new storage takes the address of one of these
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._now: Metered | None = None
+        self._start = 0
+
+    def begin(self, label: str | None) -> None:
+        """Counts what follows under a label, until the next call; None counts nothing."""
+        live = self.live()
+        if self._now is not None:
+            self._now.delta += live - self._start
+        self._now, self._start = None if label is None else self.found[label], live
+
+    def note(self, kernel: Kernel) -> None:
+        """Counts a kernel that torch is not called for."""
+        if self._now is not None:
+            self._now.kernels.append(kernel)
+
+    def live(self) -> int:
+        """Returns the bytes of all storages that were made and are still alive."""
+        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
+        return sum(size for _, size in self._live.values())
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for leaf in outputs:
+            storage = leaf.untyped_storage()
+            if storage._cdata not in self._existing:
+                reference = StorageWeakRef(storage)
+                self._live[reference.cdata] = reference, storage.nbytes()
+        if self._now is not None:
+            self._now.peak = max(self._now.peak, self.live() - self._start)
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            kernel = kernel_of(function, args, kwargs or {}, inputs, outputs)
+            if kernel is not None:
+                self._now.kernels.append(kernel)
+        return result
+
+
+def kernel_of(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> Kernel | None:
+    """Returns what an operator of torch does on a device; None where it launches nothing, such as a view."""
+    packet = function.overloadpacket
+    if packet in _ALLOCATING or not outputs:
+        return None
+    writes = any(each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments)
+    known = {tensor.untyped_storage()._cdata for tensor in inputs}
+    if not writes and all(tensor.untyped_storage()._cdata in known for tensor in outputs):
+        return None
+    if packet in _PRODUCTS:
+        left, right = _PRODUCTS[packet](args)
+        count = left.shape[0] if left.dim() == 3 else 1
+        m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
+        return Kernel(MATMUL, 2.0 * count * m * n * k, _bytes(inputs) + _bytes(outputs), (count, m, n, k))
+    if packet in _ATTENTIONS:
+        first = _ATTENTIONS[packet]
+        q, k, v = args[first : first + 3]
+        place = 4 if first == 0 else 7
+        causal = kwargs.get("is_causal", len(args) > place and args[place])
+        return attention_kernel(q, k, v, bool(causal), backward=first > 0)
+    if packet in _GATHERING:
+        return Kernel(OTHER, 0.0, 2 * _bytes(outputs))
+    return Kernel(OTHER, 0.0, _bytes(inputs) + _bytes(outputs))
+
+
+def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, backward: bool) -> Kernel:
+    """Returns the work of fused attention, which writes out no products; backward computes them once more.
+
+    Args:
+        q: queries [batch, heads, queries, size].
+        k: keys [batch, kv heads, keys, size].
+        v: values [batch, kv heads, keys, size of values].
+        causal: whether half of the products are left out.
+        backward: whether it is the backward pass: five products where forward has two.
+    """
+    batch, heads, queries, size = q.shape
+    keys, of_values = k.shape[2], v.shape[3]
+    pairs = batch * heads * queries * keys * (0.5 if causal and queries == keys else 1.0)
+    flops = 2.0 * pairs * ((3 * size + 2 * of_values) if backward else (size + of_values))
+    out = batch * heads * queries * of_values * q.element_size()
+    moved = (q.nbytes + k.nbytes + v.nbytes + out) * (2 if backward else 1)
+    return Kernel(ATTENTION, flops, moved, (queries, keys, size))
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    """Returns the bytes that tensors take; one that is expanded takes those of its storage."""
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+
+_ALLOCATING = {
+    aten.empty,
+    aten.empty_like,
+    aten.new_empty,
+    aten.empty_strided,
+    aten.new_empty_strided,
+    aten.empty_permuted,
+}
+_GATHERING = {aten.index_select, aten.embedding, aten.gather, aten.index, aten.slice_scatter}
+_PRODUCTS: Mapping[Any, Callable[[Sequence[Any]], tuple[Tensor, Tensor]]] = {
+    aten.mm: lambda args: (args[0], args[1]),
+    aten.bmm: lambda args: (args[0], args[1]),
+    aten.addmm: lambda args: (args[1], args[2]),
+    aten.addmm_: lambda args: (args[1], args[2]),
+    aten.baddbmm: lambda args: (args[1], args[2]),
+    aten.baddbmm_: lambda args: (args[1], args[2]),
+    aten._grouped_mm: lambda args: (args[0], args[1][0] if args[1].dim() == 3 else args[1]),
+}
+_ATTENTIONS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: 0,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 1,
+}
+
+
+class _Attention(torch.autograd.Function):
+    """Fused attention on the meta device, where torch would write out all products."""
+
+    @staticmethod
+    def forward(ctx: Any, meter: Meter, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        ctx.meter, ctx.causal = meter, causal
+        meter.note(attention_kernel(q, k, v, causal, backward=False))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        ctx.meter.note(attention_kernel(q, k, v, ctx.causal, backward=True))
+        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
+@contextmanager
+def meta_as(backend: str) -> Iterator[None]:
+    """Lets operators on the meta device take the ways that they take on a GPU ("nccl") or on a CPU ("gloo")."""
+    on_gpu = (norms.DEVICES, accumulate.DEVICES) if backend == "nccl" else ()
+    for devices in on_gpu:
+        devices.add("meta")
+    try:
+        yield
+    finally:
+        for devices in on_gpu:
+            devices.discard("meta")
+
+
+class FusedAttention(TorchFunctionMode):
+    """Takes the place of `scaled_dot_product_attention` on the meta device.
+
+    Args:
+        meter: is told of the kernels.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is functional.scaled_dot_product_attention and args[0].is_meta:
+            return _Attention.apply(self._meter, *args[:3], kwargs.get("is_causal", False))
+        return function(*args, **kwargs)
