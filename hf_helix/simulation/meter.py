@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_helix.models import norms
+from hf_helix.models.graph import norms
 from hf_helix.operators.linears import accumulate
 from hf_helix.simulation.kernels import ATTENTION, MATMUL, OTHER, Kernel
 
