@@ -22,9 +22,10 @@ from hf_helix.operators.unit import Unit
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
+from hf_helix.report.flops import token_flops
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
-from hf_helix.simulation.amounts import Amounts, PaperStreams, count_amounts
+from hf_helix.simulation.amounts import Amounts, Model, PaperStreams, count_amounts
 from hf_helix.simulation.mesh import META, PaperMesh, paper_mesh
 from hf_helix.simulation.meter import meta_as
 
@@ -57,7 +58,9 @@ def amounts_of(
     sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
     paper = paper_mesh(sizes, inter_node_axes, backend == "nccl")
     make_buffers = family.empty(base, config.tp_size)
-    stage = _one_of_each(declare(model, config, paper.mesh, modes_of(family.layers(base), None, config)).stage)
+    declared = declare(model, config, paper.mesh, modes_of(family.layers(base), None, config)).stage
+    about = _about(base, declared)
+    stage = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in stage.all_placements}
     try:
         _cut(stage, paper)
@@ -68,12 +71,20 @@ def amounts_of(
         scale = LossScale(torch.ones((), device=META))
         window = WindowMaker(base, paper.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
         handed_on = sum(value.nbytes for value in make_buffers(window.prepare()))
-        about = {"model": type(base).__name__, "shapes": f"{batch} x {length}"}
         with meta_as(backend):
             return count_amounts(runner, window, handed_on, about)
     finally:
         for parameter, value in whole.items():
             parameter.data, parameter.grad = value, None
+
+
+def _about(base: Any, stage: Stage) -> Model:
+    flops = token_flops(base)
+    units = [unit.name for _, unit in sorted(stage.model.items())]
+    tied = any(len({index for index, _ in row}) > 1 for row in stage.layout.shared)
+    return Model(
+        type(base).__name__, units, family_of(base).head_cost(base), tied, flops.linear, flops.attention_per_length
+    )
 
 
 def _one_of_each(stage: Stage) -> Stage:
