@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from hf_helix.models.derived import rope
 from hf_helix.models.derived.leaves import DTYPE
 from hf_helix.models.derived.placements import FREE, Inference, Placed, bounds_of_slice, edges_of, name_of
 from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, args_of
@@ -226,6 +227,8 @@ class _Writer:
             args[1] = self._lengths(args[1], placed)
         elif name == "view_as":
             target = torch.ops.aten.reshape_as.default
+        elif name == "rope":
+            target = rope.function_of(node, self.trace.given)
         elif name == "expand":
             args[1] = self._lengths(args[1], placed)
         elif name == "slice" and self._cuts(node):

@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from hf_helix.models.derived.leaves import DTYPE, LEAF_OPS, Leaf, Leaves
 from hf_helix.models.derived.rewrite import rewrite
+from hf_helix.models.derived.rope import ropes_as_operators
 
 PLACES = "places"
 """The side input with the positions of tokens, as the embedding and the head are given them."""
@@ -163,7 +164,7 @@ def trace(
     if given:
         open_dims += (tuple(dict.fromkeys(g.open, auto) for g in given),)
     try:
-        with torch.no_grad(), leaves.capturing():
+        with torch.no_grad(), leaves.capturing(), ropes_as_operators(skeleton):
             program = torch.export.export(
                 _Called(skeleton, call), (hidden, *examples), strict=False, dynamic_shapes=open_dims
             )
