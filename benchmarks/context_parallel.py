@@ -113,7 +113,7 @@ class Bench:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         from hf_helix.checkpoint.shard import cut_parameters
-        from hf_helix.models.builder import ParallelContext
+        from hf_helix.models.graph.context import ParallelContext
         from hf_helix.models.registry import family_of
         from hf_helix.planning.graph.ablation import ablate
         from hf_helix.planning.pipeline.scheduler import Scheduler

@@ -107,7 +107,7 @@ def _file_of(name: str) -> str:
 def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:
     """Prints the units of a model on the first rank of a layout. Nothing is communicated."""
     from hf_helix.config import HelixConfig
-    from hf_helix.models.builder import ParallelContext
+    from hf_helix.models.graph.context import ParallelContext
     from hf_helix.models.registry import family_of
     from hf_helix.operators.communication.transport import Axis, SilentTransport
     from hf_helix.report.operators import text_of_units

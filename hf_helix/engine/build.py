@@ -22,7 +22,7 @@ from hf_helix.checkpoint.shard import cut_parameters
 from hf_helix.config import HelixConfig
 from hf_helix.engine.checks import check_placements
 from hf_helix.engine.recompute import recompute_units
-from hf_helix.models.builder import LossTweaks, ParallelContext
+from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of

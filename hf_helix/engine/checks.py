@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hf_helix.config import HelixConfig
-from hf_helix.models.builder import LossTweaks
+from hf_helix.models.graph.context import LossTweaks
 from hf_helix.models.peft import adapter_weights, base_of, check_adapters
 from hf_helix.models.registry import family_of
 from hf_helix.operators.unit import Placement

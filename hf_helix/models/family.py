@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.models.batch_form import document_ends, form_of, starts_of
-from hf_helix.models.builder import Builder, LossTweaks, ParallelContext
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.sequence_sharding import SequenceCut, documents_of
 from hf_helix.operators.attention.ring_attention import ABSENT, DOCUMENTS
 from hf_helix.operators.base import Tensors
@@ -86,7 +87,7 @@ class Family(ABC):
         """Raises ValueError if the attention of the model cannot be cut over context-parallel ranks."""
         raise ValueError(
             f"cp_size above 1 is not built for {type(model).__name__}: its declaration has no attention over a shared "
-            "sequence (models.attention.declare_attention); use cp_size=1 and tp_size or pp_size instead"
+            "sequence (models.graph.attention.declare_attention); use cp_size=1 and tp_size or pp_size instead"
         )
 
     def check_experts(self, model: Any, sharing: ParallelContext) -> None:

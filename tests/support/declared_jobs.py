@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from hf_helix import register_model
-from hf_helix.models.attention import Attention, Heads, by_heads, declare_attention
-from hf_helix.models.builder import Builder
 from hf_helix.models.families.dense import Dense
+from hf_helix.models.graph.attention import Attention, Heads, by_heads, declare_attention
+from hf_helix.models.graph.builder import Builder
 from hf_helix.operators.unit import Unit, cut_bounds
 
 __all__ = ["run", "start_in_every_way", "windows"]

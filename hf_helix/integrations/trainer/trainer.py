@@ -37,8 +37,8 @@ from hf_helix.integrations.trainer.model_card import write_card
 from hf_helix.integrations.trainer.stock import StockTrainer, TrainerCall
 from hf_helix.integrations.trainer.training_step import WindowHooks
 from hf_helix.integrations.trainer.trl import StockSFTTrainer, is_sft
-from hf_helix.models.builder import LossTweaks
 from hf_helix.models.direct_use import Instead
+from hf_helix.models.graph.context import LossTweaks
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
 from hf_helix.runtime.environment import check_environment

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from hf_helix.models.attention import causal_masks
-from hf_helix.models.builder import Builder, LossTweaks, ParallelContext
 from hf_helix.models.derived.alike import description
 from hf_helix.models.derived.calls import LayerCall, LayerCalls, named_masks
 from hf_helix.models.derived.leaves import DTYPE, LAYER, OPS, Leaves, skeleton_of
-from hf_helix.models.derived.lower import Outline
-from hf_helix.models.derived.placements import FREE, SHARD, WHOLE, Inference, NeedsInlining, Placed
-from hf_helix.models.derived.segments import Share
+from hf_helix.models.derived.lowering.glue import Share
+from hf_helix.models.derived.lowering.lower import declare
+from hf_helix.models.derived.lowering.outline import Outline
+from hf_helix.models.derived.placement.inference import Inference
+from hf_helix.models.derived.placement.placed import FREE, SHARD, WHOLE, NeedsInlining, Placed
 from hf_helix.models.derived.trace import (
     EXAMPLE_BATCH,
     EXAMPLE_LENGTH,
@@ -36,9 +36,12 @@ from hf_helix.models.derived.trace import (
     args_of,
     trace,
 )
-from hf_helix.models.expert_form import is_experts
-from hf_helix.models.expert_layer import check_expert_count, expert_side_inputs
 from hf_helix.models.family import Family, check_cuts
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.context import LossTweaks, ParallelContext
+from hf_helix.models.graph.expert_form import is_experts
+from hf_helix.models.graph.expert_layer import check_expert_count, expert_side_inputs
+from hf_helix.models.graph.masks import causal_masks
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.unit import Unit
 
@@ -86,7 +89,7 @@ class DerivedFamily(Family):
     def layer(self, b: Builder, layer: Any) -> Unit:
         number = next(place for place, other in enumerate(self.calls.decoder.layers) if other is layer)
         outline = self._kind(number, b.tp.size, b.tp.rank)
-        return b.build(outline.declare(b, layer, {outline.trace.hidden: b.input("x")}))
+        return b.build(declare(outline, b, layer, {outline.trace.hidden: b.input("x")}))
 
     def units(self, model: Any, sharing: ParallelContext, additions: LossTweaks | None = None) -> list[Unit]:
         with refusing(model):
@@ -94,11 +97,11 @@ class DerivedFamily(Family):
 
     def embedding(self, b: Builder, model: Any) -> Unit:
         outline, _ = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
-        return b.build(outline.declare(b, model, {}))
+        return b.build(declare(outline, b, model, {}))
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
         _, outline = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
-        logits = outline.declare(b, model, {outline.start[0]: x}, WHOLE)
+        logits = declare(outline, b, model, {outline.start[0]: x}, WHOLE)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
 
     def check_context(self, model: Any) -> None:

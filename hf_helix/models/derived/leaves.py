@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from hf_helix.models.expert_form import forward_arguments, is_experts
+from hf_helix.models.graph.expert_form import forward_arguments, is_experts
 from hf_helix.models.peft import opened
 
 DTYPE = torch.bfloat16
@@ -151,7 +151,7 @@ class Leaves:
     """Puts custom operators in the place of submodules, and remembers what they stand for.
 
     Args:
-        inlined: the paths of norms that are traced through, see `hf_helix.models.derived.placements`.
+        inlined: the paths of norms that are traced through, see `hf_helix.models.derived.placement`.
     """
 
     def __init__(self, inlined: frozenset[str] = frozenset()) -> None:

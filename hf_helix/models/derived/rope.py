@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from hf_helix.models.derived.leaves import OPS
+from hf_helix.models.graph.rope import Pair, apply_rotary_pos_emb, rotate
 from hf_helix.models.model_code import same_code
-from hf_helix.models.rope import Pair, apply_rotary_pos_emb, rotate
 
 _library = torch.library.Library("hf_helix", "FRAGMENT")
 _library.define("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_helix.models.attention import SlidingWindow
 from hf_helix.models.families.dense import Dense
+from hf_helix.models.graph.masks import SlidingWindow
 
 
 class Mistral(Dense):

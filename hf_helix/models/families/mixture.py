@@ -4,7 +4,7 @@ In:   a decoder layer whose `mlp` has a router (`router` or `gate`) and `experts
 Out:  operators of the router, of the way to the experts and back, and of the experts (paper, section 6.2.3).
 Must hold: a token's experts and weights are those of the Transformers router; its random numbers depend on the run's
 seed and the token's place only. The load-balancing loss is that of the whole micro-batch: its two sums over tokens and
-layers travel with the activations, and the head adds the loss (`models.balance`).
+layers travel with the activations, and the head adds the loss (`models.graph.balance`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.models.balance import BALANCE, Balance, add_part, balance_side_inputs, part_of
-from hf_helix.models.builder import Builder, ParallelContext
-from hf_helix.models.expert_layer import check_expert_count, declare_experts, expert_side_inputs
 from hf_helix.models.families.dense import Dense
+from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_side_inputs, part_of
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.context import ParallelContext
+from hf_helix.models.graph.expert_layer import check_expert_count, declare_experts, expert_side_inputs
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_helix.models.attention import SlidingWindow
 from hf_helix.models.families.mixture import Mixture
+from hf_helix.models.graph.masks import SlidingWindow
 
 
 class Phimoe(Mixture):

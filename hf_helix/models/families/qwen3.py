@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_helix.models.families.dense import Dense
-from hf_helix.models.norms import normed
+from hf_helix.models.graph.norms import normed
 
 
 class Qwen3(Dense):

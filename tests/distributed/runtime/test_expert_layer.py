@@ -13,7 +13,7 @@ from support.models import arguments
 from support.units import run_unit
 from torch import Tensor
 
-from hf_helix.models.builder import ParallelContext
+from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.moe.dispatch import SHARD_TOKENS
 from hf_helix.operators.unit import EXPERTS
 from hf_helix.runtime.distributed.mesh import build_mesh

@@ -72,8 +72,9 @@ def test_eager_attention_of_ones_own_over_shared_sequences() -> None:
     """Refused where it is declared; others have nothing special that a ring would leave out."""
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-    from hf_helix.models.attention import Attention, declare_attention
-    from hf_helix.models.builder import Builder, ParallelContext
+    from hf_helix.models.graph.attention import Attention, declare_attention
+    from hf_helix.models.graph.builder import Builder
+    from hf_helix.models.graph.context import ParallelContext
     from hf_helix.operators.communication.transport import Axis, SilentTransport
 
     def declared(implementation: str, **options: Any) -> None:

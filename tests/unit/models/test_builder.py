@@ -11,7 +11,8 @@ from support.declared_jobs import Scaled
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_helix.models.builder import Builder, LossTweaks, ParallelContext
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, Placement
 
 

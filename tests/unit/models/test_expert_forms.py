@@ -26,9 +26,10 @@ from support.units import run_unit
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_helix.models.builder import Builder, ParallelContext
-from hf_helix.models.expert_form import ExpertForm, experts_form, is_experts
-from hf_helix.models.expert_layer import declare_experts
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.context import ParallelContext
+from hf_helix.models.graph.expert_form import ExpertForm, experts_form, is_experts
+from hf_helix.models.graph.expert_layer import declare_experts
 from hf_helix.operators.base import Precision
 from hf_helix.operators.linears import grouped_linear
 from hf_helix.operators.unit import CUT_EXPERTS, EXPERTS

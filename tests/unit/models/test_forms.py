@@ -13,8 +13,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_helix.models.attention import attend, causal_masks, like_embeddings
 from hf_helix.models.batch_form import FORM, Form, document_ends, forms_of, starts_of
+from hf_helix.models.graph.attention import attend
+from hf_helix.models.graph.masks import causal_masks, like_embeddings
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut, documents_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models import tiny
 
-from hf_helix.models.builder import ParallelContext
+from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.communication.transport import Axis, SilentTransport

@@ -11,7 +11,7 @@ from support.models import tiny
 from torch._dynamo.utils import counters
 
 from hf_helix.models import norms
-from hf_helix.models.builder import ParallelContext
+from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators import segment as local

@@ -13,8 +13,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from hf_helix.models import norms
-from hf_helix.models.attention import by_heads
-from hf_helix.models.norms import is_fused, rms_norm
+from hf_helix.models.graph.attention import by_heads
+from hf_helix.models.graph.norms import is_fused, rms_norm
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.attention.rope import rotated
 from hf_helix.operators.base import Call, Precision, explicit_gradients

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from support.models import llama
 from torch import Tensor, nn
 
-from hf_helix.models.builder import Builder, ParallelContext
 from hf_helix.models.families.llama import Llama
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.collectives import AllGather, AllGatherReplicated, ReduceScatter
 from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport

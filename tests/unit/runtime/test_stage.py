@@ -11,8 +11,8 @@ import torch
 from support.models import llama
 
 from hf_helix.checkpoint.shard import cut_parameters
-from hf_helix.models.builder import ParallelContext
 from hf_helix.models.families.llama import Llama
+from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.planning.graph.pair import RECEIVE, SEND
 from hf_helix.planning.pipeline.placement import FOLD, LINEAR, stage_ranks

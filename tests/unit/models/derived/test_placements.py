@@ -13,14 +13,14 @@ from support.small_traces import check_on_two_ranks, inferred, placed_on, traced
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_helix.models.derived.placements import (
+from hf_helix.models.derived.placement.inference import Inference
+from hf_helix.models.derived.placement.placed import (
     COLUMN,
     PARTIAL,
     REPLICATED,
     ROW,
     SHARD,
     WHOLE,
-    Inference,
     NeedsInlining,
     Placed,
 )

@@ -7,7 +7,7 @@ import torch
 from support.small_traces import WIDTH, check_on_two_ranks, traced
 from torch import Tensor, nn
 
-from hf_helix.models.derived.placements import name_of
+from hf_helix.models.derived.placement.nodes import name_of
 from hf_helix.models.derived.trace import Trace
 
 

@@ -15,7 +15,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from hf_helix.models import registry
 from hf_helix.models.derived import rope
-from hf_helix.models.derived.placements import name_of
+from hf_helix.models.derived.placement.nodes import name_of
 from hf_helix.models.derived.trace import Given, Trace
 
 EXAMPLES = [Given(name, (2, 6, HEAD_DIM), torch.float32, (0, 1)) for name in ("cos", "sin")]

@@ -182,8 +182,8 @@ def test_the_digest_tells_graphs_apart():
 def test_the_real_llama_adapter_declares_these_layers(size: int, forward: int, backward: int):
     from support.models import llama
 
-    from hf_helix.models.builder import ParallelContext
     from hf_helix.models.families.llama import Llama
+    from hf_helix.models.graph.context import ParallelContext
     from hf_helix.operators.communication.transport import Axis, SilentTransport
 
     axis = Axis(SilentTransport(2, 0)) if size == 2 else Axis.single()

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_helix.models.builder import Builder
-from hf_helix.models.expert_layer import counted_in
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.expert_layer import counted_in
 from hf_helix.operators.moe.dispatch import COUNTED, counted_tokens
 
 BALANCE = "balance"

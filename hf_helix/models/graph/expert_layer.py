@@ -1,6 +1,6 @@
 """The experts of a layer: tokens to the ranks that hold the experts chosen for them, through these, and back.
 
-In:   tokens, weights and choices of a router, and a Transformers module of fused experts (`models.expert_form`).
+In:   tokens, weights and choices of a router, and a Transformers module of fused experts (`expert_form`).
 Out:  the operators of `hf_helix.operators.moe.dispatch`, in order; the name of the weighted sums.
 Must hold: with one rank nothing communicates; with a capacity nothing depends on the number of rows.
 """
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_helix.models.builder import GEMM, LIGHT, TRANSFER, Builder, ParallelContext
-from hf_helix.models.expert_form import experts_form
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.context import GEMM, LIGHT, TRANSFER, ParallelContext
+from hf_helix.models.graph.expert_form import experts_form
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.operators.linears.grouped_linear import GroupedLinear
 from hf_helix.operators.moe.dispatch import (

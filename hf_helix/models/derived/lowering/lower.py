@@ -1,26 +1,21 @@
-"""From a trace with placements to a unit: every leaf and every piece of glue becomes an operator.
+"""From an outline to a unit: every leaf and every piece of glue becomes an operator.
 
-In:   the inference of a trace, the nodes that are there at the start, and the node that the unit gives.
-Out:  an `Outline`, made once for all layers of a kind, which declares the operators of one layer to a `Builder`.
-Must hold: a value is gathered or scattered once, where it first meets what needs it in that form; residual sums of
-partial values are added up before they are scattered. Glue that one operator alone needs belongs to it.
+In:   the outline of a unit, one of the modules that it stands for, and the builder of the unit.
+Out:  the operators, declared, and the name of what leaves.
+Must hold: residual sums of partial values are added up before they are scattered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.fx import Node
 
-from hf_helix.models.attention import Attention, declare_attention
-from hf_helix.models.builder import Builder
 from hf_helix.models.derived.leaves import (
     ATTENTION,
     DROPOUT,
-    ELEMENTWISE,
     EXPERTS,
     LAYER,
     LINEAR,
@@ -29,196 +24,36 @@ from hf_helix.models.derived.leaves import (
     Leaf,
     MaskOf,
 )
-from hf_helix.models.derived.placements import (
-    COLUMN,
-    FREE,
-    PARTIAL,
-    ROW,
-    SHARD,
-    WHOLE,
-    Inference,
-    Placed,
-    is_canonical,
-    is_sum,
-)
-from hf_helix.models.derived.segments import Glue, Share, build_glue
-from hf_helix.models.derived.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of, has_value, is_tensor
-from hf_helix.models.expert_layer import declare_experts
+from hf_helix.models.derived.lowering.forms import ByRows, DropoutIn, OfShard
+from hf_helix.models.derived.lowering.glue import Glue
+from hf_helix.models.derived.lowering.outline import Outline
+from hf_helix.models.derived.lowering.values import Values
+from hf_helix.models.derived.placement.placed import COLUMN, PARTIAL, ROW, SHARD, WHOLE
+from hf_helix.models.derived.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of
+from hf_helix.models.graph.attention import Attention, declare_attention
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.expert_layer import declare_experts
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.explicit import GatedSilu
 
-VIEWS = ("view", "reshape", "transpose", "unsqueeze", "getitem", "split", "slice", "chunk", "expand", "permute")
-"""Parts of the names of operations that cost nothing."""
 
-
-class Outline:
-    """The operators of a unit, for all modules of one kind.
+def declare(outline: Outline, b: Builder, module: Any, start: dict[Node, str], where: str = SHARD) -> str:
+    """Declares the operators for one module, and returns the name of what leaves.
 
     Args:
-        inference: the trace and its placements.
-        share: which part a rank has of what is cut.
-        start: the nodes whose values enter.
-        target: the node whose value leaves.
+        outline: the unit.
+        b: the builder of the unit.
+        module: the traced module, or one of the same kind.
+        start: the names of the values that enter.
+        where: the form in which it leaves: this rank's shard, or WHOLE, of which logits are a share.
     """
-
-    def __init__(self, inference: Inference, share: Share, start: Sequence[Node], target: Node) -> None:
-        self.inference = inference
-        self.trace = inference.trace
-        self.share = share
-        self.start = tuple(start)
-        self.target = target
-        self.needed = self._needed()
-        self.values: set[Node] = set(start)
-        self.folded: set[Node] = set()
-        self.routed: dict[Node, Node] = {}
-        self.groups: dict[Node, set[Node]] = {}
-        self._choose_values()
-        self.flat = {*self.routed, *self.routed.values()}
-        self._glue: dict[tuple[Node, ...], tuple[Glue, list[Node]]] = {}
-
-    def _needed(self) -> set[Node]:
-        found: set[Node] = set()
-        waiting = [self.target]
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                if node not in self.start:
-                    waiting += [value for value in node.all_input_nodes if value not in found]
-        return found
-
-    # -- which nodes are values between operators ------------------------------------------------------------------
-
-    def is_operator(self, node: Node) -> bool:
-        """Returns whether a leaf is an operator by itself, and not part of the glue around it."""
-        leaf = self.trace.leaf(node)
-        if leaf is None or leaf.kind == ELEMENTWISE:
-            return False
-        if leaf.kind in (NORM, DROPOUT):
-            return is_canonical(self.trace, node) and self.placed(node).dim is None and self.placed(node).where != FREE
-        return True
-
-    def is_residual(self, node: Node) -> bool:
-        """Returns whether a node is a sum of values that are whole in their features."""
-        if not is_canonical(self.trace, node) or not is_sum(self.trace, node):
-            return False
-        placed = self.placed(node)
-        is_whole = placed.where in (SHARD, PARTIAL) and placed.dim is None
-        return is_whole and all(self.placed(value).where != FREE for value in args_of(node))
-
-    def _folds(self, node: Node) -> bool:
-        """Returns whether a sum is only a term of another one, which then adds up all terms."""
-        users = [user for user in node.users if user in self.needed]
-        is_term = len(users) == 1 and self.is_residual(users[0])
-        return is_term and node is not self.target and self.placed(node).where == SHARD
-
-    def placed(self, node: Any) -> Placed:
-        return self.inference.placed[node]
-
-    def _choose_values(self) -> None:
-        """Finds what is handed from operator to operator, and which operator all other glue belongs to."""
-        order = [node for node in self.trace.nodes if node in self.needed and node not in self.start]
-        for node in order:
-            if self.is_operator(node):
-                self.values.add(node)
-            elif self.is_residual(node):
-                (self.folded if self._folds(node) else self.values).add(node)
-            leaf = self.trace.leaf(node)
-            if leaf is not None and leaf.kind == EXPERTS:
-                _, chosen, weights = args_of(node)[:3]
-                self.routed[chosen] = weights
-        for node in reversed(order):
-            if node in self.values or node in self.folded or node not in self.inference.placed:
-                continue
-            if self.placed(node).where == FREE:
-                continue
-            users = [user for user in node.users if user in self.needed]
-            must = node is self.target or any(self._must_be_value(node, user) for user in users)
-            groups: set[Node] = set()
-            for user in users:
-                groups |= {self.routed.get(user, user)} if user in self.values else self.groups.get(user, set())
-            if must or (len(groups) > 1 and self._is_worth_keeping(node)):
-                if not is_tensor(node):
-                    raise Underivable(f"{node.target} in {self.trace.path(node) or 'the layer'} gives several values")
-                if not is_canonical(self.trace, node):
-                    raise Underivable(
-                        f"{node.target} in {self.trace.path(node) or 'the layer'} hands on a value that is not laid "
-                        "out by tokens"
-                    )
-                self.values.add(node)
-            self.groups[node] = {self.routed.get(node, node)} if node in self.values else groups
-
-    def _must_be_value(self, node: Node, user: Node) -> bool:
-        leaf = self.trace.leaf(user)
-        if user in self.folded:
-            return True
-        if user in self.values:
-            return (leaf is None and self.is_residual(user)) or (leaf is not None and leaf.kind != ATTENTION)
-        if user not in self.inference.placed:
-            return False
-        return self.placed(user).where not in (FREE, self.placed(node).where) or self.placed(node).is_summand
-
-    def _is_worth_keeping(self, node: Node) -> bool:
-        """Returns whether a node that several operators need is computed once; a view is made again by each."""
-        return not any(name in str(node.target) for name in VIEWS) and is_canonical(self.trace, node)
-
-    # -- glue ------------------------------------------------------------------------------------------------------
-
-    def inputs_of(self, outputs: Sequence[Node]) -> list[Node]:
-        """Returns the values that the glue before some nodes reads."""
-        found: list[Node] = []
-        seen: set[Node] = set()
-
-        def visit(node: Node) -> None:
-            if node in seen or not has_value(node):
-                return
-            seen.add(node)
-            if node in self.values and node not in outputs:
-                found.append(node)
-                return
-            for value in node.all_input_nodes:
-                visit(value)
-
-        for node in outputs:
-            visit(node)
-        return found
-
-    def glue(self, outputs: Sequence[Node]) -> tuple[Glue, list[Node]]:
-        """Returns the glue that computes some nodes, and the values that it reads."""
-        key = tuple(outputs)
-        if key not in self._glue:
-            inputs = self.inputs_of(outputs)
-            self._glue[key] = build_glue(self.inference, self.share, inputs, outputs, self.flat), inputs
-        return self._glue[key]
-
-    # -- one module ------------------------------------------------------------------------------------------------
-
-    def declare(self, b: Builder, module: Any, start: dict[Node, str], where: str = SHARD) -> str:
-        """Declares the operators for one module, and returns the name of what leaves.
-
-        Args:
-            b: the builder of the unit.
-            module: the traced module, or one of the same kind.
-            start: the names of the values that enter.
-            where: the form in which it leaves: this rank's shard, or WHOLE, of which logits are a share.
-        """
-        lowering = _Lowering(self, b, module, start)
-        lowering.run()
-        return lowering.value(self.target, where)
+    lowering = _Lowering(outline, b, module, start)
+    lowering.run()
+    return lowering.value(outline.target, where)
 
 
-class _Lowering:
+class _Lowering(Values):
     """Declares the operators of one module."""
-
-    def __init__(self, outline: Outline, b: Builder, module: Any, start: dict[Node, str]) -> None:
-        self.outline = outline
-        self.trace = outline.trace
-        self.b = b
-        self.module = module
-        self.names: dict[tuple[Node, str], str] = {}
-        self.used: set[str] = set()
-        for node, name in start.items():
-            self.names[node, outline.placed(node).where] = name
 
     def run(self) -> None:
         outline = self.outline
@@ -226,23 +61,6 @@ class _Lowering:
             is_mine = node in outline.values and node not in outline.start and node in outline.needed
             if is_mine and not self._is_there(node):
                 self._declare(node)
-
-    def value(self, node: Node, where: str) -> str:
-        """Returns the name of a value in some form, and declares the communication that gives it."""
-        found = self.names.get((node, where))
-        if found is not None:
-            return found
-        have = self.outline.placed(node).where
-        if have == PARTIAL and where == SHARD:
-            name = self.b.reduce_scatter(self._name(node, "scatter"), self.names[node, PARTIAL])
-        elif where == WHOLE and have != WHOLE:
-            name = self.b.all_gather(self._name(node, "gather"), self.value(node, SHARD))
-        else:
-            raise Underivable(f"{node.name} in {self.trace.path(node)} would have to be cut again")
-        self.names[node, where] = name
-        return name
-
-    # -- operators -------------------------------------------------------------------------------------------------
 
     def _declare(self, node: Node) -> None:
         leaf = self.trace.leaf(node)
@@ -300,7 +118,7 @@ class _Lowering:
         where = self.outline.placed(node).where
         value = self.value(args_of(node)[0], where)
         module = self.module.get_submodule(leaf.path)
-        dropout: Any = module if isinstance(module, nn.Dropout) else _DropoutIn(module, leaf.details["p"])
+        dropout: Any = module if isinstance(module, nn.Dropout) else DropoutIn(module, leaf.details["p"])
         self._set(node, self.b.dropout(self._name(node), dropout, value))
 
     def _lookup(self, node: Node, leaf: Leaf) -> None:
@@ -390,10 +208,10 @@ class _Lowering:
         bound = glue.bind(self.module)
         side = tuple(name for name in glue.side if name != PLACES)
         if not side:
-            return (_OfShard(bound, self.b.tp.rank) if glue.side else bound), glue.side
+            return (OfShard(bound, self.b.tp.rank) if glue.side else bound), glue.side
         if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
             raise Underivable("rows of tokens meet what belongs to positions")
-        return _ByRows(bound), (*side, "length")
+        return ByRows(bound), (*side, "length")
 
     def _attention(self, node: Node, leaf: Leaf) -> None:
         outline, b = self.outline, self.b
@@ -493,33 +311,6 @@ class _Lowering:
     def _layer(self, node: Node, leaf: Leaf) -> None:
         raise Underivable("its layers do more than hand a value from one to the next")
 
-    # -- names -----------------------------------------------------------------------------------------------------
-
-    def _is_there(self, node: Node) -> bool:
-        return any((node, where) in self.names for where in (SHARD, WHOLE, PARTIAL))
-
-    def _set(self, node: Node, name: str) -> None:
-        self.names[node, self.outline.placed(node).where] = name
-
-    def _name(self, node: Node, suffix: str = "") -> str:
-        """Returns a name of an operator that is not taken: the path of the module, and what is done there."""
-        leaf = self.trace.leaf(node)
-        if leaf is not None:
-            base = leaf.path or leaf.kind
-        else:
-            what = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
-            path = self.trace.path(node)
-            base = f"{path}.{what}" if path else what
-        return self._free(f"{base}.{suffix}" if suffix else base)
-
-    def _free(self, name: str) -> str:
-        found, number = name, 1
-        while found in self.used:
-            number += 1
-            found = f"{name}.{number}"
-        self.used.add(found)
-        return found
-
     _OF_LEAVES: ClassVar[dict[str, Callable[[_Lowering, Node, Leaf], None]]] = {
         LINEAR: _linear,
         NORM: _norm,
@@ -529,42 +320,3 @@ class _Lowering:
         EXPERTS: _experts,
         LAYER: _layer,
     }
-
-
-class _ByRows:
-    """Glue that needs to know which token stands where: it gets values [batch, sequence, ...] without padding."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.function = function
-
-    def __call__(self, *values: Tensor, length: int, **side: Tensor) -> Tensor:
-        padded = values[0].shape[0]
-        result = self.function(*(value[:length].transpose(0, 1) for value in values), **side).transpose(0, 1)
-        extra = padded - result.shape[0]
-        if extra <= 0:
-            return result
-        return nn.functional.pad(result, (0, 0) * (result.dim() - 1) + (0, extra))
-
-
-@dataclass(frozen=True)
-class _OfShard:
-    """Glue that reads the positions of tokens [tokens of all ranks, batch or 1]: it gets those of this rank's."""
-
-    function: Callable[..., Any]
-    rank: int
-
-    def __call__(self, *values: Tensor, places: Tensor) -> Any:
-        count = values[0].shape[0]
-        return self.function(*values, places=places[self.rank * count :][:count])
-
-
-@dataclass(frozen=True)
-class _DropoutIn:
-    """Dropout by a function in the code of a module, which says whether it is in training."""
-
-    module: nn.Module
-    p: float
-
-    @property
-    def training(self) -> bool:
-        return self.module.training

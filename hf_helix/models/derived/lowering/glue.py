@@ -21,7 +21,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from hf_helix.models.derived import rope
 from hf_helix.models.derived.leaves import DTYPE
-from hf_helix.models.derived.placements import FREE, Inference, Placed, bounds_of_slice, edges_of, name_of
+from hf_helix.models.derived.placement.inference import Inference
+from hf_helix.models.derived.placement.nodes import bounds_of_slice, edges_of, name_of
+from hf_helix.models.derived.placement.placed import FREE, Placed
 from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, args_of
 from hf_helix.operators.unit import cut_bounds
 

@@ -1,0 +1,1 @@
+"""From a trace with placements to operators on a `Builder`."""

@@ -1,0 +1,52 @@
+"""The forms in which operators call glue and dropout of a model.
+
+In:   a function over values as a trace has them [batch, sequence, ...], or a module whose code drops out by itself.
+Out:  the same over values as operators hand them on [tokens, batch, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class ByRows:
+    """Glue that needs to know which token stands where: it gets values [batch, sequence, ...] without padding."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, *values: Tensor, length: int, **side: Tensor) -> Tensor:
+        padded = values[0].shape[0]
+        result = self.function(*(value[:length].transpose(0, 1) for value in values), **side).transpose(0, 1)
+        extra = padded - result.shape[0]
+        if extra <= 0:
+            return result
+        return nn.functional.pad(result, (0, 0) * (result.dim() - 1) + (0, extra))
+
+
+@dataclass(frozen=True)
+class OfShard:
+    """Glue that reads the positions of tokens [tokens of all ranks, batch or 1]: it gets those of this rank's."""
+
+    function: Callable[..., Any]
+    rank: int
+
+    def __call__(self, *values: Tensor, places: Tensor) -> Any:
+        count = values[0].shape[0]
+        return self.function(*values, places=places[self.rank * count :][:count])
+
+
+@dataclass(frozen=True)
+class DropoutIn:
+    """Dropout by a function in the code of a module, which says whether it is in training."""
+
+    module: nn.Module
+    p: float
+
+    @property
+    def training(self) -> bool:
+        return self.module.training

@@ -1,0 +1,78 @@
+"""The values of a unit while it is declared: their names, and the forms in which each is there.
+
+In:   the outline of a unit, and the builder that its operators are declared on.
+Out:  names of values and of operators.
+Must hold: a value is gathered or scattered once, where it first meets what needs it in that form.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from hf_helix.models.derived.lowering.outline import Outline
+from hf_helix.models.derived.placement.placed import PARTIAL, SHARD, WHOLE
+from hf_helix.models.derived.trace import Underivable
+from hf_helix.models.graph.builder import Builder
+
+
+class Values:
+    """The names of the values of one module.
+
+    Args:
+        outline: the unit.
+        b: its builder.
+        module: the module.
+        start: the names of the values that enter.
+    """
+
+    def __init__(self, outline: Outline, b: Builder, module: Any, start: dict[Node, str]) -> None:
+        self.outline = outline
+        self.trace = outline.trace
+        self.b = b
+        self.module = module
+        self.names: dict[tuple[Node, str], str] = {}
+        self.used: set[str] = set()
+        for node, name in start.items():
+            self.names[node, outline.placed(node).where] = name
+
+    def value(self, node: Node, where: str) -> str:
+        """Returns the name of a value in some form, and declares the communication that gives it."""
+        found = self.names.get((node, where))
+        if found is not None:
+            return found
+        have = self.outline.placed(node).where
+        if have == PARTIAL and where == SHARD:
+            name = self.b.reduce_scatter(self._name(node, "scatter"), self.names[node, PARTIAL])
+        elif where == WHOLE and have != WHOLE:
+            name = self.b.all_gather(self._name(node, "gather"), self.value(node, SHARD))
+        else:
+            raise Underivable(f"{node.name} in {self.trace.path(node)} would have to be cut again")
+        self.names[node, where] = name
+        return name
+
+    def _is_there(self, node: Node) -> bool:
+        return any((node, where) in self.names for where in (SHARD, WHOLE, PARTIAL))
+
+    def _set(self, node: Node, name: str) -> None:
+        self.names[node, self.outline.placed(node).where] = name
+
+    def _name(self, node: Node, suffix: str = "") -> str:
+        """Returns a name of an operator that is not taken: the path of the module, and what is done there."""
+        leaf = self.trace.leaf(node)
+        if leaf is not None:
+            base = leaf.path or leaf.kind
+        else:
+            what = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
+            path = self.trace.path(node)
+            base = f"{path}.{what}" if path else what
+        return self._free(f"{base}.{suffix}" if suffix else base)
+
+    def _free(self, name: str) -> str:
+        found, number = name, 1
+        while found in self.used:
+            number += 1
+            found = f"{name}.{number}"
+        self.used.add(found)
+        return found

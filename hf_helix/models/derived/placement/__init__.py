@@ -1,0 +1,1 @@
+"""How every value of a trace lies on tensor-parallel ranks."""

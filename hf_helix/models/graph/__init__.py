@@ -1,0 +1,1 @@
+"""Declaring the parts of a model as operators of a unit."""
