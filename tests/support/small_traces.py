@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_helix.models.derived.leaves import DTYPE, Leaves, skeleton_of
 from hf_helix.models.derived.lowering.glue import Share
+from hf_helix.models.derived.lowering.lower import declare
 from hf_helix.models.derived.lowering.outline import Outline
 from hf_helix.models.derived.placement.inference import Inference
 from hf_helix.models.derived.placement.placed import SHARD, NeedsInlining, Placed
@@ -62,7 +63,7 @@ def unit_of(module: nn.Module, given: Sequence[Given] = (), axis: Axis | None = 
     graph = inference.trace
     outline = Outline(inference, Share(axis.size, axis.rank), [graph.hidden], graph.result)
     b = Builder("layer", "layers.0", ParallelContext(axis))
-    return b.build(outline.declare(b, module, {graph.hidden: b.input("x")}))
+    return b.build(declare(outline, b, module, {graph.hidden: b.input("x")}))
 
 
 def steps(unit: Unit) -> list[str]:

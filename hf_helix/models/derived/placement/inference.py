@@ -99,7 +99,7 @@ class Inference(ViewRules, ArithmeticRules):
                 self.placed[node] = replace(placed, where=WHOLE)
 
     def _gather_once(self) -> None:
-        """Lets norms of one value, if all that reads them needs the whole sequence, read the one gather of this value."""
+        """Lets norms of one value read one gather of it, where all that reads them needs the whole sequence."""
         for node in (self.trace.hidden, *self.trace.nodes):
             norms = [user for user in node.users if self._is_gathered(user)]
             if len(norms) > 1:
@@ -107,15 +107,11 @@ class Inference(ViewRules, ArithmeticRules):
 
     def _is_gathered(self, node: Node) -> bool:
         """Returns whether a node is a norm of a shard, and all that reads it needs the whole sequence."""
-        leaf, placed = self.trace.leaf(node), self.placed.get(node)
-        if (
-            leaf is None
-            or leaf.kind != NORM
-            or placed != Placed(SHARD, origins=placed.origins if placed else frozenset())
-        ):
+        leaf, placed, ways = self.trace.leaf(node), self.placed.get(node), self.decisions.ways
+        if leaf is None or leaf.kind != NORM or placed is None or placed.where != SHARD or placed.dim is not None:
             return False
-        ways = self.decisions.ways
-        return all(ways.get(user) == COLUMN or self._of(user).where == WHOLE for user in node.users)
+        readers = [(ways.get(user), self.placed.get(user)) for user in node.users]
+        return all(way == COLUMN or (reader is not None and reader.where == WHOLE) for way, reader in readers)
 
     def _place(self, node: Node) -> Placed:
         leaf = self.trace.leaf(node)
