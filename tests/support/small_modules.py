@@ -125,6 +125,7 @@ class LatentAttention(Attention):
     def __init__(self) -> None:
         super().__init__()
         del self.k, self.v
+        self.num_key_value_groups = 1
         self.latent = nn.Linear(WIDTH, 5 + HEAD_DIM)
         self.norm = LlamaRMSNorm(5)
         self.unfold = nn.Linear(5, HEADS * 2 * HEAD_DIM)
