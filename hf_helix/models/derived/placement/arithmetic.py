@@ -106,7 +106,8 @@ class ArithmeticRules(Rules):
         where = self._join(tensors_of(node))
         dims = self._dims(args_of(node)[0])
         place = 2 if name_of(node) == "topk" else 1
-        over = args_of(node)[place] if len(args_of(node)) > place else -1 if place == 2 else list(range(dims))
+        default = -1 if name_of(node) in ("topk", "sort") else list(range(dims))
+        over = args_of(node)[place] if len(args_of(node)) > place else default
         reduced = {dim % dims for dim in as_list(over)}
         if where != FREE and any(self.trace.shape(args_of(node)[0])[dim] in TOKENS for dim in reduced):
             self._refuse_mixing(node)

@@ -54,7 +54,9 @@ class ViewRules(Rules):
                 if inner % size:
                     return None
                 whole = before[dim]
-                return place if size % whole == 0 or whole % size == 0 else None
+                # A rank's heads are those of its features only if both divide.
+                divides = size == whole or not (size % self.tp_size or whole % self.tp_size)
+                return place if divides and (size % whole == 0 or whole % size == 0) else None
             product *= size
         return None
 

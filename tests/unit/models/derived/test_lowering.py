@@ -135,7 +135,7 @@ class Cast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        return self.down(functional.softplus(h.float()).to(h.dtype) + torch.ones(1, dtype=h.dtype))
+        return self.down(functional.softplus(h.float()).to(h.dtype) + torch.ones(1, dtype=h.dtype, device=h.device))
 
 
 def test_what_is_cast_to_the_type_of_the_trace_gets_that_of_the_values() -> None:
