@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from hf_helix.config import HelixConfig
+from hf_helix.models.causal_lm import check_causal_lm_class
 from hf_helix.models.small_config import EXPERT_COUNTS, default_config, small_config
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)
@@ -64,6 +65,7 @@ class Subject:
                 "'LlamaForCausalLM', or a folder with a config.json"
             )
         if is_class(given):
+            check_causal_lm_class(str(given))
             if as_is:
                 raise ValueError(
                     f"{given} is a class, which has no sizes of its own; leave as_is out, or give a config"

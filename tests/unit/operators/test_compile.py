@@ -11,7 +11,7 @@ from support.derived_models import HOME
 from support.models import tiny
 from torch._dynamo.utils import counters
 
-from hf_helix.models import norms
+from hf_helix.models.graph import norms
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
