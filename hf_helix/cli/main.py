@@ -13,11 +13,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_helix.cli import check, env, models, plan, profile, show
+from hf_helix.cli import check, doctor, env, models, plan, profile, show, simulate
 from hf_helix.cli.options import HelpFormatter
 from hf_helix.version import __version__
 
-COMMANDS = (profile, plan, show, check, models, env)
+COMMANDS = (profile, plan, show, doctor, simulate, check, models, env)
 
 EXAMPLES = """\
 examples:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Sizes
-from hf_helix.simulation.step import Case, Step, simulate_step
+from hf_helix.simulation.step import Case, Step, memory_of_case, simulate_step
 
 RECOMPUTE = ("none", "selective", "full")
 """Modes of recomputation, the fastest first; the next is tried where one does not fit."""
@@ -127,20 +127,20 @@ class Search:
     def _fitting(self, case: Case) -> Step | None:
         """Returns the fastest way to run a case that fits: less recomputation, and states kept whole, if possible."""
         shards = (False, True) if case.sizes.dp > 1 and case.sizes.ep == 1 else (False,)
-        memory = 0.0
+        least = 0.0
         for recompute in RECOMPUTE:
             for shard in shards:
                 tried = replace(case, recompute=recompute, shard_optimizer=shard)
                 try:
-                    step = simulate_step(self.amounts(tried), tried, self.cluster)
+                    amounts = self.amounts(tried)
+                    least = memory_of_case(amounts, tried).total
+                    if least <= self.cluster.device.memory:
+                        return simulate_step(amounts, tried, self.cluster)
                 except ValueError as error:
                     self._drop(tried, str(error))
                     return None
-                memory = step.memory.total
-                if memory <= self.cluster.device.memory:
-                    return step
         room = self.cluster.device.memory
-        self._drop(case, f"needs {memory / 1e9:.1f} GB of a device that has {room / 1e9:.1f}, even with recomputation")
+        self._drop(case, f"needs {least / 1e9:.1f} GB of a device that has {room / 1e9:.1f}, even with recomputation")
         return None
 
     def _drop(self, case: Case, reason: str) -> None:
@@ -165,7 +165,7 @@ def layouts(cluster: Cluster, length: int, layers: int, experts: int = 1) -> Ite
                     continue
                 dp = cluster.devices // (tp * pp * cp)
                 for ep in divisors(dp) if experts > 1 else [1]:
-                    if experts % (ep * tp) == 0:
+                    if experts == 1 or experts % (ep * tp) == 0:
                         yield Sizes(tp, cp, pp, dp, ep)
 
 
