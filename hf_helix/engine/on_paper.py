@@ -1,6 +1,6 @@
-"""A layout of a model on paper: what one of its ranks computes, moves and keeps, without the machine.
+"""Layouts of a model on paper: what one of their ranks computes, moves and keeps, without the machine.
 
-In:   a Transformers model on the meta device, a `HelixConfig`, and the sizes of a micro-batch.
+In:   a Transformers configuration, or a model on the meta device; a `HelixConfig`, and the sizes of a micro-batch.
 Out:  its `Amounts`.
 Must hold: the units are declared as for training; one layer of each kind runs, whatever the number of layers.
 """
@@ -8,9 +8,11 @@ Must hold: the units are declared as for training; one layer of each kind runs, 
 from __future__ import annotations
 
 from collections.abc import Collection
+from os import PathLike
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import declare
@@ -22,11 +24,60 @@ from hf_helix.operators.unit import Unit
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
+from hf_helix.report.flops import token_flops
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
-from hf_helix.simulation.amounts import Amounts, PaperStreams, count_amounts
+from hf_helix.simulation.amounts import Amounts, Model, PaperStreams, count_amounts
+from hf_helix.simulation.cluster import Cluster
+from hf_helix.simulation.estimate import inter_node_axes
 from hf_helix.simulation.mesh import META, PaperMesh, paper_mesh
 from hf_helix.simulation.meter import meta_as
+from hf_helix.simulation.step import Case
+
+TYPES = {"bf16": torch.bfloat16, "fp32": None}
+"""The types of matrix products, as clusters name them, and what autocast is told."""
+
+
+class OnPaper:
+    """A model whose layouts are counted, each once.
+
+    Args:
+        model: a Transformers model on the meta device, perhaps a `PeftModel`; a configuration, or the path of one.
+        cluster: what it runs on: which axes leave a node decides what kind of communication they are.
+    """
+
+    def __init__(self, model: Any, cluster: Cluster) -> None:
+        if isinstance(model, (str, PathLike)):
+            model = AutoConfig.from_pretrained(model)
+        if isinstance(model, PreTrainedConfig):
+            with torch.device(META):
+                model = AutoModelForCausalLM.from_config(model, dtype=torch.float32).train()
+        self.model = model
+        self.cluster = cluster
+        self._found: dict[object, Amounts | ValueError] = {}
+
+    def amounts(self, case: Case) -> Amounts:
+        """Returns what a rank does for a micro-batch of a case.
+
+        Raises:
+            ValueError: the model cannot be cut like this.
+        """
+        sizes, crossing = case.sizes, tuple(inter_node_axes(self.cluster, case.sizes))
+        shape = case.batch, case.length, case.recompute, case.dtype
+        key = sizes.tp, sizes.cp, sizes.ep, crossing, shape
+        if key not in self._found:
+            config = HelixConfig(tp_size=sizes.tp, cp_size=sizes.cp, ep_size=sizes.ep, recompute=case.recompute)
+            try:
+                family_of(base_of(self.model)).check(base_of(self.model).config, sizes.tp)
+                self._found[key] = amounts_of(
+                    self.model, config, case.batch, case.length, TYPES[case.dtype], crossing, self.cluster.backend
+                )
+            except ValueError as error:
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, ValueError):
+            raise found
+        return found
 
 
 def amounts_of(
@@ -57,7 +108,9 @@ def amounts_of(
     sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
     paper = paper_mesh(sizes, inter_node_axes, backend == "nccl")
     make_buffers = family.empty(base, config.tp_size)
-    stage = _one_of_each(declare(model, config, paper.mesh, modes_of(family.layers(base), None, config)).stage)
+    declared = declare(model, config, paper.mesh, modes_of(family.layers(base), None, config)).stage
+    about = _about(base, declared)
+    stage = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in stage.all_placements}
     try:
         _cut(stage, paper)
@@ -68,12 +121,20 @@ def amounts_of(
         scale = LossScale(torch.ones((), device=META))
         window = WindowMaker(base, paper.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
         handed_on = sum(value.nbytes for value in make_buffers(window.prepare()))
-        about = {"model": type(base).__name__, "shapes": f"{batch} x {length}"}
         with meta_as(backend):
             return count_amounts(runner, window, handed_on, about)
     finally:
         for parameter, value in whole.items():
             parameter.data, parameter.grad = value, None
+
+
+def _about(base: Any, stage: Stage) -> Model:
+    flops = token_flops(base)
+    units = [unit.name for _, unit in sorted(stage.model.items())]
+    tied = any(len({index for index, _ in row}) > 1 for row in stage.layout.shared)
+    return Model(
+        type(base).__name__, units, family_of(base).head_cost(base), tied, flops.linear, flops.attention_per_length
+    )
 
 
 def _one_of_each(stage: Stage) -> Stage:

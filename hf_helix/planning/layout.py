@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair
 
 Key = tuple[int, str]
 """A value of a micro-batch: the unit it is named in, and its name. What leaves a unit keeps its key in the next."""
@@ -39,6 +39,11 @@ class Layout:
     def _homes(self) -> dict[int, int]:
         """Returns the pipeline rank of each unit that a rank holds."""
         return {unit: self.ranks[stage] if self.ranks else 0 for stage, chunk in self.chunks.items() for unit in chunk}
+
+    @cached_property
+    def derived(self) -> dict[str, object]:
+        """Returns what others derive from the layout alone and keep here, so that it is derived once."""
+        return {}
 
     @property
     def num_ranks(self) -> int:
@@ -76,3 +81,33 @@ class Layout:
             after = self.graphs[self.units[unit + 1]].backward
             return unit + 1, after.outputs[pair.backward.inputs.index(value)]
         return unit, value
+
+
+def place_names(
+    units: Sequence[str], ranks: Sequence[int], ranges: Sequence[range]
+) -> tuple[list[str], dict[int, list[int]]]:
+    """Returns the names of all units, those between the ranks included, and the units of each virtual stage as indices.
+
+    The embedding goes with the first layers, the head with the last.
+
+    Args:
+        units: the names of the embedding, the layers and the head.
+        ranks: the pipeline rank of each virtual stage.
+        ranges: the layers of each virtual stage.
+    """
+    embedding, *layers, head = units
+    names: list[str] = []
+    chunks: dict[int, list[int]] = {}
+    for stage, members in enumerate(ranges):
+        chunk = [layers[index] for index in members]
+        if stage == 0:
+            chunk.insert(0, embedding)
+        elif ranks[stage - 1] != ranks[stage]:
+            chunk.insert(0, RECEIVE)
+        if stage == len(ranges) - 1:
+            chunk.append(head)
+        elif ranks[stage + 1] != ranks[stage]:
+            chunk.append(SEND)
+        chunks[stage] = list(range(len(names), len(names) + len(chunk)))
+        names += chunk
+    return names, chunks

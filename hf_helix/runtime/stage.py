@@ -16,7 +16,7 @@ from hf_helix.operators.communication.pipeline_p2p import MakeBuffers, Transfer,
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
-from hf_helix.planning.layout import Layout
+from hf_helix.planning.layout import Layout, place_names
 from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks
 from hf_helix.runtime.distributed.pipe import Pipe
 
@@ -94,32 +94,20 @@ def place_units(
     Raises:
         ValueError: too few layers, `layers_per_stage` that does not fit, or a weight that two ranks would share.
     """
-    embedding, *layers, head = units
+    embedding = units[0]
     ranks = stage_ranks(placement, pipe.size)
-    ranges = split_layers(len(layers), ranks, head_cost=head_cost, layers_per_stage=layers_per_stage)
+    ranges = split_layers(len(units) - 2, ranks, head_cost=head_cost, layers_per_stage=layers_per_stage)
     passing = len(embedding.graphs.forward.outputs)
-    names: list[str] = []
-    chunks: dict[int, list[int]] = {}
+    names, chunks = place_names([unit.name for unit in units], ranks, ranges)
     model: dict[int, Unit] = {}
     ends: dict[int, Unit] = {}
-    for stage, members in enumerate(ranges):
-        chunk: list[Unit | str] = [layers[index] for index in members]
-        if stage == 0:
-            chunk.insert(0, embedding)
-        elif ranks[stage - 1] != ranks[stage]:
-            chunk.insert(0, RECEIVE)
-        if stage == len(ranges) - 1:
-            chunk.append(head)
-        elif ranks[stage + 1] != ranks[stage]:
-            chunk.append(SEND)
-        chunks[stage] = list(range(len(names), len(names) + len(chunk)))
-        for index, unit in zip(chunks[stage], chunk, strict=True):
-            names.append(unit if isinstance(unit, str) else unit.name)
-            if isinstance(unit, Unit):
-                model[index] = unit
-            elif ranks[stage] == pipe.rank:
-                assert make_buffers is not None, "several ranks need room for what goes between them"
-                ends[index] = _end(unit, pipe, stage, ranks, make_buffers, passing)
+    following = iter(units)
+    for stage, index in ((stage, index) for stage, chunk in chunks.items() for index in chunk):
+        if names[index] not in (SEND, RECEIVE):
+            model[index] = next(following)
+        elif ranks[stage] == pipe.rank:
+            assert make_buffers is not None, "several ranks need room for what goes between them"
+            ends[index] = _end(names[index], pipe, stage, ranks, make_buffers, passing)
     graphs = {unit.name: unit.graphs for unit in units}
     if pipe.size > 1:
         graphs |= transfer_graphs(passing)

@@ -60,24 +60,50 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class Model:
+    """What a layout needs to know of a model.
+
+    Attributes:
+        name: its class.
+        units: the names of its units in forward order: the embedding, the layers, the head.
+        head_cost: the work of head and loss relative to that of a layer.
+        tied: whether embedding and head share their weights, which must be on one rank of a pipeline.
+        flops_per_token: floating-point operations of forward and backward of a token without attention.
+        attention_flops: those of attention, for a token and every token of the sequence.
+    """
+
+    name: str
+    units: Sequence[str]
+    head_cost: float
+    tied: bool
+    flops_per_token: float
+    attention_flops: float
+
+    @property
+    def layers(self) -> int:
+        """How many layers it has."""
+        return len(self.units) - 2
+
+
+@dataclass(frozen=True)
 class Amounts:
     """What a rank does for a micro-batch.
 
     Attributes:
-        about: what was counted, as text.
+        model: the whole model.
         layout: the units that were counted, one of each name.
-        operators: of every operator.
+        operators: of every operator, in the order in which one strand runs them.
         weights: of every unit, by name.
         handed_on: bytes of what a unit hands to the next.
-        copies: bytes of the copies of weights in the type of matrix products, which a window keeps.
+        copies: bytes that a window keeps of copies of weights in the type of matrix products, by unit.
     """
 
-    about: Mapping[str, str]
+    model: Model
     layout: Layout
     operators: Mapping[Name, OperatorAmounts]
     weights: Mapping[str, Weights]
     handed_on: int
-    copies: int = 0
+    copies: Mapping[str, int]
 
 
 class _Done(Event):
@@ -134,27 +160,25 @@ class PaperStreams(Streams):
         pass
 
 
-def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, about: Mapping[str, str]) -> Amounts:
+def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, model: Model) -> Amounts:
     """Returns what the operators of a runner do for a micro-batch.
 
     Args:
         runner: of one rank, on a mesh on paper, with `PaperStreams`, under the plan `sequential`.
         batch: a micro-batch on the meta device.
         handed_on: bytes of what a unit hands to the next.
-        about: what the caller knows of the case.
+        model: the whole model.
     """
     streams = runner.executor.streams
     assert isinstance(streams, PaperStreams)
     side = batch.prepare()
     batch = replace(batch, prepare=lambda: dict(side))
     with runner.precision.weights.kept():  # as in a window, in which they are cast once
-        first = Meter()
-        _run(runner, batch, streams, first)  # makes the gradients
-        copies = first.live() - sum(p.grad.nbytes for p in runner.stage.placements if p.grad is not None)
+        first = _run(runner, batch, streams, Meter())  # makes the gradients and the copies of weights
         streams.sent.clear()
         held = [tensor for p in runner.stage.placements for tensor in (p, p.grad) if tensor is not None]
-        meter = Meter(held + [value for value in side.values() if isinstance(value, Tensor)])
-        _run(runner, batch, streams, meter)
+        held += [value for value in side.values() if isinstance(value, Tensor)]
+        second = _run(runner, batch, streams, Meter(held, first))
     layout = runner.layout
     labels = {
         (layout.units[index], f"{letter}.{op.name}"): runner.executor.label(batch.key[1], index, op)
@@ -162,24 +186,30 @@ def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, about: Mapp
         for letter, graph in _halves(layout.graphs[layout.units[index]])
         for op in graph.operators
     }
-    operators = {name: _operator(meter.found.get(label), streams.sent.get(label, ())) for name, label in labels.items()}
-    assert operators.keys() == {name for name, _ in named_operators(layout)}
-    return Amounts(about, layout, operators, _weights(runner), handed_on, copies)
+    names = {label: name for name, label in labels.items()}
+    ran = [names[label] for label in second.found]  # in the order in which they ran, which memory depends on
+    assert set(ran) == {name for name, _ in named_operators(layout)}
+    operators = {name: _operator(second.found[labels[name]], streams.sent.get(labels[name], ())) for name in ran}
+    copies = {unit.name: 0 for unit in runner.stage.model.values()}
+    for name, label in labels.items():
+        if name[1].startswith("F."):
+            copies[name[0]] += max(0, first.found[label].delta - second.found[label].delta)
+    return Amounts(model, layout, operators, _weights(runner), handed_on, copies)
 
 
 def _halves(pair: GraphPair) -> list[tuple[str, Graph]]:
     return [("F", pair.forward), ("B", pair.backward)]
 
 
-def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> None:
+def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> Meter:
     streams.trace = _Labels(meter)
     with meter, FusedAttention(meter):
         runner.executor.run(runner.program(1), [batch], runner.sources(), training=True)
         meter.begin(None)
+    return meter
 
 
-def _operator(metered: Metered | None, sent: Sequence[Transfer]) -> OperatorAmounts:
-    metered = metered or Metered()
+def _operator(metered: Metered, sent: Sequence[Transfer]) -> OperatorAmounts:
     return OperatorAmounts(tuple(metered.kernels), tuple(sent), metered.delta, metered.peak)
 
 

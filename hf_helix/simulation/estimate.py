@@ -171,7 +171,7 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
             if not cluster.device.host_runs_ahead:
                 seconds += cluster.device.issue_seconds
             times[name] = max(LEAST, seconds)
-    about = {**amounts.about, "estimated": cluster.name}
+    about = {"model": amounts.model.name, "estimated": cluster.name}
     return Profile(about, layout, times, pairs=contended(layout, times, cluster), bytes=sent)
 
 

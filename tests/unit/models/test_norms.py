@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_helix.models import norms
+from hf_helix.models.graph import norms
 from hf_helix.models.graph.norms import NAMES, is_rms_norm, normed, rms_norm
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from hf_helix.models import norms
+from hf_helix.models.graph import norms
 from hf_helix.models.graph.attention import by_heads
 from hf_helix.models.graph.norms import is_fused, rms_norm
 from hf_helix.models.stock_modules import is_silu

@@ -1,0 +1,132 @@
+"""The memory of a rank: by part, in bytes.
+
+In:   what its operators keep, what it holds of the model, and its schedule.
+Out:  `Memory`.
+Must hold: counted from the bytes that the operators really allocate; two strands take turns layer by layer, which is
+what plans promise to need no more than (one layer's activations apart).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.graph.pair import RECEIVE, SEND
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.actions import Action, Slot
+from hf_helix.planning.profile import named_operators
+from hf_helix.simulation.amounts import Amounts, Weights
+
+PARAMETER, GRADIENT, STATES = 4, 4, 8
+"""Bytes of an element: weights and gradients in fp32, and the two states of Adam."""
+
+BUCKET = 25 * 2**20
+"""Bytes of the bucket in which gradients are summed."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank.
+
+    Attributes:
+        weights: parameters.
+        gradients: of the trained ones.
+        states: of the optimizer.
+        copies: of weights in the type of matrix products, during a window.
+        activations: the most that a window keeps and works with.
+        buffers: of sums of gradients.
+    """
+
+    weights: float
+    gradients: float
+    states: float
+    copies: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """Returns the sum of all parts."""
+        return sum(self.parts().values())
+
+    def parts(self) -> dict[str, float]:
+        """Returns the bytes by part."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
+    """Returns the parameters of a pipeline rank. Weights that embedding and head share count once."""
+    names = [layout.units[unit] for unit in layout.units_of(rank)]
+    found = [amounts.weights[name] for name in names if name in amounts.weights]
+    trained = sum(each.trained for each in found)
+    if amounts.model.tied and amounts.model.units[-1] in names:
+        trained -= min(amounts.weights[amounts.model.units[0]].trained, amounts.weights[names[-1]].trained)
+    return Weights(trained, sum(each.experts for each in found), sum(each.frozen for each in found))
+
+
+def memory_of(
+    amounts: Amounts, layout: Layout, rank: int, slots: Sequence[Slot], copies: int, shard_optimizer: bool
+) -> Memory:
+    """Returns the memory of a pipeline rank.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks.
+        rank: in the pipeline.
+        slots: of its schedule.
+        copies: data-parallel ranks that share the optimizer's states, if they do.
+        shard_optimizer: whether they do (ZeRO-1).
+    """
+    held = held_weights(amounts, layout, rank)
+    trained = held.trained + held.experts
+    names = [layout.units[unit] for unit in layout.units_of(rank)]
+    return Memory(
+        weights=PARAMETER * (trained + held.frozen),
+        gradients=GRADIENT * trained,
+        states=STATES * trained / (copies if shard_optimizer else 1),
+        copies=sum(amounts.copies.get(name, 0) for name in names),
+        activations=peak_activations(amounts, layout, slots),
+        buffers=BUCKET if copies > 1 else 0,
+    )
+
+
+def peak_activations(amounts: Amounts, layout: Layout, slots: Sequence[Slot]) -> int:
+    """Returns the most bytes alive in a window beside the model, its gradients and the batches.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks.
+        slots: of a rank's schedule.
+    """
+    changes = _changes(amounts, layout)
+    alive = peak = 0
+    for slot in slots:
+        entering = _units(layout, slot.forward) if slot.forward else []
+        leaving = _units(layout, slot.backward)[::-1] if slot.backward else []
+        for pair in zip_longest(entering, leaving):
+            for unit in pair:
+                for delta, above in changes.get(unit, ()) if unit else ():
+                    peak = max(peak, alive + above)
+                    alive += delta
+    return peak
+
+
+def _units(layout: Layout, action: Action) -> list[tuple[str, str]]:
+    return [(layout.units[unit], action.computation_type) for unit in layout.chunks[action.stage]]
+
+
+def _changes(amounts: Amounts, layout: Layout) -> Mapping[tuple[str, str], list[tuple[int, int]]]:
+    """Returns, for every unit and type of computation, the change of live bytes and the peak of each operator."""
+    parts = {name: op.part for name, op in named_operators(layout)}
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for (unit, entry), each in amounts.operators.items():
+        letter = "F" if entry.startswith("F.") else "W" if parts[unit, entry] is Part.W else "I"
+        for key in dict.fromkeys((letter, "F" if letter == "F" else "B")):
+            found.setdefault((unit, key), []).append((each.delta, each.peak))
+    passed = amounts.handed_on
+    arrives, leaves = [(passed, passed)], [(-passed, 0)]
+    for letter in "BI":
+        found |= {(RECEIVE, letter): leaves, (SEND, letter): arrives}
+    return found | {(RECEIVE, "F"): arrives, (SEND, "F"): leaves}

@@ -1,0 +1,251 @@
+"""A whole optimizer step of a whole cluster: how long it takes, and what for.
+
+In:   the amounts of a rank, a case (layout, micro-batches, plan), and a cluster.
+Out:  a `Step`.
+Must hold: data-parallel replicas are equal, so one pipeline is simulated for all; the window's time is that of the cost
+function, whose rules are those of the executor.
+
+Long windows repeat themselves. So windows are simulated with few layers on a stage and few micro-batches, and what one
+more of each takes is added as often as there are more; a layout that is looked at in depth is simulated whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hf_helix.planning.cost import Timeline
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.graph.pair import transfer_graphs
+from hf_helix.planning.layout import Layout, place_names
+from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.registry import make_plan, predict_plan
+from hf_helix.planning.profile import Profile
+from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.cluster import Cluster
+from hf_helix.simulation.estimate import Sizes, estimate_profile, rings, transfer_seconds
+from hf_helix.simulation.kernels import Transfer
+from hf_helix.simulation.memory import GRADIENT, PARAMETER, Memory, held_weights, memory_of
+from hf_helix.simulation.steady import costs_under, steady_layers
+from hf_helix.simulation.window import window_of
+
+OPTIMIZER_BYTES = 32
+"""Bytes that an optimizer's step moves for an element: gradient, weight and two states read, the latter written, the
+gradient read once more for its norm."""
+
+WHOLE = 60_000
+"""Operators of a window up to which it is simulated whole, if asked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained how.
+
+    Attributes:
+        sizes: the parallel sizes.
+        batch: sequences in a micro-batch.
+        length: tokens in a sequence.
+        microbatches: of a window, on each data-parallel rank.
+        plan: the name of a rule.
+        schedule: as in `HelixConfig`.
+        recompute: as in `HelixConfig`.
+        shard_optimizer: as in `HelixConfig`.
+        dtype: the type of matrix products.
+    """
+
+    sizes: Sizes
+    batch: int
+    length: int
+    microbatches: int
+    plan: str = "greedy"
+    schedule: str = "auto"
+    recompute: str = "none"
+    shard_optimizer: bool = False
+    dtype: str = "bf16"
+
+    @property
+    def tokens(self) -> int:
+        """Returns the tokens of a step, of all data-parallel ranks."""
+        return self.batch * self.length * self.microbatches * self.sizes.dp
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step.
+
+    Attributes:
+        case: what was simulated.
+        window: seconds of forward and backward of all micro-batches.
+        sums: seconds after it in which only gradients are summed.
+        optimizer: seconds of the optimizer.
+        loads: seconds of each kind of work in a window, on the rank that has most.
+        exposed: seconds of each kind of communication in a window that run beside no computation, likewise.
+        bubble: part of a window in which the pipeline's ranks wait for each other.
+        memory: of the rank that needs most.
+        model_flops: of a device in a step, attention counted as causal, and as if every token saw every other.
+        timeline: of the window, if it was simulated whole.
+    """
+
+    case: Case
+    window: float
+    sums: float
+    optimizer: float
+    loads: Mapping[Kind, float]
+    exposed: Mapping[Kind, float]
+    bubble: float
+    memory: Memory
+    model_flops: tuple[float, float]
+    timeline: Timeline | None = field(default=None, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds of the whole step."""
+        return self.window + self.sums + self.optimizer
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Returns the tokens that all devices train on in a second."""
+        return self.case.tokens / self.seconds
+
+    @property
+    def tflops(self) -> tuple[float, float]:
+        """Returns TFLOP/s of a device, in both conventions, see `model_flops`."""
+        causal, full = (flops / self.seconds / 1e12 for flops in self.model_flops)
+        return causal, full
+
+
+def layout_of(amounts: Amounts, case: Case) -> Layout:
+    """Returns the units of all ranks of a pipeline.
+
+    Raises:
+        ValueError: the model has too few layers for it, or its tied weights would be on two ranks.
+    """
+    pp = case.sizes.pp
+    placement = Scheduler(case.schedule, pp).placement
+    ranks = stage_ranks(placement, pp)
+    model = amounts.model
+    if model.tied and ranks[0] != ranks[-1]:
+        raise ValueError(
+            f"{model.name} shares the weights of embedding and head, and schedule={case.schedule!r} has them on "
+            "different ranks; use schedule='auto'"
+        )
+    names, chunks = place_names(model.units, ranks, split_layers(model.layers, ranks, head_cost=model.head_cost))
+    graphs = dict(amounts.layout.graphs)
+    if pp > 1:
+        graphs |= transfer_graphs(len(graphs[names[0]].forward.outputs))
+    return Layout(names, chunks, graphs, (), ranks)
+
+
+def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Step:
+    """Returns what an optimizer step takes.
+
+    Args:
+        amounts: of a rank of this case's layout.
+        case: what is trained how.
+        cluster: what it runs on.
+        whole: whether to simulate every operator of the window, where it has no more than `WHOLE` of them.
+
+    Raises:
+        ValueError: the layout cannot be built.
+    """
+    layout = layout_of(amounts, case)
+    profile = estimate_profile(amounts, layout, case.sizes, cluster, case.dtype)
+    plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
+    layers = steady_layers(plan, profile, amounts.model.units[1:-1])
+    costs = costs_under(profile, layers)
+    window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
+    seconds, timeline = window.seconds, None
+    if whole and _num_operators(layout) * case.microbatches <= WHOLE:
+        schedule = Scheduler(case.schedule, case.sizes.pp, costs)(case.microbatches)
+        _, timeline = predict_plan(plan, profile, schedule)
+        seconds = timeline.seconds
+    loads = _loads(profile, layout, window.busiest, case.microbatches)
+    seconds = max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
+    exposed = {
+        kind: seconds * layers.exposed.get(kind, 1.0)
+        for kind, seconds in loads.items()
+        if kind.communicates and seconds
+    }
+    memory = max(
+        (
+            memory_of(amounts, layout, rank, slots, case.sizes.dp * case.sizes.cp, case.shard_optimizer)
+            for rank, slots in enumerate(window.schedule)
+        ),
+        key=lambda memory: memory.total,
+    )
+    sums = _sums(amounts, layout, case, cluster, profile)
+    model, tokens = amounts.model, case.tokens / case.sizes.devices
+    flops = [model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0)]
+    return Step(
+        case,
+        seconds,
+        sums,
+        _optimizer(amounts, layout, case, cluster),
+        loads,
+        exposed,
+        window.bubble,
+        memory,
+        (flops[0] * tokens, flops[1] * tokens),
+        timeline,
+    )
+
+
+def _loads(profile: Profile, layout: Layout, rank: int, microbatches: int) -> dict[Kind, float]:
+    found = dict.fromkeys(Kind, 0.0)
+    for name in (layout.units[unit] for unit in layout.units_of(rank)):
+        pair = layout.graphs[name]
+        for letter, graph in (("F", pair.forward), ("B", pair.backward)):
+            for op in graph.operators:
+                if not op.receives:
+                    found[op.kind] += microbatches * profile.times[name, f"{letter}.{op.name}"]
+    return found
+
+
+def _host_seconds(layout: Layout, rank: int, microbatches: int, cluster: Cluster) -> float:
+    """Returns what a host needs to issue a window, where it issues while the device computes."""
+    if not cluster.device.host_runs_ahead:
+        return 0.0
+    pairs = [layout.graphs[layout.units[unit]] for unit in layout.units_of(rank)]
+    count = sum(len(pair.forward.operators) + len(pair.backward.operators) for pair in pairs)
+    return count * microbatches * cluster.device.issue_seconds
+
+
+def _num_operators(layout: Layout) -> int:
+    pairs = [layout.graphs[name] for name in layout.units]
+    return sum(len(pair.forward.operators) + len(pair.backward.operators) for pair in pairs)
+
+
+def _sums(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster, profile: Profile) -> float:
+    """Returns the seconds after the last backward in which gradients are still summed.
+
+    A unit's gradients are summed once its backward in the last micro-batch is over, one after the other.
+    """
+    axes = rings(cluster, case.sizes)
+    worst = 0.0
+    for rank in range(layout.num_ranks):
+        computed = summed = 0.0
+        for name in reversed([layout.units[unit] for unit in layout.units_of(rank)]):
+            if name not in amounts.weights:
+                continue
+            computed += sum(profile.times[name, f"B.{op.name}"] for op in layout.graphs[name].backward.operators)
+            held = amounts.weights[name]
+            for axis, count in (("copies", held.trained), ("expert_copies", held.experts)):
+                size = axes[axis].size
+                sent = int(2 * (size - 1) / size * count * GRADIENT)
+                seconds = transfer_seconds(Transfer(axis, "all_reduce", sent), axes[axis], cluster)
+                summed = max(summed, computed) + seconds if seconds else summed
+        worst = max(worst, summed - computed)
+    return max(0.0, worst)
+
+
+def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:
+    held = [held_weights(amounts, layout, rank) for rank in range(layout.num_ranks)]
+    trained = max(each.trained + each.experts for each in held)
+    bandwidth = cluster.device.bandwidth * cluster.device.memory_efficiency.at(PARAMETER * trained)
+    copies = case.sizes.dp
+    if not case.shard_optimizer or copies == 1:
+        return OPTIMIZER_BYTES * trained / bandwidth
+    sent = int((copies - 1) / copies * trained * PARAMETER)
+    gathered = transfer_seconds(Transfer("copies", "all_gather", sent), rings(cluster, case.sizes)["copies"], cluster)
+    return OPTIMIZER_BYTES * trained / copies / bandwidth + gathered
