@@ -28,6 +28,7 @@ import transformers
 from hf_helix.cli.models import describe, headline
 from hf_helix.engine.proof.subject import Subject, has_experts
 from hf_helix.engine.proof.verdict import Proof
+from hf_helix.models.causal_lm import causal_lm_classes
 from hf_helix.models.census import (
     FAILED,
     FILE,
@@ -39,7 +40,6 @@ from hf_helix.models.census import (
     installed_versions,
     read_census,
 )
-from hf_helix.models.small_config import causal_lm_classes
 from hf_helix.testing import prove_layouts
 
 LAYOUTS: dict[str, dict[str, int]] = {

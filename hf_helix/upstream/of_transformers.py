@@ -186,7 +186,7 @@ TRANSFORMERS: tuple[Used, ...] = tuple(
         used(
             "transformers.models.auto.modeling_auto",
             "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-            "lists the causal-LM classes, for the census",
+            "lists the causal-LM classes, for the census and for what is refused",
             NO_IMPORT,
         ),
         used(

@@ -18,6 +18,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from hf_helix.config import HelixConfig
+from hf_helix.models.causal_lm import check_causal_lm_class
+from hf_helix.models.copies import copy_module
 from hf_helix.models.small_config import EXPERT_COUNTS, default_config, small_config
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)
@@ -64,6 +66,7 @@ class Subject:
                 "'LlamaForCausalLM', or a folder with a config.json"
             )
         if is_class(given):
+            check_causal_lm_class(str(given))
             if as_is:
                 raise ValueError(
                     f"{given} is a class, which has no sizes of its own; leave as_is out, or give a config"
@@ -74,7 +77,7 @@ class Subject:
     def build(self, config: HelixConfig | None = None) -> Any:
         """Returns the model for a layout; None for the smallest."""
         if self.model is not None:
-            return copy.deepcopy(self.model).float()
+            return copy_module(self.model).float()
         layout = config or HelixConfig()
         made = self._sized(layout)
         if made._attn_implementation not in IMPLEMENTATIONS:

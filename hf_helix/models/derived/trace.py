@@ -59,6 +59,7 @@ class Trace:
         nodes: the calls in order.
         hidden: the node of the value that enters.
         result: the node of the value that leaves.
+        logits: the nodes of what routers say of every token and expert.
         leaves: what the calls of custom operators stand for.
         attributes: the nodes of parameters and buffers, with their names in the module.
         constants: the nodes of tensors that the code makes, with their values.
@@ -70,6 +71,7 @@ class Trace:
     nodes: Sequence[Node]
     hidden: Node
     result: Node
+    logits: tuple[Node, ...]
     leaves: Sequence[Leaf]
     attributes: dict[Node, str]
     constants: dict[Node, torch.Tensor]
@@ -155,7 +157,7 @@ def trace(
         leaves: these leaves.
         hidden: an example of the value that enters [batch, sequence, ...].
         given: further inputs.
-        call: calls the skeleton: `call(skeleton, x, given)` returns the tensor that leaves.
+        call: calls the skeleton: `call(skeleton, x, given)` returns the tensor that leaves, and what routers say.
 
     Raises:
         Underivable: the code cannot be traced.
@@ -202,11 +204,12 @@ def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:
     batch, sequence = (size.node.expr if hasattr(size, "node") else size for size in hidden.meta["val"].shape[:2])
     if isinstance(batch, int) or isinstance(sequence, int):
         raise Underivable("its code is only right for one batch size or one length")
-    (result,) = next(node for node in nodes if node.op == "output").args[0]
+    result, *logits = next(node for node in nodes if node.op == "output").args[0]
     return Trace(
         nodes=[node for node in nodes if node.op == "call_function"],
         hidden=hidden,
         result=result,
+        logits=tuple(logits),
         leaves=leaves.found,
         attributes=attributes,
         constants=constants,

@@ -12,7 +12,6 @@ from typing import Any
 
 import transformers
 from transformers import PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_helix.models.small_config.fields import HEAD_SIZE, VOCABULARY, small_rope, small_value
 from hf_helix.models.small_config.layers import FEWEST, shorten
@@ -26,14 +25,6 @@ GROUP_COUNTS = ("n_group", "num_expert_group")
 
 MULTIPLIER = 0.75
 """What a multiplier is where its default is 1, which would hide that it was forgotten."""
-
-
-def causal_lm_classes() -> list[str]:
-    """Returns the names of all causal-LM classes of the installed Transformers."""
-    names: set[str] = set()
-    for found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        names.update((found,) if isinstance(found, str) else found)
-    return sorted(names)
 
 
 def default_config(class_name: str, fewest_layers: int = FEWEST) -> PretrainedConfig:

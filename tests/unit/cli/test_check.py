@@ -35,6 +35,9 @@ def test_operators_on_one_rank_do_not_communicate(capsys: pytest.CaptureFixture[
     ("words", "said"),
     [
         (["Gemma99ForCausalLM"], "Gemma99ForCausalLM is no class of Transformers"),
+        (["GPT2Model"], "GPT2Model is no causal language model"),
+        (["BertForMaskedLM"], "use BertLMHeadModel"),
+        (["T5ForConditionalGeneration"], "Transformers has none for its configuration"),
         (["LlamaForCausalLM", "--operators", "--pp_size", "2"], "leave --pp_size out"),
         (["LlamaForCausalLM", "--operators", "--tp_size", "3"], "values that work: 1, 2, 4"),
     ],

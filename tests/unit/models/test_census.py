@@ -8,6 +8,7 @@ import pytest
 
 from hf_helix.cli.main import main
 from hf_helix.models import census as module
+from hf_helix.models.causal_lm import causal_lm_classes
 from hf_helix.models.census import (
     FAILED,
     PROVEN,
@@ -19,7 +20,6 @@ from hf_helix.models.census import (
     proven,
     read_census,
 )
-from hf_helix.models.small_config import causal_lm_classes
 
 VERSIONS = installed_versions()
 CLASSES = {

@@ -10,7 +10,8 @@ import torch
 import transformers
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
 
-from hf_helix.models.small_config import causal_lm_classes, default_config, small_config
+from hf_helix.models.causal_lm import causal_lm_classes
+from hf_helix.models.small_config import default_config, small_config
 
 SAMPLE = (
     *("LlamaForCausalLM", "GPT2LMHeadModel", "Gemma2ForCausalLM", "Gemma4ForCausalLM", "Phi3ForCausalLM"),
