@@ -27,7 +27,7 @@ from hf_helix.operators.unit import Placement, Unit
 DECLARED = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phimoe", "qwen2", "qwen3", "qwen3_moe")
 
 DERIVED_ONLY: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("mixtral", "phimoe", "qwen3_moe"), ("mlp.view", "mlp.reshape")
+    ("mixtral", "phimoe", "qwen3_moe"), ("mlp.view", "mlp.reshape", "mlp.reshape.2")
 )
 """Operators that declared families do without. Declared routers take tokens by sequences, and lay them out in one
 dimension for themselves; the code of the models does so before its routers, and back behind its experts. Both are
