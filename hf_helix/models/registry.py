@@ -22,8 +22,7 @@ from hf_helix.models.family import Family
 from hf_helix.models.model_code import check_class, check_traceable
 
 # Derived, these have the same operators, cuts and gradients (tests/unit/models/derived/test_same_graphs.py). They stay
-# declared: a run starts without a trace and without a proof, their routers are counted, and they are what tests compare
-# derived families with.
+# declared: a run starts without a trace and without a proof, and tests compare derived families with them.
 _FAMILIES: dict[str, Family] = {
     family.model_class: family
     for family in (GPT2(), GPTNeoX(), Llama(), Mistral(), Mixtral(), Phimoe(), Qwen2(), Qwen3(), Qwen3Moe())
