@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,18 @@ def patched(patch: str, **changes: Any) -> Gemma2ForCausalLM:
     for number, layer in enumerate(model.model.layers):
         PATCHES[patch](layer, number)
     return model
+
+
+def by_length(**changes: Any) -> Gemma2ForCausalLM:
+    """A Gemma 2 that was patched to compute something that depends on how many tokens it is given at once."""
+    model = gemma2(**changes)
+    for layer in model.model.layers:
+        layer.mlp.forward = functools.partial(_by_length, layer.mlp.forward)
+    return model
+
+
+def _by_length(before: Any, x: Any) -> Any:
+    return before(x) + x.shape[1] / 8
 
 
 def halved(self: Any, x: Any) -> Any:

@@ -2,9 +2,9 @@
 
 In:   the whole model of a run, its options and its mesh.
 Out:  nothing, or an error on all ranks that names what differs.
-Must hold: what is proven is a small model of the same class on the run's own mesh, all ranks together; a verdict is
-found again by what it is about only (the model's graphs, the source it is made of, versions, layout). The random state
-of the run is as before, and nothing of the proof stays in memory.
+Must hold: what is proven is a small model of the same class, patched as the model of the run is, on the run's own mesh,
+all ranks together; a verdict is found again by what it is about only (the model's graphs, the source it is made of,
+versions, layout). The random state of the run is as before, and nothing of the proof stays in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_helix.config import AUTO, SCHEDULES, HelixConfig
+from hf_helix.engine.proof.patches import carry_patches
 from hf_helix.engine.proof.prove import describe, prove
 from hf_helix.engine.proof.subject import Subject
 from hf_helix.engine.proof.verdict import SHOWN, Proof
@@ -74,8 +75,15 @@ def _prove(model: Any, config: HelixConfig, mesh: Mesh) -> Proof:
     )
     if mesh.link is not None:  # an emulated link would only take time
         mesh = mesh_of(replace(config, link=None), mesh.device)
-    small = on_all_ranks(lambda: Subject(model.config, type(model)).build(options))
+    small = on_all_ranks(lambda: _small(model, options))
     return prove(small, options, mesh)
+
+
+def _small(model: Any, options: HelixConfig) -> Any:
+    """A small model of the same class, with what was changed in this one."""
+    small = Subject(model.config, type(model)).build(options)
+    carry_patches(model, small)
+    return small
 
 
 def _advice(proof: Proof) -> str:

@@ -10,7 +10,6 @@ fails on all; a failure in the middle of a window is raised, so that this rank e
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from hf_helix.engine.proof.reference import Outcome, Unsplit, add_up
 from hf_helix.engine.proof.samples import ITEMS, KINDS, Batch, make_batches, scale_weights
 from hf_helix.engine.proof.verdict import Case, Proof, compare
 from hf_helix.engine.recompute import modes_of
+from hf_helix.models.copies import copy_module
 from hf_helix.models.registry import family_of
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
@@ -88,7 +88,7 @@ class _Copy:
         config = replace(config, plan=PLANS[0], layers_per_stage=None)
         self.config = replace(config, expert_capacity_factor=None, link=None)
         self.mesh = mesh
-        self.model = copy.deepcopy(model).train()
+        self.model = copy_module(model).train()
         scale_weights(self.model)
         self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.joined_elsewhere: set[str] = set()

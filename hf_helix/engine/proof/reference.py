@@ -7,7 +7,6 @@ Must hold: the given model is left as it was, and nothing of hf_helix computes h
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_helix.engine.proof.samples import ITEMS, Batch
+from hf_helix.models.copies import copy_module
 
 Gradients = Mapping[str, Tensor]
 
@@ -48,7 +48,7 @@ class Unsplit:
     """
 
     def __init__(self, model: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        self.model = copy.deepcopy(model).to(device=device, dtype=dtype)
+        self.model = copy_module(model).to(device=device, dtype=dtype)
         self._known: dict[int, tuple[Batch, Outcome]] = {}  # by identity; the batch is kept, so that it stays unique
         self._exact: Unsplit | None = None
 

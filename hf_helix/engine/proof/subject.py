@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from hf_helix.config import HelixConfig
 from hf_helix.models.causal_lm import check_causal_lm_class
+from hf_helix.models.copies import copy_module
 from hf_helix.models.small_config import EXPERT_COUNTS, default_config, small_config
 
 IMPLEMENTATIONS = ("eager", "sdpa", None)
@@ -76,7 +77,7 @@ class Subject:
     def build(self, config: HelixConfig | None = None) -> Any:
         """Returns the model for a layout; None for the smallest."""
         if self.model is not None:
-            return copy.deepcopy(self.model).float()
+            return copy_module(self.model).float()
         layout = config or HelixConfig()
         made = self._sized(layout)
         if made._attn_implementation not in IMPLEMENTATIONS:

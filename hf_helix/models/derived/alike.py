@@ -26,14 +26,14 @@ def description(layer: nn.Module) -> str:
     lines = []
     for name, module in layer.named_modules():
         options = {
-            key: _text(value, names)
+            key: text_of(value, names)
             for key, value in sorted(vars(module).items())
             if not key.startswith("_") and key not in ("training", "layer_idx", "forward") and _decides(value)
         }
         shapes = [(key, tuple(tensor.shape)) for key, tensor in module.named_parameters(recurse=False)]
         buffers = [(key, tuple(tensor.shape)) for key, tensor in module.named_buffers(recurse=False)]
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        lines.append(f"{name} {kind} {_text(module.forward, names)} {options} {shapes} {buffers}")
+        lines.append(f"{name} {kind} {text_of(module.forward, names)} {options} {shapes} {buffers}")
     return "\n".join(lines)
 
 
@@ -42,23 +42,24 @@ def _decides(value: Any) -> bool:
     return isinstance(value, (*_PLAIN, tuple, list, FunctionType, functools.partial, torch.Tensor))
 
 
-def _text(value: Any, names: Mapping[int, str]) -> str:
+def text_of(value: Any, names: Mapping[int, str]) -> str:
     """Returns a text for an option, or for code with the variables that it closes over."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if id(value) in names:
         return f"<{names[id(value)]}>"
     if isinstance(value, MethodType):
-        return f"{_text(value.__func__, names)} of {_text(value.__self__, names)}"
+        return f"{text_of(value.__func__, names)} of {text_of(value.__self__, names)}"
     if isinstance(value, functools.partial):
-        return f"{_text(value.func, names)} with {_text([*value.args, *sorted(value.keywords.items())], names)}"
+        return f"{text_of(value.func, names)} with {text_of([*value.args, *sorted(value.keywords.items())], names)}"
     if isinstance(value, FunctionType):
         names = {**names, id(value): value.__qualname__}  # functions close over themselves, too
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         defaults = [*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())]
-        return f"{value.__module__}.{value.__qualname__} {_code(value.__code__)} {_text([*cells, *defaults], names)}"
+        name = f"{value.__module__}.{value.__qualname__}"
+        return f"{name} {digest_of_code(value.__code__)} {text_of([*cells, *defaults], names)}"
     if isinstance(value, (tuple, list)):
-        return "[" + ", ".join(_text(part, names) for part in value) + "]"
+        return "[" + ", ".join(text_of(part, names) for part in value) + "]"
     if isinstance(value, torch.Tensor) and value.numel() <= 16 and not value.is_meta:
         return repr(value.tolist())
     if isinstance(value, (BuiltinFunctionType, type)):
@@ -66,10 +67,10 @@ def _text(value: Any, names: Mapping[int, str]) -> str:
     return f"{type(value).__qualname__} {id(value)}"
 
 
-def _code(code: CodeType) -> str:
+def digest_of_code(code: CodeType) -> str:
     """Returns a digest of a function's code, without the place where it stands."""
     parts = [
-        _code(part)
+        digest_of_code(part)
         if isinstance(part, CodeType)
         else repr(sorted(map(repr, part)) if isinstance(part, frozenset) else part)
         for part in code.co_consts

@@ -10,11 +10,9 @@ of its input; any other code is traced through.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+from hf_helix.models.copies import copy_module
 from hf_helix.models.graph.expert_form import forward_arguments, is_experts
 from hf_helix.models.peft import opened
 
@@ -125,26 +124,14 @@ def skeleton_of(module: nn.Module) -> Any:
     for buffer in module.buffers():
         dtype = DTYPE if buffer.is_floating_point() else buffer.dtype
         memo[id(buffer)] = torch.empty(buffer.shape, device="meta", dtype=dtype)
-    skeleton = copy.deepcopy(module, memo)
+    skeleton = copy_module(module, memo)
     part: Any
     for part in skeleton.modules():
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
             hooks.clear()  # those that would not run later are refused by name
         if hasattr(part, "gradient_checkpointing"):
             part.gradient_checkpointing = False
-        if isinstance(vars(part).get("forward"), FunctionType):
-            part.forward = _with_copies(part.forward, memo)
     return skeleton
-
-
-def _with_copies(function: Any, memo: dict[int, Any]) -> Any:
-    """Returns a function over copies of the variables that it closes over: the forward that it wraps, for one."""
-    if function.__closure__ is None:
-        return function
-    cells = tuple(CellType(copy.deepcopy(cell.cell_contents, memo)) for cell in function.__closure__)
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
 
 
 class Leaves:

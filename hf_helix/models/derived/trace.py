@@ -17,7 +17,8 @@ from torch.export import Dim
 from torch.fx import Node
 
 from hf_helix.models.derived.leaves import DTYPE, LEAF_OPS, Leaf, Leaves
-from hf_helix.models.derived.rewrite import rewrite
+from hf_helix.models.derived.rewrite import partial_writes, rewrite
+from hf_helix.models.derived.rope import ropes_as_operators
 
 PLACES = "places"
 """The side input with the positions of tokens, as the embedding and the head are given them."""
@@ -110,9 +111,13 @@ class Trace:
 
     def path(self, node: Node) -> str:
         """Returns the path of the module whose code makes a call."""
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        path = str(stack[-1][0]) if stack else ""
-        return path.removeprefix("module").removeprefix(".")
+        return _path_of(node)
+
+
+def _path_of(node: Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return path.removeprefix("module").removeprefix(".")
 
 
 def args_of(node: Node) -> Any:
@@ -165,7 +170,7 @@ def trace(
     if given:
         open_dims += (tuple(dict.fromkeys(g.open, auto) for g in given),)
     try:
-        with torch.no_grad(), leaves.capturing():
+        with torch.no_grad(), leaves.capturing(), ropes_as_operators(skeleton):
             program = torch.export.export(
                 _Called(skeleton, call), (hidden, *examples), strict=False, dynamic_shapes=open_dims
             )
@@ -180,6 +185,9 @@ def trace(
 def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:
     rewrite(program.graph)
     nodes = list(program.graph.nodes)
+    for node in partial_writes(program.graph):
+        where = _path_of(node) or "the layer"
+        raise Underivable(f"{node.target} in {where} writes over a part of a tensor, which is not built")
     signature = program.graph_signature
     owned = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     attributes, constants, inputs = {}, {}, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,15 @@ def test_a_family_that_is_not_equal_is_not_trained(cluster_of: Any, tmp_path: An
         "adding_a_model.md",
     ):
         assert words in found[0].message
+
+
+def test_what_was_changed_on_an_instance_is_proven(cluster_of: Any, tmp_path: Path) -> None:
+    """A rank computes with a part of the tokens, where the patch would need to know all."""
+    model = {"family": "support.derived_models:by_length", "num_hidden_layers": 2}
+    found = cluster_of(2).errors(train, folder=str(tmp_path), cache=str(tmp_path / "cache"), model=model)
+    assert found[0].message == found[1].message
+    assert found[0].kind == "ValueError"
+    assert "Gemma2ForCausalLM at tp_size=2 is derived from the model and does not compute" in found[0].message
 
 
 # In the processes of a cluster
@@ -94,3 +104,10 @@ def train_mistaken(folder: str, cache: str) -> None:
     """A trainer of a family whose gradients would be too small."""
     with llama_is(Mistaken(), cache):
         make_trainer(folder, {"plan": "sequential", "tp_size": 2}, {"num_hidden_layers": 2})
+
+
+def train(folder: str, cache: str, model: dict[str, Any]) -> None:
+    """A trainer of a model as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HELIX_CACHE", cache)
+        make_trainer(folder, {"plan": "sequential", "tp_size": 2}, model)

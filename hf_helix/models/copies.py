@@ -1,0 +1,57 @@
+"""Copies of modules whose instances were patched.
+
+In:   a module, some of whose attributes are functions that close over it or its submodules, such as a `forward` that
+      wraps the one before.
+Out:  a copy whose functions close over the copy.
+Must hold: the given module is left as it was. `copy.deepcopy` alone would leave such functions with the given module.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from types import CellType, FunctionType
+from typing import Any
+
+from torch import nn
+
+
+def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> Any:
+    """Returns a copy of a module.
+
+    Args:
+        module: the module.
+        memo: what stands in the copy in the place of objects, by their identity; it is added to.
+    """
+    memo = {} if memo is None else memo
+    found = copy.deepcopy(module, memo)
+    for given in module.modules():
+        for name, value in vars(given).items():
+            if isinstance(value, (FunctionType, functools.partial)):
+                vars(memo[id(given)])[name] = rebound(value, memo)
+    return found
+
+
+def rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """Returns a value with what stands in the place of the objects that it refers to, through functions, too.
+
+    Args:
+        value: an attribute of a module, or a variable that a function closes over.
+        memo: as of `copy.deepcopy`.
+    """
+    if isinstance(value, functools.partial):
+        keywords = {name: rebound(part, memo) for name, part in value.keywords.items()}
+        return functools.partial(rebound(value.func, memo), *(rebound(part, memo) for part in value.args), **keywords)
+    if not isinstance(value, FunctionType):
+        return copy.deepcopy(value, memo)
+    if value.__closure__ is None:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    cells = tuple(CellType() for _ in value.__closure__)
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    made.__kwdefaults__, made.__qualname__, made.__module__ = value.__kwdefaults__, value.__qualname__, value.__module__
+    memo[id(value)] = made  # a function may close over itself
+    for cell, before in zip(cells, value.__closure__, strict=True):
+        cell.cell_contents = rebound(before.cell_contents, memo)
+    return made
