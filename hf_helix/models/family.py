@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.models.batch_form import document_ends, form_of, starts_of
+from hf_helix.models.graph.balance import BALANCE, Balance
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.sequence_sharding import SequenceCut, documents_of
@@ -63,12 +64,28 @@ class Family(ABC):
 
     def embedding(self, b: Builder, model: Any) -> Unit:
         """Declares the embedding of side input `ids`; side input `places` has the positions of these tokens."""
-        x = b.lookup("lookup", model.get_input_embeddings())
-        return b.build(b.reduce_scatter("scatter", x))
+        x = b.reduce_scatter("scatter", b.lookup("lookup", model.get_input_embeddings()))
+        return b.build(x, *self.balance_start(b, model))
 
     def head(self, b: Builder, model: Any) -> Unit:
         """Declares the unit between the last layer and the loss."""
-        return b.build(self.loss(b, model, b.input("x")))
+        x, balance = b.input("x"), self.balance(model)
+        if balance is None:
+            return b.build(self.loss(b, model, x))
+        sums = b.input(BALANCE)
+        return b.build(balance.add_loss(b, self.loss(b, model, x), sums))
+
+    def balance(self, model: Any) -> Balance | None:
+        """Returns the load-balancing loss that is a part of the model's loss; None where the model has none.
+
+        With it, every layer takes the value `BALANCE` behind `x` and hands it on, see `models.balance.add_part`.
+        """
+        return None
+
+    def balance_start(self, b: Builder, model: Any) -> tuple[str, ...]:
+        """Adds what the embedding hands to the layers behind `x`: the sums of the load-balancing loss, if any."""
+        balance = self.balance(model)
+        return () if balance is None else (balance.start(b),)
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
         """Declares norm, head and loss of the tokens. What a model does to its logits stands before `b.loss`."""
@@ -128,7 +145,7 @@ class Family(ABC):
 
     def loss_adds_up(self, model: Any) -> bool:
         """Returns whether the loss of a batch is the sum of the losses of its rows."""
-        return True
+        return self.balance(model) is None
 
     def side_modules(self, model: Any) -> Sequence[nn.Module]:
         """Returns the submodules that are called to make side inputs, such as a rope."""
@@ -141,14 +158,15 @@ class Family(ABC):
     def empty(self, model: Any, tp_size: int) -> Callable[[Mapping[str, Any]], Tensors]:
         """Returns a function of the side inputs that allocates what a layer hands on [sequence shard, batch, hidden].
 
-        Called before the model is cut.
+        Called before the model is cut, once its units are declared.
         """
         weight = model.get_input_embeddings().weight
-        hidden, dtype = weight.shape[1], weight.dtype
+        hidden, dtype, balance = weight.shape[1], weight.dtype, self.balance(model)
 
         def make(side: Mapping[str, Any]) -> Tensors:
             ids = side["ids"]
-            return (torch.empty(ids.shape[0] // tp_size, ids.shape[1], hidden, dtype=dtype, device=ids.device),)
+            x = torch.empty(ids.shape[0] // tp_size, ids.shape[1], hidden, dtype=dtype, device=ids.device)
+            return (x,) if balance is None else (x, balance.empty(ids.device))
 
         return make
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
+from hf_helix.planning.rank_clock import NONE, Queue, RankClock, Slowdowns
 
 Times = Mapping[tuple[str, str], float]
 """Seconds of each operator, by the name of its unit and its entry in a plan."""
@@ -28,7 +30,6 @@ Slowdown = Callable[[tuple[str, str], tuple[str, str]], float]
 
 STREAMS = (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE, Kind.PIPELINE)
 COMPUTE = STREAMS.index(Kind.COMPUTE)
-_NONE = -1
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Timeline:
         return [
             (STREAMS[work.streams[i]].value, work.names[entry][1], i, self.starts[i], self.ends[i])
             for i, entry in enumerate(work.entries)
-            if entry != _NONE
+            if entry != NONE
         ]
 
 
@@ -134,9 +135,9 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
             work.streams.append(COMPUTE)
             work.lanes.append(0)
             work.seconds.append(0.0)
-            work.hosts.append(_NONE)
+            work.hosts.append(NONE)
             work.needs.append(pending.pop(rank, []))
-            work.entries.append(_NONE)
+            work.entries.append(NONE)
             continue
         name = entry_of(instruction, layout)
         microbatch = instruction.microbatch
@@ -158,7 +159,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
         work.needs.append(list(dict.fromkeys(needs)))
         keys = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.host_read_sizes]
         brought = [writers[microbatch, key] for key in keys if (microbatch, key) in writers]
-        work.hosts.append(max((each for each in brought if work.streams[each] != COMPUTE), default=_NONE))
+        work.hosts.append(max((each for each in brought if work.streams[each] != COMPUTE), default=NONE))
         work.entries.append(numbers.setdefault(name, len(numbers)))
     work.names.extend(numbers)
     return work
@@ -202,72 +203,65 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
         ValueError: an instruction waits for one that is issued later on its own stream.
     """
     order = range(len(work)) if order is None else order
-    queues, ranks = _queues(work, order)
-    slow = _slow_table(work, slowdown)
-    running = [_NONE] * len(queues)
-    left, rate = [0.0] * len(queues), [1.0] * len(queues)
-    position = [0] * len(queues)
-    starts, ends = [0.0] * len(work), [0.0] * len(work)
+    timeline = Timeline(work, [0.0] * len(work), [0.0] * len(work))
     done = bytearray(len(work) + 1)
-    done[_NONE] = 1
-    now, finished, streams = 0.0, 0, list(range(len(queues)))
-    while finished < len(order):
-        for stream in streams:
-            if running[stream] == _NONE and position[stream] < len(queues[stream]):
-                place, behind, known = queues[stream][position[stream]]
-                if done[behind] and done[known] and all(done[need] for need in work.needs[place]):
-                    running[stream], left[stream] = place, work.seconds[place]
-                    starts[place] = now
-                    position[stream] += 1
-        active = [stream for stream in streams if running[stream] != _NONE]
-        if not active:
-            raise ValueError(f"the order cannot run: {len(order) - finished} instructions wait for later ones")
-        if slow is not None and len(active) > 1:
-            for stream in active:
-                rate[stream] = 1.0
-                for other in active:
-                    if other != stream and ranks[other] == ranks[stream]:
-                        rate[stream] *= slow[work.entries[running[stream]]][work.entries[running[other]]]
-            step = min(left[stream] * rate[stream] for stream in active)
-            for stream in active:
-                left[stream] -= step / rate[stream]
-        else:
-            step = min(left[stream] for stream in active)
-            for stream in active:
-                left[stream] -= step
-        now += step
-        for stream in active:
-            if left[stream] <= 1e-12:
-                ends[running[stream]] = now
-                done[running[stream]] = 1
-                running[stream] = _NONE
-                finished += 1
-    return Timeline(work, starts, ends)
+    done[NONE] = 1
+    slow = None if slowdown is None else Slowdowns(work, slowdown)
+    ranks = [RankClock(timeline, queues, done, slow) for queues in _queues(work, order)]
+    waiting = _waiting_ranks(work, len(ranks))
+    events: list[tuple[float, int, int]] = []  # when something ends on a rank, the rank, and the state it was found in
+    for number, rank in enumerate(ranks):
+        if rank.start():
+            heappush(events, (rank.now + rank.step, number, rank.state))
+    left = len(order)
+    while events:
+        _, number, state = heappop(events)
+        rank = ranks[number]
+        if state != rank.state:
+            continue
+        ended = rank.finish()
+        left -= len(ended)
+        changed = {number}
+        if waiting:
+            changed.update(other for place in ended for other in waiting.get(place, ()))
+        for other in sorted(changed):
+            clock = ranks[other]
+            if other != number:
+                clock.go_on(rank.now)
+            if clock.start():
+                heappush(events, (clock.now + clock.step, other, clock.state))
+    if left:
+        raise ValueError(f"the order cannot run: {left} instructions wait for later ones")
+    return timeline
 
 
-def _queues(work: Work, order: Sequence[int]) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
-    """Of every queue: what it runs, each with the computation issued last before it and what the host last waited for
-    (-1: none); and its rank."""
+def _waiting_ranks(work: Work, num_ranks: int) -> dict[int, list[int]]:
+    """The ranks that wait for an instruction of another."""
+    found: dict[int, list[int]] = {}
+    for rank, needs in zip(work.ranks, work.needs, strict=True) if num_ranks > 1 else ():
+        for need in needs:
+            if work.ranks[need] != rank:
+                found.setdefault(need, []).append(rank)
+    return found
+
+
+def _queues(work: Work, order: Sequence[int]) -> list[list[Queue]]:
+    """The queues of every rank."""
     numbers = work.queues()
-    queues: list[list[tuple[int, int, int]]] = [[] for _ in range(max(numbers, default=-1) + 1)]
+    queues: list[Queue] = [[] for _ in range(max(numbers, default=-1) + 1)]
     ranks = [0] * len(queues)
     last: dict[int, int] = {}
     known: dict[int, int] = {}
     for place in order:
         rank, computes = work.rank(place), work.streams[place] == COMPUTE
         ranks[numbers[place]] = rank
-        if work.hosts and work.hosts[place] != _NONE:
+        if work.hosts and work.hosts[place] != NONE:
             known[rank] = work.hosts[place]
-        behind = _NONE if computes else last.get(rank, _NONE)
-        queues[numbers[place]].append((place, behind, known.get(rank, _NONE)))
+        behind = NONE if computes else last.get(rank, NONE)
+        queues[numbers[place]].append((place, behind, known.get(rank, NONE)))
         if computes:
             last[rank] = place
-    return queues, ranks
-
-
-def _slow_table(work: Work, slowdown: Slowdown | None) -> list[list[float]] | None:
-    """Slowdowns by entry; the last row and column, which -1 finds, are the barrier's."""
-    if slowdown is None:
-        return None
-    table = [[slowdown(a, b) for b in work.names] + [1.0] for a in work.names]
-    return [*table, [1.0] * (len(work.names) + 1)]
+    return [
+        [queue for queue, home in zip(queues, ranks, strict=True) if home == rank]
+        for rank in range(max(ranks, default=-1) + 1)
+    ]

@@ -44,6 +44,21 @@ class Instruction:
         """Every value that must exist."""
         return self.reads + tuple(key for key in self.accumulates if key is not None) + self.control_deps
 
+    def of(self, microbatch: int) -> Instruction:
+        """The same for another micro-batch."""
+        return Instruction(
+            microbatch,
+            self.unit,
+            self.operator,
+            self.reads,
+            self.accumulates,
+            self.writes,
+            self.frees,
+            self.ends,
+            self.completes,
+            self.control_deps,
+        )
+
 
 BARRIER_INSTRUCTION = Instruction(-1, -1, None)
 
@@ -51,7 +66,11 @@ BARRIER_INSTRUCTION = Instruction(-1, -1, None)
 Place = tuple[int, int]
 """A micro-batch and a unit."""
 
-_PARTS = {"F": {Part.F}, "B": set(Part) - {Part.F}, "I": set(Part) - {Part.F, Part.W}, "W": {Part.W}}
+Pass = tuple[Place, Action]
+"""A micro-batch going through a unit, as a part of an action."""
+
+PARTS_OF = {"F": {Part.F}, "B": set(Part) - {Part.F}, "I": set(Part) - {Part.F, Part.W}, "W": {Part.W}}
+"""The parts of a unit's operators that each computation type runs."""
 
 
 def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[Place | None, Place | None]]:
@@ -63,14 +82,15 @@ def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[Place | None, Place 
     )
 
 
-def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Instruction]:
+def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Pass]:
     """What a slot receives from other ranks before it begins, or sends to them when it has ended."""
     found = []
     for action in slot.actions:
         for place in _places(action, layout):
-            if layout.transfers(place[1]):
-                made = action_instructions(layout, place, action)
-                found += [each for each in made if each.operator is not None and each.operator.receives is receives]
+            pair = layout.graphs[layout.units[place[1]]]
+            graph = pair.forward if action.computation_type == "F" else pair.backward
+            if graph.transfers and any(op.receives is receives for op in graph.operators):
+                found.append((place, action))
     return found
 
 
@@ -98,18 +118,23 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
 def action_instructions(layout: Layout, place: Place, action: Action) -> list[Instruction]:
     """What an action runs in a unit: of a backward in two halves, only its half."""
     made = unit_instructions(layout, place, action.computation_type == "F")
-    parts = _PARTS[action.computation_type]
+    parts = PARTS_OF[action.computation_type]
     return [instruction for instruction in made if instruction.operator and instruction.operator.part in parts]
 
 
-def slot_instructions(slot: Slot, layout: Layout) -> list[Instruction]:
-    """What a slot runs, unit by unit, one strand after the other."""
+def slot_passes(slot: Slot, layout: Layout) -> list[Pass]:
+    """The passes through units that a slot makes, unit by unit, one strand after the other."""
     found = transfers_of(slot, layout, receives=True)
     for places in blocks_of(slot, layout):
         for place, action in zip(places, (slot.forward, slot.backward), strict=True):
             if place is not None and action is not None:
-                found += action_instructions(layout, place, action)
+                found.append((place, action))
     return found + transfers_of(slot, layout, receives=False)
+
+
+def slot_instructions(slot: Slot, layout: Layout) -> list[Instruction]:
+    """What a slot runs, in the order of its passes."""
+    return [made for place, action in slot_passes(slot, layout) for made in action_instructions(layout, place, action)]
 
 
 def window_instructions(schedule: Schedule, layout: Layout) -> list[Instruction]:

@@ -40,6 +40,11 @@ class Layout:
         """Returns the pipeline rank of each unit that a rank holds."""
         return {unit: self.ranks[stage] if self.ranks else 0 for stage, chunk in self.chunks.items() for unit in chunk}
 
+    @cached_property
+    def derived(self) -> dict[str, object]:
+        """Returns what others derive from the layout alone and keep here, so that it is derived once."""
+        return {}
+
     @property
     def num_ranks(self) -> int:
         """Returns the number of pipeline ranks."""

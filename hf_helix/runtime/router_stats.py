@@ -21,7 +21,8 @@ def router_entries(stage: Stage, mesh: Mesh, capped: bool) -> dict[str, float]:
         capped: whether experts drop what they have no room for.
 
     Returns:
-        `helix/router_z`: mean of the squared log-sum-exp of a token's logits (the z-loss of ST-MoE without its factor);
+        `helix/router_z`: mean of the squared log-sum-exp of a token's logits (the z-loss of ST-MoE without its factor),
+        where the logits of every layer are known;
         `helix/expert_imbalance`: the load of the busiest expert in parts of the mean load, 1 where all are equal;
         `helix/dropped_tokens`: the part of all choices that found no room.
     """
@@ -41,10 +42,10 @@ def router_entries(stage: Stage, mesh: Mesh, capped: bool) -> dict[str, float]:
     if not bool((tokens > 0).all()):
         return {}
     chosen = load.sum(1)
-    found = {
-        "helix/router_z": (squares / tokens).mean(),
-        "helix/expert_imbalance": (load.amax(1) / load.mean(1)).mean(),
-    }
+    found = {}
+    if not bool(squares.isnan().any()):
+        found["helix/router_z"] = (squares / tokens).mean()
+    found["helix/expert_imbalance"] = (load.amax(1) / load.mean(1)).mean()
     if capped:
         found["helix/dropped_tokens"] = (dropped / chosen).mean()
     return {name: round(float(value), 4) for name, value in found.items()}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from support.derived_models import HOME
 from support.models import FAMILIES
 from support.parity import KINDS, LENGTHS
 
@@ -241,6 +242,27 @@ for mode in ("selective", "full"):
     add(f"mistral {mode}", {"family": "mistral"}, "cp4:right", slow=True, recompute=mode)
 
 
+# -- derived families ----------------------------------------------------------------------------------------------
+
+
+def add_derived(name: str, where: str, slow: bool = False, **changes: Any) -> None:
+    """Cases of a model of `support.derived_models`, which is proven once for all cases that are cut alike."""
+    options = {key: changes.pop(key) for key in ("recompute",) if key in changes}
+    label = " ".join(["derived", name, *map(str, options.values()), *(["balanced"] if changes else [])])
+    add(label, {"family": f"{HOME}{name}", **changes}, where, slow, cache=True, **options)
+
+
+add_derived("gemma3", "tp2:packed")
+add_derived("phi3", "tp2:left", recompute="selective")
+for name in ("gemma2", "gemma3", "phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen2_moe"):
+    add_derived(name, "tp2 pp2 tp2+pp2:left", slow=True)
+    for mode in ("selective", "full"):
+        add_derived(name, "tp2:left", slow=True, recompute=mode)
+for name in ("gpt_oss", "qwen2_moe"):
+    add_derived(name, "dp2+ep2 tp2 pp2 tp2+dp2+ep2:left pp2+dp2+ep2:right", slow=True, **BALANCED)
+add_derived("qwen2_moe", "cp2", slow=True, **BALANCED)
+
+
 def parameters(*names: str, slow: Sequence[str] = ()) -> list[Any]:
     """What `pytest.mark.parametrize` takes: the cases of these names, or all, each with its mark.
 
@@ -258,10 +280,11 @@ def parameters(*names: str, slow: Sequence[str] = ()) -> list[Any]:
 
 
 def layouts_by_class() -> dict[str, set[str]]:
-    """The layouts on which each model class is compared with the unsplit model, one process left out."""
+    """The layouts on which each declared class is compared with the unsplit model, one process left out."""
     found: dict[str, set[str]] = {}
     for case in CASES.values():
-        if case.layout:
-            made = FAMILIES[case.model.get("family", "llama")].__annotations__["return"]
+        family = case.model.get("family", "llama")
+        if case.layout and family in FAMILIES:
+            made = FAMILIES[family].__annotations__["return"]
             found.setdefault(made, set()).add(case.layout)
     return found

@@ -14,6 +14,7 @@ from invariant.classes import Case
 from invariant.harness import run
 from safetensors.torch import load_file
 from support import jobs
+from support.derived_models import HOME
 from support.models import tiny
 from support.parity import LENGTHS
 from support.pipeline_jobs import batches_of, items_in, make, window_of
@@ -33,6 +34,10 @@ LAYOUTS = [
     ("llama", "cp2", {}),
     ("gpt2", "tp2", {}),
     ("phimoe", "dp2+ep2", {}),
+    ("derived gemma3", "tp2", {}),
+    pytest.param("derived gemma2", "tp2", {}, marks=SLOW),
+    pytest.param("derived olmo2", "tp2", {}, marks=SLOW),
+    pytest.param("derived phi3", "pp2", {}, marks=SLOW),
     pytest.param("gpt_neox", "tp2", {}, marks=SLOW),
     pytest.param("qwen3_moe", "dp2+ep2", {}, marks=SLOW),
     pytest.param("mixtral", "tp2", {}, marks=SLOW),
@@ -45,6 +50,12 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["gpt2"] = {"family": "gpt2", "n_layer": 4}
 # All experts: an undecided router has nothing to choose otherwise.
 MODELS["mixtral"] = {"family": "mixtral", "num_hidden_layers": 4, "num_experts_per_tok": 4}
+
+
+MODELS |= {
+    f"derived {name}": {"family": f"{HOME}{name}", "num_hidden_layers": 4}
+    for name in ("gemma2", "gemma3", "olmo2", "phi3")
+}
 
 
 def distance(found: Any, exact: Any) -> float:

@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 from invariant.classes import GPT2, NEOX, Case
 from invariant.harness import USUAL, assert_same_bits, run
+from support.derived_models import HOME
 
 DRY: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 3},
     "gpt2": GPT2,
     "neox": NEOX,
     "neox in turn": {**NEOX, "use_parallel_residual": False},
+    "derived phi3": {"family": f"{HOME}phi3", "num_hidden_layers": 2},
 }
 DROPOUT: dict[str, dict[str, Any]] = {
     "llama": {"attention_dropout": 0.2},
     "gpt2": {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1},
     "neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "neox in turn": {"hidden_dropout": 0.1},
+    "derived phi3": {"resid_pdrop": 0.1, "attention_dropout": 0.1},
 }
 
 
@@ -39,7 +42,7 @@ def test_dropout_depends_on_the_seed_alone(model: str, cluster_of: Any, tmp_path
         assert found["losses"] != window(dry, 3)["losses"] == window(dry, 4, ("greedy",))["losses"]
 
 
-@pytest.mark.parametrize("model", ["gpt2", "neox"])
+@pytest.mark.parametrize("model", ["gpt2", "neox", "derived phi3"])
 def test_evaluation_drops_nothing(model: str, cluster_of: Any, tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "training": {"max_steps": 1, "learning_rate": 0.0}}
     dry, wet = (

@@ -9,6 +9,7 @@ import pytest
 import torch
 from invariant.classes import GPTS, MIXTURES
 from safetensors.torch import load_file
+from support.derived_models import HOME
 from support.models import tiny
 from support.pipeline_trainer_jobs import model_of
 from transformers import AutoModelForCausalLM
@@ -17,6 +18,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{family: ({"family": family}, {"tp_size": 2}) for family in ("mistral", "qwen2", "qwen3")},
     **{family: ({"family": family}, {"ep_size": 2}) for family in MIXTURES},
     **{name: (GPTS[name], {"tp_size": 2}) for name in ("gpt2", "neox", "neox in turn")},
+    "derived, fused": ({"family": f"{HOME}phi3"}, {"tp_size": 2}),
+    "derived, experts": ({"family": f"{HOME}gpt_oss"}, {"ep_size": 2}),
 }
 
 
@@ -39,6 +42,8 @@ def test_what_is_saved_is_the_stock_checkpoint(case: str, cluster_of: Any, tmp_p
     ids = torch.arange(1, 18).unsqueeze(0)
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, original(ids).logits)
+        words = {"max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(loaded.generate(ids, **words), original.generate(ids, **words))
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

@@ -9,14 +9,25 @@ from typing import Any
 
 from support.models import made
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
 from transformers.models.gemma2 import modeling_gemma2
+
+HOME = "support.derived_models:"
+"""What the names of these functions begin with where `tiny` is told one."""
 
 OF_GEMMA2 = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 7, "attn_implementation": "eager"}
 
@@ -37,6 +48,35 @@ def qwen2_moe(**changes: Any) -> Qwen2MoeForCausalLM:
     """A shared expert with a gate beside routed ones."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return made(Qwen2MoeForCausalLM, Qwen2MoeConfig, {**experts, "shared_expert_intermediate_size": 40, **changes})
+
+
+def gemma3(**changes: Any) -> Gemma3ForCausalLM:
+    """Two ropes, windows on every other layer, norms of queries and keys, a scaled embedding that is tied."""
+    kinds = ["sliding_attention", "full_attention"] * 4
+    layers = {"layer_types": kinds[: changes.get("num_hidden_layers", 3)], "sliding_window": 7}
+    return made(Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 8, "query_pre_attn_scalar": 8, **layers, **changes})
+
+
+def olmo2(**changes: Any) -> Olmo2ForCausalLM:
+    """Norms over all heads of queries and keys, and norms behind both halves."""
+    return made(Olmo2ForCausalLM, Olmo2Config, {"bos_token_id": 1, "eos_token_id": 2, **changes})
+
+
+def gpt_oss(**changes: Any) -> GptOssForCausalLM:
+    """Attention sinks, windows on every other layer, experts with biases."""
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "attn_implementation": "eager"}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40}
+    kinds = ["sliding_attention", "full_attention"] * 4
+    layers = {"layer_types": kinds[: changes.get("num_hidden_layers", 3)], "sliding_window": 7}
+    return made(GptOssForCausalLM, GptOssConfig, {"head_dim": 8, **rope, **experts, **layers, **changes})
+
+
+def deepseek_v3(**changes: Any) -> DeepseekV3ForCausalLM:
+    """Latent attention; a dense layer, then experts in groups with a shared one, by routers with biases."""
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+    layers = {"first_k_dense_replace": 1, "moe_intermediate_size": 24, "num_key_value_heads": 4}
+    return made(DeepseekV3ForCausalLM, DeepseekV3Config, {**latent, **experts, **layers, **changes})
 
 
 def patched(patch: str, **changes: Any) -> Gemma2ForCausalLM:

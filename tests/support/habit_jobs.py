@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from support.jobs import Stream
-from support.models import arguments, llama, sequences, word_tokenizer
+from support.models import arguments, sequences, tiny, word_tokenizer
 from support.trainer_jobs import padded
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, default_data_collator, logging
 from transformers.trainer_callback import ExportableState
@@ -26,13 +26,19 @@ PARTIAL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "
 
 
 class Make:
-    """Makes the trainers of a habit: `make(max_steps=2, rows=5)` takes arguments of the training."""
+    """Makes the trainers of a habit: `make(max_steps=2, rows=5)` takes arguments of the training.
 
-    def __init__(self, folder: Path, helix: dict[str, Any] | None) -> None:
-        self.folder, self.helix = folder, helix
+    Args:
+        folder: what is written goes there.
+        helix: options of `HelixConfig`; None for the stock Trainer.
+        family: of the model, see `tiny`.
+    """
+
+    def __init__(self, folder: Path, helix: dict[str, Any] | None, family: str = "llama") -> None:
+        self.folder, self.helix, self.family = folder, helix, family
 
     def model(self) -> Any:
-        return llama(num_hidden_layers=1, hidden_size=16, intermediate_size=24)
+        return tiny(self.family, num_hidden_layers=1, hidden_size=16, intermediate_size=24)
 
     def args(self, **changes: Any) -> Any:
         return arguments(str(self.folder), **{"max_steps": 2, **changes})
@@ -57,13 +63,13 @@ def habit(run: Callable[[Make], Any]) -> Callable[[Make], Any]:
     return run
 
 
-def run_habits(folder: str, helix: dict[str, Any] | None, names: list[str]) -> dict[str, Any]:
+def run_habits(folder: str, helix: dict[str, Any] | None, names: list[str], family: str = "llama") -> dict[str, Any]:
     """What every habit gives, or the error it ends with."""
     found: dict[str, Any] = {}
     for name in names:
         here = Path(folder) / name
         try:
-            found[name] = plain(HABITS[name](Make(here, helix)))
+            found[name] = plain(HABITS[name](Make(here, helix, family)))
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     return found

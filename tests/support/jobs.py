@@ -184,7 +184,7 @@ def predict(
         return {"samples": len(logits), "mean": logits[found.label_ids != -100].mean().item()}
 
     dataset = sequences(count, seed=9, **data)
-    trainer = build(folder, helix, model=llama(**(model or {})), eval_dataset=dataset, compute_metrics=metrics)
+    trainer = build(folder, helix, model=tiny(**(model or {})), eval_dataset=dataset, compute_metrics=metrics)
     output = trainer.predict(dataset)
     evaluated = trainer.evaluate()
     drop = ("runtime", "_per_second", "preparation_time")

@@ -109,11 +109,11 @@ def board(folder: str, helix: dict[str, Any]) -> list[dict[str, Any]]:
     return trainer.state.log_history
 
 
-def noise(folder: str, helix: dict[str, Any], alpha: float) -> dict[str, Any]:
+def noise(folder: str, helix: dict[str, Any], alpha: float, model: dict[str, Any] | None = None) -> dict[str, Any]:
     """What NEFTune adds to this rank's embeddings in training and in evaluation."""
     found: dict[str, Any] = {}
     for given in (None, alpha):
-        made = llama(num_hidden_layers=4)
+        made = tiny(**{"num_hidden_layers": 4, **(model or {})})
         args = arguments(folder, neftune_noise_alpha=given)
         trainer = HelixTrainer(model=made, args=args, train_dataset=sequences(2), helix_config=HelixConfig(**helix))
         stage = trainer.helix.runner.stage
@@ -124,7 +124,8 @@ def noise(folder: str, helix: dict[str, Any], alpha: float) -> dict[str, Any]:
         for mode in (True, False):
             made.train(mode)
             with explicit_gradients():
-                (value,) = stage.model[0].operators["lookup"].forward(Call(side, 5, mode))
+                first = stage.model[0].graphs.forward.operators[0].name  # the lookup
+                (value,) = stage.model[0].operators[first].forward(Call(side, 5, mode))
             found.setdefault(mode, []).append(value.numpy().copy())
         found["length"], found["hidden"] = batch["input_ids"].shape[1], made.config.hidden_size
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -20,6 +20,43 @@ def unit_of(placements: dict[nn.Parameter, Placement]) -> Unit:
     return Unit(label="unit", graphs=nothing, operators={}, placements=placements)
 
 
+class Running:
+    """One micro-batch in one unit, in the order of the graphs."""
+
+    def __init__(self, unit: Unit, side: Mapping[str, Any], precision: Precision | None = None) -> None:
+        self.unit = unit
+        self._side = side
+        self._precision = precision or Precision()
+        self._shared: dict[object, Any] = {}
+        self._calls: dict[str, Call] = {}
+        self._values: dict[str, Tensor] = {}
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What leaves the unit."""
+        graph = self.unit.graphs.forward
+        self._values = dict(inputs)
+        self._run(graph)
+        return {name: self._values[name] for name in graph.outputs}
+
+    def backward(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of what enters the unit, from those of what leaves it."""
+        self._values |= {f"d.{name}": gradient for name, gradient in gradients.items()}
+        self._run(self.unit.graphs.backward)
+        return {name: self._values[f"d.{name}"] for name in self.unit.graphs.forward.inputs}
+
+    def _run(self, graph: Graph) -> None:
+        values = self._values
+        with explicit_gradients():
+            for op in graph.operators:
+                name = op.forward_name
+                call = self._calls.setdefault(name, Call(self._side, 0, True, self._precision, shared=self._shared))
+                made = self.unit.operators[name].method_of(op.part)(call, *(values[value] for value in op.reads))
+                if op.recomputed and op.part is Part.F:
+                    call.saved = None
+                for value, out, added in zip_longest(op.writes, made, op.accumulates):
+                    values[value] = out if added is None else values[added] + out
+
+
 def run_unit(
     unit: Unit,
     inputs: Mapping[str, Tensor],
@@ -27,20 +64,23 @@ def run_unit(
     gradients: Mapping[str, Tensor],
     precision: Precision | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Forward and backward of one micro-batch in the order of the graphs: what leaves the unit, and the gradients of
-    what enters it. `gradients` are those of what leaves it.
+    """Forward and backward of one micro-batch: what leaves the unit, and the gradients of what enters it. `gradients`
+    are those of what leaves it.
     """
-    shared: dict[object, Any] = {}
-    calls: dict[str, Call] = {}
-    values = {**inputs, **{f"d.{name}": gradient for name, gradient in gradients.items()}}
-    with explicit_gradients():
-        for op in (*unit.graphs.forward.operators, *unit.graphs.backward.operators):
-            name = op.forward_name
-            call = calls.setdefault(name, Call(side, 0, True, precision or Precision(), shared=shared))
-            made = unit.operators[name].method_of(op.part)(call, *(values[value] for value in op.reads))
-            if op.recomputed and op.part is Part.F:
-                call.saved = None
-            for value, out, added in zip_longest(op.writes, made, op.accumulates):
-                values[value] = out if added is None else values[added] + out
-    leaving, entering = unit.graphs.forward.outputs, unit.graphs.forward.inputs
-    return {name: values[name] for name in leaving}, {name: values[f"d.{name}"] for name in entering}
+    running = Running(unit, side, precision)
+    outputs = running.forward(inputs)
+    return outputs, running.backward(gradients)
+
+
+def run_units(
+    units: Sequence[Unit], inputs: Sequence[Tensor], side: Mapping[str, Any], gradients: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Forward of units one after the other, then backward: what leaves the last, and the gradients of what enters."""
+    running = [Running(unit, side) for unit in units]
+    values = list(inputs)
+    for each in running:
+        values = [*each.forward(dict(zip(each.unit.graphs.forward.inputs, values, strict=True))).values()]
+    back = list(gradients)
+    for each in reversed(running):
+        back = [*each.backward(dict(zip(each.unit.graphs.forward.outputs, back, strict=True))).values()]
+    return values, back

@@ -22,7 +22,7 @@ from hf_helix.models.derived.alike import description
 from hf_helix.models.derived.calls import LayerCall, LayerCalls, count_seen, named_masks
 from hf_helix.models.derived.leaves import DTYPE, LAYER, OPS, Leaves, skeleton_of
 from hf_helix.models.derived.lowering.glue import Share
-from hf_helix.models.derived.lowering.lower import declare
+from hf_helix.models.derived.lowering.lower import declare, declare_layer
 from hf_helix.models.derived.lowering.outline import Outline
 from hf_helix.models.derived.placement.inference import Inference
 from hf_helix.models.derived.placement.placed import FREE, SHARD, WHOLE, NeedsInlining, Placed
@@ -37,6 +37,7 @@ from hf_helix.models.derived.trace import (
     trace,
 )
 from hf_helix.models.family import Family, check_cuts
+from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_of, balance_side_inputs, routers_of
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.graph.expert_form import is_experts
@@ -70,6 +71,8 @@ class DerivedFamily(Family):
             self._traces: dict[tuple[str, frozenset[str]], Trace] = {}
             self._kinds: dict[tuple[str, int, int], Outline] = {}
             self._has_experts = bool(self._expert_counts())
+            self._routers = {id(router.module): router.index for router in routers_of(base)}
+            self._balance: Balance | None = None
             self._ends: dict[tuple[int, int], tuple[Outline, Outline]] = {}
             masks = [mask for call in self.calls.calls for mask in call.masks]
             by_positions = {mask.by_positions for mask in masks}
@@ -88,21 +91,37 @@ class DerivedFamily(Family):
 
     def layer(self, b: Builder, layer: Any) -> Unit:
         number = next(place for place, other in enumerate(self.calls.decoder.layers) if other is layer)
-        outline = self._kind(number, b.tp.size, b.tp.rank)
-        return b.build(declare(outline, b, layer, {outline.trace.hidden: b.input("x")}))
+        outline, balance = self._kind(number, b.tp.size, b.tp.rank), self._balance
+        start = {outline.trace.hidden: b.input("x")}
+        sums = None if balance is None else b.input(BALANCE)
+        x, parts = declare_layer(outline, b, layer, start, None if balance is None else balance.choices)
+        if sums is None:
+            return b.build(x)
+        routers = self._routers_in(layer)
+        if len(parts) != len(routers) or len(routers) > 1:
+            raise Underivable(
+                f"output_router_logits=True adds a loss for the balance of its experts, which reads {len(routers)} "
+                f"routers of {b.label}, of which {len(parts)} are followed"
+            )
+        return b.build(x, add_part(b, sums, parts[0] if parts else None))
 
     def units(self, model: Any, sharing: ParallelContext, additions: LossTweaks | None = None) -> list[Unit]:
         with refusing(model):
+            self._balance = balance_of(model)
             return super().units(model, sharing, additions)
 
     def embedding(self, b: Builder, model: Any) -> Unit:
         outline, _ = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
-        return b.build(declare(outline, b, model, {}))
+        return b.build(declare(outline, b, model, {}), *self.balance_start(b, model))
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
         _, outline = self._outlines_of_ends(model, b.tp.size, b.tp.rank)
         logits = declare(outline, b, model, {outline.start[0]: x}, WHOLE)
         return b.loss("loss", logits, model.get_output_embeddings().weight.shape[0])
+
+    def balance(self, model: Any) -> Balance | None:
+        """Returns the load-balancing loss of the units that were declared last."""
+        return self._balance
 
     def check_context(self, model: Any) -> None:
         """What cannot be cut over context-parallel ranks is refused where attention is declared."""
@@ -110,7 +129,7 @@ class DerivedFamily(Family):
     def digest(self, model: Any) -> str:
         """Returns a fingerprint of what the model computes."""
         with refusing(model):
-            text = [type(model).__qualname__]
+            text = [type(model).__qualname__, repr(balance_of(model))]
             for number in {self._key(place): place for place in range(len(self.calls.decoder.layers))}.values():
                 outline = self._kind(number, 1, 0)
                 text += [_described(outline.trace, outline.target), self._key(number)]
@@ -155,12 +174,14 @@ class DerivedFamily(Family):
     def _trace_layer(self, layer: nn.Module, call: LayerCall, inlined: frozenset[str]) -> Trace:
         leaves, skeleton = Leaves(inlined), skeleton_of(layer).train()
         leaves.replace(skeleton)
+        said = leaves.record(skeleton, self._routers_in(layer))
 
         def run(module: Any, x: Tensor, given: Sequence[Tensor]) -> Any:
             args, kwargs = call.fill(dict(zip((g.name for g in call.given), given, strict=True)))
+            said.clear()
             result = module(x, *args, **kwargs)
             self.calls.is_tuple = isinstance(result, tuple)
-            return result[0] if isinstance(result, tuple) else result
+            return (result[0] if isinstance(result, tuple) else result, *(x for x in said if isinstance(x, Tensor)))
 
         hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, self._width), dtype=DTYPE, device="meta")
         return trace(skeleton, leaves, hidden, call.given, run)
@@ -169,6 +190,7 @@ class DerivedFamily(Family):
         """Traces a whole model, whose layers are leaves."""
         self._kind(0, 1, 0)  # which tells whether layers return tuples
         leaves, skeleton, decoder = Leaves(inlined), skeleton_of(model).train(), self.calls.decoder
+        skeleton.config.output_router_logits = False  # the loss of routers is not in the logits
         layers = getattr(skeleton.get_submodule(decoder.path), decoder.name)
         for number, layer in enumerate(layers):
             leaf = leaves.add(LAYER, str(number))
@@ -223,11 +245,11 @@ class DerivedFamily(Family):
             super().check_experts(model, sharing)
         for count in counts:
             check_expert_count(count, sharing)
-        if counts and getattr(model.config, "output_router_logits", False):
-            raise Underivable(
-                "output_router_logits=True adds a loss for the balance of its experts, which is built for declared "
-                "families; use model.config.output_router_logits = False"
-            )
+
+    def _routers_in(self, layer: nn.Module) -> list[tuple[str, int]]:
+        """Returns the path of each router in a layer, and which of its outputs has the logits."""
+        named = layer.named_modules()
+        return [(path, self._routers[id(module)]) for path, module in named if id(module) in self._routers]
 
     def _expert_counts(self) -> set[int]:
         modules = [m for layer in self.calls.decoder.layers for m in layer.modules() if is_experts(m)]
@@ -249,7 +271,10 @@ class DerivedFamily(Family):
         self, model: Any, batch: Mapping[str, Any], cut: SequenceCut, loss_scale: Tensor, batch_scale: float = 1.0
     ) -> dict[str, Any]:
         side = super().side_inputs(model, batch, cut, loss_scale, batch_scale)
-        return {**side, **expert_side_inputs(batch, cut)} if self._has_experts else side
+        if not self._has_experts:
+            return side
+        balance = {} if self._balance is None else balance_side_inputs(batch, batch_scale)
+        return {**side, **expert_side_inputs(batch, cut), **balance}
 
     def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None or not self.calls.counts_what_is_seen:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +169,19 @@ class Leaves:
 
         visit("", skeleton)
 
+    def record(self, skeleton: nn.Module, routers: Iterable[tuple[str, int]]) -> list[Any]:
+        """Lets routers write down what they say, and returns the list that they write into.
+
+        Args:
+            skeleton: is changed.
+            routers: the path of each, and which of its outputs has the logits.
+        """
+        said: list[Any] = []
+        for path, index in routers:
+            router: Any = skeleton.get_submodule(path)
+            router.forward = _recording(router.forward, index, said)
+        return said
+
     def _replace_one(self, path: str, module: Any) -> bool:
         """Makes one module a leaf if it can be one."""
         if is_projection(module):
@@ -254,6 +267,17 @@ class Leaves:
                 return self._paths[id(owner)]
             frame = frame.f_back
         return ""
+
+
+def _recording(forward: Callable[..., Any], index: int, said: list[Any]) -> Callable[..., Any]:
+    """Returns a forward that writes down one of its outputs."""
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        found = forward(*args, **kwargs)
+        said.append(found[index] if isinstance(found, (tuple, list)) else found)
+        return found
+
+    return record
 
 
 def is_projection(module: Any) -> bool:

@@ -1,14 +1,16 @@
 """Rewrites of a trace that leave what it computes, and make it plain how values can be cut.
 
 In:   the graph of `torch.export`, as the code of a model wrote it.
-Out:  the same graph without slices that take everything, with linears before the views of what they read, and with
-      tensors that are filled piece by piece as concatenations. What only changes how a value lies in memory is gone.
+Out:  the same graph without slices and views that show everything, with linears before the views of what they read, and
+      with tensors that are filled piece by piece as concatenations. What only changes how a value lies in memory is
+      gone.
 Must hold: every rewrite is exact.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ def rewrite(graph: Graph) -> None:
     """Rewrites a graph in place."""
     for node in list(graph.nodes):
         takes_all = node.target is aten.slice.Tensor and node.args[2:] == (0, sys.maxsize)
-        if takes_all or node.target is aten.contiguous.default:
+        if takes_all or node.target is aten.contiguous.default or _shows_the_same(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     for node in list(graph.nodes):
@@ -37,6 +39,31 @@ def rewrite(graph: Graph) -> None:
             _put_before_view(graph, node)
         elif node.target is aten.new_empty.default:
             _concatenate(graph, node)
+
+
+def partial_writes(graph: Graph) -> Iterator[Node]:
+    """Yields operations that write over a part of a tensor which is read later: a rewritten graph has lost them."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+            continue
+        written: Any = node.args[0]
+        shown = [written]
+        while any(f"aten.{part}." in str(written.target) for part in PARTS):
+            written = written.args[0]
+            shown.append(written)
+        readers = (user for value in shown for user in value.users if user not in (node, *shown))
+        if written.op == "call_function" and any(order[reader] > order[node] for reader in readers):
+            yield node
+
+
+def _shows_the_same(node: Node) -> bool:
+    """Returns whether a view has the shape of what it shows."""
+    if node.target not in VIEWS:
+        return False
+    source: Any = node.args[0]
+    before, after = ([getattr(size, "node", size) for size in value.meta["val"].shape] for value in (source, node))
+    return [getattr(size, "expr", size) for size in before] == [getattr(size, "expr", size) for size in after]
 
 
 def _write_elsewhere(graph: Graph, node: Node) -> None:

@@ -17,7 +17,8 @@ from torch.export import Dim
 from torch.fx import Node
 
 from hf_helix.models.derived.leaves import DTYPE, LEAF_OPS, Leaf, Leaves
-from hf_helix.models.derived.rewrite import rewrite
+from hf_helix.models.derived.rewrite import partial_writes, rewrite
+from hf_helix.models.derived.rope import ropes_as_operators
 
 PLACES = "places"
 """The side input with the positions of tokens, as the embedding and the head are given them."""
@@ -58,6 +59,7 @@ class Trace:
         nodes: the calls in order.
         hidden: the node of the value that enters.
         result: the node of the value that leaves.
+        logits: the nodes of what routers say of every token and expert.
         leaves: what the calls of custom operators stand for.
         attributes: the nodes of parameters and buffers, with their names in the module.
         constants: the nodes of tensors that the code makes, with their values.
@@ -69,6 +71,7 @@ class Trace:
     nodes: Sequence[Node]
     hidden: Node
     result: Node
+    logits: tuple[Node, ...]
     leaves: Sequence[Leaf]
     attributes: dict[Node, str]
     constants: dict[Node, torch.Tensor]
@@ -108,9 +111,13 @@ class Trace:
 
     def path(self, node: Node) -> str:
         """Returns the path of the module whose code makes a call."""
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        path = str(stack[-1][0]) if stack else ""
-        return path.removeprefix("module").removeprefix(".")
+        return _path_of(node)
+
+
+def _path_of(node: Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    return path.removeprefix("module").removeprefix(".")
 
 
 def args_of(node: Node) -> Any:
@@ -150,7 +157,7 @@ def trace(
         leaves: these leaves.
         hidden: an example of the value that enters [batch, sequence, ...].
         given: further inputs.
-        call: calls the skeleton: `call(skeleton, x, given)` returns the tensor that leaves.
+        call: calls the skeleton: `call(skeleton, x, given)` returns the tensor that leaves, and what routers say.
 
     Raises:
         Underivable: the code cannot be traced.
@@ -163,7 +170,7 @@ def trace(
     if given:
         open_dims += (tuple(dict.fromkeys(g.open, auto) for g in given),)
     try:
-        with torch.no_grad(), leaves.capturing():
+        with torch.no_grad(), leaves.capturing(), ropes_as_operators(skeleton):
             program = torch.export.export(
                 _Called(skeleton, call), (hidden, *examples), strict=False, dynamic_shapes=open_dims
             )
@@ -178,6 +185,9 @@ def trace(
 def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:
     rewrite(program.graph)
     nodes = list(program.graph.nodes)
+    for node in partial_writes(program.graph):
+        where = _path_of(node) or "the layer"
+        raise Underivable(f"{node.target} in {where} writes over a part of a tensor, which is not built")
     signature = program.graph_signature
     owned = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     attributes, constants, inputs = {}, {}, []
@@ -194,11 +204,12 @@ def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:
     batch, sequence = (size.node.expr if hasattr(size, "node") else size for size in hidden.meta["val"].shape[:2])
     if isinstance(batch, int) or isinstance(sequence, int):
         raise Underivable("its code is only right for one batch size or one length")
-    (result,) = next(node for node in nodes if node.op == "output").args[0]
+    result, *logits = next(node for node in nodes if node.op == "output").args[0]
     return Trace(
         nodes=[node for node in nodes if node.op == "call_function"],
         hidden=hidden,
         result=result,
+        logits=tuple(logits),
         leaves=leaves.found,
         attributes=attributes,
         constants=constants,

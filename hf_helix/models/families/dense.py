@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_helix.models.family import Family
 from hf_helix.models.graph.attention import Attention, Heads, by_heads, declare_attention
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.masks import SlidingWindow, causal_masks, like_embeddings
+from hf_helix.models.graph.rope import rotate
 from hf_helix.models.graph.shared_attention import check_shared
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.models.stock_modules import is_silu
-from hf_helix.operators.attention.rope import rotated
 from hf_helix.operators.explicit import GatedSilu
 from hf_helix.operators.unit import Unit
 
@@ -69,9 +67,7 @@ class Dense(Family):
 
     def rotate(self, attn: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Returns queries and keys [batch, heads, tokens, head_dim] with their positions."""
-        if torch.compiler.is_compiling():  # which fuses it
-            return apply_rotary_pos_emb(q, k, cos, sin)
-        return rotated(q, k, cos, sin)
+        return rotate(q, k, cos, sin)
 
     def rotated_by(self, attn: Any) -> Sequence[nn.Module]:
         """Returns the submodules whose parameters `rotate` uses."""

@@ -9,14 +9,14 @@ layers travel with the activations, and the head adds the loss (`models.graph.ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_helix.models.families.dense import Dense
-from hf_helix.models.graph.balance import BALANCE, Balance, add_part, balance_side_inputs, part_of
+from hf_helix.models.graph.balance import BALANCE, Balance, RouterRecord, add_part, balance_side_inputs
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.graph.expert_layer import check_expert_count, declare_experts, expert_side_inputs
@@ -82,16 +82,14 @@ class Mixture(Dense):
         router, noise = self.router(mlp), self.jitter(mlp)
         meter = RouterMeter(self.num_experts(config), b.tp)
         b.meters.append(meter)
+        record = RouterRecord(meter, config.num_experts_per_tok if balanced else None)
 
         def route(h: Tensor, **side: Any) -> Tensors:
             tokens = h.flatten(0, 1)
             if noise and mlp.training:
                 tokens = tokens * torch.empty_like(tokens).uniform_(1.0 - noise, 1.0 + noise)
             logits, weights, chosen = router(tokens)
-            counted = meter.mine(side)
-            if mlp.training and torch.is_grad_enabled():  # once, where backward runs it again
-                meter.note(logits, chosen, counted)
-            part = (part_of(logits, counted, chosen.shape[1]),) if balanced else ()
+            part = record.keep(logits, chosen, side, mlp.training)
             jittered = (tokens.view_as(h),) if noise else ()
             return (*jittered, weights, *part, chosen)
 
@@ -120,18 +118,6 @@ class Mixture(Dense):
             self.num_experts(config), config.num_experts_per_tok, layers, coefficient=config.router_aux_loss_coef
         )
 
-    def embedding(self, b: Builder, model: Any) -> Unit:
-        x = b.reduce_scatter("scatter", b.lookup("lookup", model.get_input_embeddings()))
-        balance = self.balance(model)
-        return b.build(x, balance.start(b)) if balance else b.build(x)
-
-    def head(self, b: Builder, model: Any) -> Unit:
-        balance = self.balance(model)
-        if balance is None:
-            return super().head(b, model)
-        x, sums = b.input("x"), b.input(BALANCE)
-        return b.build(balance.add_loss(b, self.loss(b, model, x), sums))
-
     # -- checks and side inputs ----------------------------------------------------------------------------------
 
     def check_experts(self, model: Any, sharing: ParallelContext) -> None:
@@ -139,13 +125,6 @@ class Mixture(Dense):
 
     def kind_of(self, layer: Any) -> str:
         return "layer" if self.is_sparse(layer) else "layer.dense"
-
-    def loss_adds_up(self, model: Any) -> bool:
-        return not model.config.output_router_logits
-
-    def empty(self, model: Any, tp_size: int) -> Callable[[Mapping[str, Any]], Tensors]:
-        of_layers, balance = super().empty(model, tp_size), self.balance(model)
-        return of_layers if balance is None else lambda side: (*of_layers(side), balance.empty(side["ids"].device))
 
     def side_inputs(
         self,

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.expert_layer import counted_in
-from hf_helix.operators.moe.dispatch import COUNTED, counted_tokens
+from hf_helix.operators.base import Tensors
+from hf_helix.operators.moe.dispatch import COUNTED, RouterMeter, counted_tokens
 
 BALANCE = "balance"
 """The value that enters and leaves every unit."""
@@ -131,6 +132,33 @@ def part_of(logits: Tensor, counted: Tensor, choices: int) -> Tensor:
     best = probabilities.detach().topk(choices, -1).indices
     loads = torch.zeros_like(probabilities).scatter_(1, best, 1.0)
     return torch.stack(((loads * counted).sum(0), (probabilities * counted).sum(0))).unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class RouterRecord:
+    """What a layer keeps of what its router says: figures for the logs and, where the loss is balanced, the two sums.
+
+    Attributes:
+        meter: adds up the figures.
+        choices: how many of a token's most probable experts count as its load; None where the loss is not balanced.
+    """
+
+    meter: RouterMeter
+    choices: int | None
+
+    def keep(self, logits: Tensor | None, chosen: Tensor, side: Mapping[str, Any], is_training: bool) -> Tensors:
+        """Returns the two sums [1, 2, experts]; nothing where the loss is not balanced.
+
+        Args:
+            logits: what the router says of this rank's tokens [n * batch, experts]; None where that is not known.
+            chosen: the experts that it chooses [n * batch, k].
+            side: the side inputs of the micro-batch.
+            is_training: whether figures are added up.
+        """
+        counted = self.meter.mine(side)
+        if is_training and torch.is_grad_enabled():  # once, where backward runs it again
+            self.meter.note(logits, chosen, counted)
+        return () if self.choices is None or logits is None else (part_of(logits, counted, self.choices),)
 
 
 @dataclass(frozen=True)

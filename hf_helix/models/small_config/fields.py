@@ -95,7 +95,7 @@ def _small_head(value: int, given: Mapping[str, Any]) -> int:
     """
     rotated, other = given.get("qk_rope_head_dim"), given.get("qk_nope_head_dim")
     if rotated and other and value in (rotated, rotated + other):
-        return SIZE_OF["qk_rope_head_dim" if value == rotated else "qk_head_dim"]
+        return min(value, SIZE_OF["qk_rope_head_dim" if value == rotated else "qk_head_dim"])
     hidden, heads = given.get("hidden_size"), given.get("num_attention_heads")
     return HEAD_SIZE if hidden is None or heads is None or value * heads == hidden else WIDE_HEAD_SIZE
 

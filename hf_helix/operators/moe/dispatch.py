@@ -75,12 +75,20 @@ class RouterMeter:
         """Which of this rank's tokens count [tokens], as 0 and 1."""
         return counted_tokens(side, self.tp)
 
-    def note(self, logits: Tensor, chosen: Tensor, counted: Tensor) -> None:
-        """A micro-batch in training: what the router said [tokens, experts] and chose [tokens, k]."""
+    def note(self, logits: Tensor | None, chosen: Tensor, counted: Tensor) -> None:
+        """A micro-batch in training: what the router said [tokens, experts] and chose [tokens, k].
+
+        Args:
+            logits: what it said; None where that is not known, whose squares are no number then.
+            chosen: what it chose.
+            counted: which tokens count [tokens], as 0 and 1.
+        """
         with torch.no_grad():
-            load = torch.zeros(self.num_experts, device=logits.device)
+            load = torch.zeros(self.num_experts, device=chosen.device)
             load.index_add_(0, chosen.flatten(), counted.float().repeat_interleave(chosen.shape[1]))
-            squares = logits.float().logsumexp(-1).square().mul(counted).sum()
+            squares = load.new_full((), torch.nan)
+            if logits is not None:
+                squares = logits.float().logsumexp(-1).square().mul(counted).sum()
             self._add(torch.cat((load, torch.stack((squares, counted.sum().float(), squares.new_zeros(()))))))
 
     def note_dropped(self, dropped: Tensor) -> None:

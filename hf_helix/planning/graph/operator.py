@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import zip_longest
 
 
@@ -164,7 +165,7 @@ class Graph:
                 raise ValueError(f"graph {self.name!r}: {what} {name!r} a second time")
             known.add(name)
 
-    @property
+    @cached_property
     def transfers(self) -> bool:
         """Whether the unit is no part of the model, but a way between pipeline ranks."""
         return any(op.kind is Kind.PIPELINE for op in self.operators)

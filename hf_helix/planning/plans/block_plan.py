@@ -107,10 +107,10 @@ class BlockPlan(Plan):
         issued = 0
         for number, slot in enumerate(slots):
             for coming in slots[issued : number + 1 + slots_ahead]:
-                program += transfers_of(coming, layout, receives=True)
+                program += _transfers(coming, layout, receives=True)
             issued = number + 1 + slots_ahead
             program += self._slot(slot, layout)
-            program += transfers_of(slot, layout, receives=False)
+            program += _transfers(slot, layout, receives=False)
         return program
 
     def _slot(self, slot: Slot, layout: Layout) -> list[Instruction]:
@@ -138,6 +138,12 @@ class BlockPlan(Plan):
     ) -> Self:
         """The plan of what a file says of its blocks."""
         return cls(rule, model, dict(mesh), graphs, orders_from(data, pairs))
+
+
+def _transfers(slot: Slot, layout: Layout, receives: bool) -> list[Instruction]:
+    """What a slot receives from other ranks, or sends to them."""
+    passes = transfers_of(slot, layout, receives)
+    return [made for place, action in passes for made in action_instructions(layout, place, action)]
 
 
 def orders_of(order_block: OrderBlock, profile: Profile) -> dict[Block, Order]:

@@ -170,7 +170,7 @@ class _Cost:
     @property
     def effort(self) -> int:
         """Instructions ordered and simulated for one call; with contention a simulated one counts three times."""
-        return len(self.window.program) * (1 + len(self._works) * (1 if self._slowdown is None else 3))
+        return len(self.window.work) * (1 + len(self._works) * (1 if self._slowdown is None else 3))
 
     def __call__(self, priority: Priority) -> float:
         return statistics.fmean(self.by_factor(priority))
@@ -195,7 +195,7 @@ def predict(priorities: Priorities, profile: Profile, schedule: Schedule) -> Tim
         schedule: of the window.
     """
     window = ListScheduler(schedule, profile.layout, priorities.times, priorities.extra_live_layers)
-    work = work_of(window.program, profile.layout, profile.times)
+    work = window.window.work(profile.times)
     return simulate(work, profile.slowdown if profile.pairs else None, window.order(priorities.priority))
 
 

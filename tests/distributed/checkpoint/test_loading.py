@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.comparisons import stored
+from support.derived_models import HOME
 from support.loading_jobs import outline
 from support.models import FAMILIES, tiny
 from support.paths import ROOT
@@ -31,6 +32,12 @@ CASES: list[Any] = [
     ("gpt_neox", LAYERS, {"pp_size": 2}, "20KB"),
     ("mixtral", {}, {"ep_size": 2}, "1GB"),
     ("qwen3_moe", LAYERS, {"tp_size": 2, "pp_size": 2}, "20KB"),
+    (f"{HOME}deepseek_v3", {"num_hidden_layers": 2}, {"tp_size": 2}, "20KB"),
+    *(
+        pytest.param(f"{HOME}{name}", LAYERS, layout, "20KB", marks=SLOW)
+        for name in ("gemma2", "phi3", "olmo2", "gpt_oss", "qwen2_moe")
+        for layout in ({"tp_size": 2}, {"pp_size": 2})
+    ),
     *(
         pytest.param(family, {**LAYERS, **changes}, layout, "20KB", marks=SLOW)
         for family, changes in (

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.cluster import JobFailed
+from support.derived_models import HOME
 from support.resume_jobs import make, push, run, state_of
 
 from hf_helix.checkpoint import atomic as staging
@@ -84,6 +85,20 @@ def test_another_layout_goes_on(
     job = {"folder": str(tmp_path), "helix": {"plan": "greedy", **helix}, "training": training}
     for mine in cluster_of(2).run(f"{JOB}run", resume=str(saved), **job):
         goes_on(mine, expected[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "olmo2", "deepseek_v3"))]
+)
+def test_a_derived_model_goes_on_in_another_layout(name: str, cluster_of: Any, tmp_path: Path) -> None:
+    """From tensor to pipeline parallelism, with the states of the optimizer, in a model whose projections are fused."""
+    job: dict[str, Any] = {"model": {"family": f"{HOME}{name}"}, "training": {"max_steps": 4, "save_steps": 2}}
+    (expected, _) = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "whole"), helix=TP2, **job)
+    saved, rest = str(tmp_path / "whole" / "checkpoint-2"), str(tmp_path / "rest")
+    for mine in cluster_of(2).run(
+        f"{JOB}run", folder=rest, helix={"pp_size": 2, "plan": "greedy"}, resume=saved, **job
+    ):
+        goes_on(mine, expected)
 
 
 def test_one_process_goes_on(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support import jobs
 from support.comparisons import compare_predictions
+from support.derived_models import HOME
 from support.jobs import predict, train_with
 
 JOB = "support.jobs:"
@@ -19,6 +20,7 @@ PREDICTIONS: dict[str, dict[str, Any]] = {
     "lengths differ between batches": {"count": 7, "lengths": (17, 17, 8, 8, 13, 13)},
     "padded left": {"count": 5, "lengths": (17, 9, 13), "padding": "left"},
 }
+DERIVED = {"count": 4, "lengths": (17, 17, 8, 8), "model": {"family": f"{HOME}gemma2", "num_hidden_layers": 2}}
 
 
 @pytest.mark.parametrize("case", PREDICTIONS)
@@ -31,6 +33,13 @@ def test_predict_and_evaluate(case: str, ranks: int, tp_size: int, cluster_of: A
         assert result["predicted"]["test_samples"] == PREDICTIONS[case]["count"]
         # The stock loss is a mean over batches, which are others on data-parallel ranks.
         compare_predictions(result, expected, with_loss=ranks == tp_size)
+
+
+def test_predictions_of_a_derived_model(cluster_of: Any, tmp_path: Path) -> None:
+    """Whose logits are capped."""
+    expected = predict(str(tmp_path), None, **DERIVED)
+    for result in cluster_of(2).run(f"{JOB}predict", folder=str(tmp_path), helix=HELIX, **DERIVED):
+        compare_predictions(result, expected, with_loss=True)
 
 
 ACCUMULATING = {"gradient_accumulation_steps": 2, "max_steps": 4}

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from support import jobs
 from support.comparisons import compare_runs, compare_weights
+from support.derived_models import HOME
 from support.expert_jobs import reference_that_draws, reference_that_drops, windows
 from support.parity import KINDS, check, references
 
 PHIMOE = {"family": "phimoe", "num_hidden_layers": 2}
-BALANCED = {**PHIMOE, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+BALANCED = {**PHIMOE, **BALANCE}
 LENGTHS = (24, 16, 8)
 JOB = "support.expert_jobs:windows"
 CASE = {
@@ -46,6 +48,50 @@ def test_training_equals_the_stock_trainer(
             assert entry["helix/expert_imbalance"] >= 1
             assert "helix/dropped_tokens" not in entry
     compare_weights(ours, folder)
+
+
+DERIVED: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"family": f"{HOME}qwen2_moe", "num_hidden_layers": 4, "mlp_only_layers": [1], **BALANCE},
+    "gpt_oss": {"family": f"{HOME}gpt_oss", "num_hidden_layers": 4, **BALANCE},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "helix"),
+    [
+        ("qwen2_moe", 2, {"ep_size": 2}),
+        ("gpt_oss", 2, {"tp_size": 2}),
+        pytest.param("qwen2_moe", 2, {"tp_size": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", 2, {"pp_size": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", 2, {"ep_size": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", 4, {"tp_size": 2, "pp_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_derived_mixtures_balance_their_experts(
+    name: str, ranks: int, helix: dict[str, Any], cluster_of: Any, stock: Any, tmp_path: Path
+) -> None:
+    """The loss has the part of the routers, and the logs tell how even the loads are."""
+    case = {**CASE, "model": DERIVED[name]}
+    case["training"] = {**CASE["training"], "max_steps": 3}
+    dp = ranks // (helix.get("tp_size", 1) * helix.get("pp_size", 1))
+    expected, folder = stock(jobs.train, dp, **case)
+    ours = str(tmp_path / "helix")
+    for result in cluster_of(ranks).run("train", folder=ours, helix={**helix, "plan": "greedy"}, **case):
+        compare_runs(result, expected, steps=3)
+        assert all(entry["helix/router_z"] > 0 and entry["helix/expert_imbalance"] >= 1 for entry in result["logs"])
+    compare_weights(ours, folder)
+
+
+def test_routers_without_a_balance_are_counted_as_well(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    """DeepSeek-V3 records what its routers say, and adds nothing to its loss."""
+    case = {**CASE, "model": {"family": f"{HOME}deepseek_v3", "num_hidden_layers": 2, "output_router_logits": True}}
+    case["training"] = {**CASE["training"], "max_steps": 2}
+    expected, _ = stock(jobs.train, 1, **case)
+    helix = {"tp_size": 2, "plan": "greedy"}
+    for result in cluster_of(2).run("train", folder=str(tmp_path), helix=helix, **case):
+        compare_runs(result, expected, steps=2)
+        assert all(entry["helix/router_z"] > 0 and entry["helix/expert_imbalance"] >= 1 for entry in result["logs"])
 
 
 @pytest.mark.parametrize(

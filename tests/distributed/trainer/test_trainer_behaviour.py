@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.derived_models import HOME
 from support.trainer_jobs import follow, noise, noisy_losses
 
 JOB = "support.trainer_jobs:"
@@ -190,11 +191,22 @@ def test_tensorboard(cluster_of: Any, tmp_path: Path) -> None:
         np.testing.assert_allclose([value for _, value in found], [value for _, value in logged], rtol=1e-6)
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}], ids=str)
-def test_neftune_adds_the_noise_of_the_stock_hook(helix: dict[str, int], cluster_of: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("helix", "model"),
+    [
+        ({"tp_size": 2}, {}),
+        ({"pp_size": 2}, {}),
+        ({"cp_size": 2}, {}),
+        ({"tp_size": 2}, {"family": f"{HOME}olmo2", "num_hidden_layers": 1}),
+    ],
+    ids=str,
+)
+def test_neftune_adds_the_noise_of_the_stock_hook(
+    helix: dict[str, int], model: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
     """Its distribution: uniform within alpha / sqrt(length * hidden), once for every embedding, in training only."""
     alpha, drawn = 5.0, []
-    for found in cluster_of(2).run(f"{JOB}noise", folder=str(tmp_path), helix=helix, alpha=alpha):
+    for found in cluster_of(2).run(f"{JOB}noise", folder=str(tmp_path), helix=helix, alpha=alpha, model=model):
         if not found:  # a rank without the embedding
             continue
         np.testing.assert_array_equal(*found[False])
@@ -208,6 +220,12 @@ def test_neftune_adds_the_noise_of_the_stock_hook(helix: dict[str, int], cluster
         assert np.abs(noise_of_rank).max() > 0.95 * bound
         assert noise_of_rank.var() == pytest.approx(bound**2 / 3, rel=0.1)
     assert len(drawn) == 1 or not np.array_equal(*drawn)
+
+
+def test_neftune_behind_a_scaled_embedding_is_refused(tmp_path: Path) -> None:
+    model = {"family": f"{HOME}gemma2", "num_hidden_layers": 1}
+    with pytest.raises(ValueError, match=r"neftune_noise_alpha=1\.0 with an embedding of class Gemma2TextScaledWord"):
+        noise(str(tmp_path), {}, 1.0, model)
 
 
 def test_neftune_in_a_run(cluster_of: Any, tmp_path: Path) -> None:

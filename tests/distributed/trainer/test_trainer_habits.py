@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.derived_models import HOME
 from support.habit_jobs import HABITS, is_close, run_habits
 from support.paths import ROOT
 
@@ -88,11 +89,11 @@ def differences(found: dict[str, Any], expected: dict[str, Any], refused: dict[s
     return said
 
 
-def compare_on_two_ranks(names: set[str], cluster_of: Any, folder: Path) -> None:
+def compare_on_two_ranks(names: set[str], cluster_of: Any, folder: Path, family: str = "llama") -> None:
     chosen = known(names - ONE_PROCESS)
-    expected = run_habits(str(folder / "stock"), None, chosen)
-    helix = {"plan": "sequential", "tp_size": 2}
-    ranks = cluster_of(2).run("support.habit_jobs:run_habits", folder=str(folder / "helix"), helix=helix, names=chosen)
+    expected = run_habits(str(folder / "stock"), None, chosen, family)
+    job = {"folder": str(folder / "helix"), "helix": {"plan": "sequential", "tp_size": 2}, "family": family}
+    ranks = cluster_of(2).run("support.habit_jobs:run_habits", names=chosen, **job)
     for rank, found in enumerate(ranks):
         compared = {name: value for name, value in expected.items() if rank == 0 or name not in RANK_0}
         assert differences(found, compared, REFUSED_CUT) == [], f"rank {rank}"
@@ -105,6 +106,11 @@ def test_two_ranks(cluster_of: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_other_habits_on_two_ranks(cluster_of: Any, tmp_path: Path) -> None:
     compare_on_two_ranks(HABITS.keys() - QUICK, cluster_of, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_a_derived_model(cluster_of: Any, tmp_path: Path) -> None:
+    compare_on_two_ranks(set(HABITS) - SEARCHES, cluster_of, tmp_path, f"{HOME}olmo2")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.derived_models import HOME
 from support.models import tiny
 from torch._dynamo.utils import counters
 
@@ -67,8 +68,11 @@ def check(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor
     assert all(distance(*pair) <= 1e-6 for pair in zip(found, expected, strict=True))
 
 
+DERIVED = [f"{HOME}{name}" for name in ("gemma2", "phi3", "olmo2", "gpt_oss", "deepseek_v3")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gpt_neox", "mixtral", *DERIVED])
 def test_results_are_those_without(family: str) -> None:
     model = tiny(family)
     plain = train(model, compile=False)
@@ -93,7 +97,7 @@ def test_layers_share_a_compilation_and_shapes_do_too(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", *DERIVED[:2]])
 @pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
 def test_generated_code(family: str, autocast_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16 the error against fp32 is at most twice that without compilation."""

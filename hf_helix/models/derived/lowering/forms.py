@@ -12,6 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_helix.models.graph.balance import RouterRecord
+from hf_helix.operators.base import Tensors
+from hf_helix.operators.moe.dispatch import COUNTED
+
 
 class ByRows:
     """Glue that needs to know which token stands where: it gets values [batch, sequence, ...] without padding."""
@@ -38,6 +42,30 @@ class OfShard:
     def __call__(self, *values: Tensor, places: Tensor) -> Any:
         count = values[0].shape[0]
         return self.function(*values, places=places[self.rank * count :][:count])
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Glue that chooses experts, of which a record is kept.
+
+    Attributes:
+        function: returns the weights of choices and the choices [tokens, k], then the logits where no value has them.
+        record: keeps what the router says.
+        layer: says whether it is in training.
+        place: which of the values has the logits; None where the function returns them, or nobody knows them.
+    """
+
+    function: Callable[..., Any]
+    record: RouterRecord
+    layer: nn.Module
+    place: int | None
+
+    def __call__(self, *values: Tensor, counted: Tensor, **side: Tensor) -> Tensors:
+        weights, chosen, *said = self.function(*values, **side)
+        logits = said[0] if said else None if self.place is None else values[self.place]
+        logits = None if logits is None else logits.flatten(0, -2)
+        part = self.record.keep(logits, chosen, {COUNTED: counted}, self.layer.training)
+        return (weights, *part, chosen)
 
 
 @dataclass(frozen=True)

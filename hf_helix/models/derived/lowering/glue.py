@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from hf_helix.models.derived import rope
 from hf_helix.models.derived.leaves import DTYPE
 from hf_helix.models.derived.placement.inference import Inference
 from hf_helix.models.derived.placement.nodes import bounds_of_slice, edges_of, name_of
@@ -171,7 +172,7 @@ class _Writer:
 
     def _leave(self, node: Node) -> Node:
         made: Node = self.made[node]
-        if any(view in str(node.target) for view in ("getitem", "slice", "split")):
+        if _is_part(node):
             made = self.graph.call_function(torch.ops.aten.contiguous.default, (made,))
         if not self._is_flattened(node):
             return made
@@ -228,8 +229,12 @@ class _Writer:
             args[1] = self._lengths(args[1], placed)
         elif name == "view_as":
             target = torch.ops.aten.reshape_as.default
+        elif name == "rope":
+            target = rope.function_of(node, self.trace.given)
         elif name == "expand":
             args[1] = self._lengths(args[1], placed)
+        elif name == "unflatten":
+            args[2] = self._lengths(args[2], placed, args[1] % len(self.trace.shape(args[0])))
         elif name == "slice" and self._cuts(node):
             first, last = self._local_bounds(node)
             args = [args[0], args[1], first, last]
@@ -256,10 +261,12 @@ class _Writer:
     def _of(self, value: Any) -> Placed:
         return self.inference.placed[value]
 
-    def _lengths(self, lengths: Any, placed: Placed) -> list[Any]:
+    def _lengths(self, lengths: Any, placed: Placed, first: int = 0) -> list[Any]:
+        """Returns the lengths of dimensions, those from `first` on, as a rank has them."""
         found = list(lengths)
-        if placed.dim is not None and isinstance(found[placed.dim], int) and found[placed.dim] != -1:
-            found[placed.dim] = sum(self.share.of(placed.blocks))
+        place = -1 if placed.dim is None else placed.dim - first
+        if 0 <= place < len(found) and isinstance(found[place], int) and found[place] != -1:
+            found[place] = sum(self.share.of(placed.blocks))
         return found
 
     def _cuts(self, node: Node) -> bool:
@@ -284,6 +291,12 @@ class _Writer:
                 place += 1
             found.append(sum(self.share.of(blocks)))
         return found
+
+
+def _is_part(node: Node) -> bool:
+    """Returns whether a value is a part of another one, whose memory it would keep. Both parts of a rope are kept."""
+    of_rope = any(value.op == "call_function" and name_of(value) == "rope" for value in node.all_input_nodes)
+    return not of_rope and any(view in str(node.target) for view in ("getitem", "slice", "split"))
 
 
 def _is_size(node: Node) -> bool:

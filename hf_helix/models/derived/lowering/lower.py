@@ -7,7 +7,7 @@ Must hold: residual sums of partial values are added up before they are scattere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -24,15 +24,13 @@ from hf_helix.models.derived.leaves import (
     Leaf,
     MaskOf,
 )
-from hf_helix.models.derived.lowering.forms import ByRows, DropoutIn, OfShard
-from hf_helix.models.derived.lowering.glue import Glue
+from hf_helix.models.derived.lowering.experts import Experts
+from hf_helix.models.derived.lowering.forms import DropoutIn
 from hf_helix.models.derived.lowering.outline import Outline
-from hf_helix.models.derived.lowering.values import Values
 from hf_helix.models.derived.placement.placed import COLUMN, PARTIAL, ROW, SHARD, WHOLE
-from hf_helix.models.derived.trace import BATCH, PLACES, SEQUENCE, Underivable, args_of
+from hf_helix.models.derived.trace import Underivable, args_of
 from hf_helix.models.graph.attention import Attention, declare_attention
 from hf_helix.models.graph.builder import Builder
-from hf_helix.models.graph.expert_layer import declare_experts
 from hf_helix.models.stock_modules import is_silu
 from hf_helix.operators.explicit import GatedSilu
 
@@ -52,7 +50,27 @@ def declare(outline: Outline, b: Builder, module: Any, start: dict[Node, str], w
     return lowering.value(outline.target, where)
 
 
-class _Lowering(Values):
+def declare_layer(
+    outline: Outline, b: Builder, layer: Any, start: dict[Node, str], choices: int | None
+) -> tuple[str, list[str]]:
+    """Declares the operators of a layer.
+
+    Args:
+        outline: the unit.
+        b: the builder of the unit.
+        layer: the layer.
+        start: the names of the values that enter.
+        choices: see `RouterRecord`.
+
+    Returns:
+        The name of what leaves, and where the loss is balanced those of the sums that its routers bring.
+    """
+    lowering = _Lowering(outline, b, layer, start, choices)
+    lowering.run()
+    return lowering.value(outline.target, SHARD), lowering.parts
+
+
+class _Lowering(Experts):
     """Declares the operators of one module."""
 
     def run(self) -> None:
@@ -182,37 +200,6 @@ class _Lowering(Values):
             name = b.sum_over_ranks(self._name(node, "sum"), name)
         self._set(node, name)
 
-    def _router(self, weights: Node, chosen: Node) -> None:
-        """Declares what chooses experts: the weights of choices, and the choices, which have no gradient."""
-        glue, inputs = self.outline.glue([weights, chosen])
-        names = [self.value(value, SHARD) for value in inputs]
-        function, side = self._function(glue, [weights, chosen], inputs)
-        name = self._name(weights)
-        found = self.b.segment_outputs(
-            name,
-            function,
-            [f"{name}.weights"],
-            *names,
-            side=side,
-            **self._used_by(glue),
-            on_shard=True,
-            plain=[f"{name}.chosen"],
-        )
-        for node, value in zip((weights, chosen), found, strict=True):
-            self._set(node, value)
-
-    def _function(
-        self, glue: Glue, outputs: Sequence[Node], inputs: Sequence[Node]
-    ) -> tuple[Callable[..., Any], tuple[str, ...]]:
-        """Returns the glue as a function over values as operators hand them on, and the side inputs that it takes."""
-        bound = glue.bind(self.module)
-        side = tuple(name for name in glue.side if name != PLACES)
-        if not side:
-            return (OfShard(bound, self.b.tp.rank) if glue.side else bound), glue.side
-        if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
-            raise Underivable("rows of tokens meet what belongs to positions")
-        return ByRows(bound), (*side, "length")
-
     def _attention(self, node: Node, leaf: Leaf) -> None:
         outline, b = self.outline, self.b
         q, k, v, more = args_of(node)[:4]
@@ -270,15 +257,6 @@ class _Lowering(Values):
                 "use cp_size=1 with tp_size or pp_size"
             )
 
-    def _used_by(self, glue: Glue) -> dict[str, Any]:
-        """Returns what glue calls and reads, as `Builder.segment` takes it: what ranks have whole, and what is cut."""
-        cut = {self.trace.attributes[node] for node in self.outline.inference.decisions.cut}
-        found = glue.parameters(self.module)
-        return {
-            "uses": [*glue.called(self.module), *(parameter for name, parameter in found if name not in cut)],
-            "cut": [parameter for name, parameter in found if name in cut],
-        }
-
     def _set_heads(self, node: Node, name: str) -> None:
         """Gives a name to the output of attention, whose heads lie side by side already."""
         batch, length, heads, size = self.trace.shape(node)
@@ -299,14 +277,6 @@ class _Lowering(Values):
 
         self._set(node, self.b.segment(self._name(node, "heads"), by_heads, name))
 
-    def _experts(self, node: Node, leaf: Leaf) -> None:
-        tokens, chosen, weights = args_of(node)[:3]
-        if len(self.trace.shape(node)) != 2:
-            raise Underivable("its experts take tokens that are not flat")
-        h, weighed, which = (self.value(value, SHARD) for value in (tokens, weights, chosen))
-        module = self.module.get_submodule(leaf.path)
-        self._set(node, declare_experts(self.b, h, weighed, which, module, name=self._name(node)))
-
     def _layer(self, node: Node, leaf: Leaf) -> None:
         raise Underivable("its layers do more than hand a value from one to the next")
 
@@ -316,6 +286,6 @@ class _Lowering(Values):
         DROPOUT: _dropout,
         LOOKUP: _lookup,
         ATTENTION: _attention,
-        EXPERTS: _experts,
+        EXPERTS: Experts._experts,
         LAYER: _layer,
     }

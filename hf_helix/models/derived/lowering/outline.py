@@ -39,7 +39,7 @@ class Outline:
         self.share = share
         self.start = tuple(start)
         self.target = target
-        self.needed = self._needed()
+        self.needed = self._behind(target)
         self.values: set[Node] = set(start)
         self.folded: set[Node] = set()
         self.routed: dict[Node, Node] = {}
@@ -48,9 +48,10 @@ class Outline:
         self.flat = {*self.routed, *self.routed.values()}
         self._glue: dict[tuple[Node, ...], tuple[Glue, list[Node]]] = {}
 
-    def _needed(self) -> set[Node]:
+    def _behind(self, node: Node) -> set[Node]:
+        """Returns the nodes that one is computed from, and itself."""
         found: set[Node] = set()
-        waiting = [self.target]
+        waiting = [node]
         while waiting:
             node = waiting.pop()
             if node not in found:
@@ -133,6 +134,14 @@ class Outline:
     def _is_worth_keeping(self, node: Node) -> bool:
         """Returns whether a node that several operators need is computed once; a view is made again by each."""
         return not any(name in str(node.target) for name in VIEWS) and is_canonical(self.trace, node)
+
+    def logits_of(self, chosen: Node) -> Node | None:
+        """Returns what a router says, from which it chooses experts; None where the trace does not tell."""
+        behind = self._behind(chosen)
+        found = [node for node in self.trace.logits if node in behind and is_canonical(self.trace, node)]
+        if len(found) != 1 or self.placed(found[0]).where != SHARD or self.placed(found[0]).dim is not None:
+            return None
+        return found[0]
 
     # -- glue ------------------------------------------------------------------------------------------------------
 

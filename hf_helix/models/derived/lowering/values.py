@@ -1,19 +1,22 @@
 """The values of a unit while it is declared: their names, and the forms in which each is there.
 
 In:   the outline of a unit, and the builder that its operators are declared on.
-Out:  names of values and of operators.
+Out:  names of values and of operators; glue as functions.
 Must hold: a value is gathered or scattered once, where it first meets what needs it in that form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import Node
 
+from hf_helix.models.derived.lowering.forms import ByRows, OfShard
+from hf_helix.models.derived.lowering.glue import Glue
 from hf_helix.models.derived.lowering.outline import Outline
 from hf_helix.models.derived.placement.placed import PARTIAL, SHARD, WHOLE
-from hf_helix.models.derived.trace import Underivable
+from hf_helix.models.derived.trace import BATCH, PLACES, SEQUENCE, Underivable
 from hf_helix.models.graph.builder import Builder
 
 
@@ -51,6 +54,27 @@ class Values:
             raise Underivable(f"{node.name} in {self.trace.path(node)} would have to be cut again")
         self.names[node, where] = name
         return name
+
+    def _function(
+        self, glue: Glue, outputs: Sequence[Node], inputs: Sequence[Node]
+    ) -> tuple[Callable[..., Any], tuple[str, ...]]:
+        """Returns the glue as a function over values as operators hand them on, and the side inputs that it takes."""
+        bound = glue.bind(self.module)
+        side = tuple(name for name in glue.side if name != PLACES)
+        if not side:
+            return (OfShard(bound, self.b.tp.rank) if glue.side else bound), glue.side
+        if len(outputs) > 1 or any(self.trace.shape(value)[:2] != (BATCH, SEQUENCE) for value in (*inputs, *outputs)):
+            raise Underivable("rows of tokens meet what belongs to positions")
+        return ByRows(bound), (*side, "length")
+
+    def _used_by(self, glue: Glue) -> dict[str, Any]:
+        """Returns what glue calls and reads, as `Builder.segment` takes it: what ranks have whole, and what is cut."""
+        cut = {self.trace.attributes[node] for node in self.outline.inference.decisions.cut}
+        found = glue.parameters(self.module)
+        return {
+            "uses": [*glue.called(self.module), *(parameter for name, parameter in found if name not in cut)],
+            "cut": [parameter for name, parameter in found if name in cut],
+        }
 
     def _is_there(self, node: Node) -> bool:
         return any((node, where) in self.names for where in (SHARD, WHOLE, PARTIAL))

@@ -106,7 +106,8 @@ class ArithmeticRules(Rules):
         where = self._join(tensors_of(node))
         dims = self._dims(args_of(node)[0])
         place = 2 if name_of(node) == "topk" else 1
-        over = args_of(node)[place] if len(args_of(node)) > place else -1 if place == 2 else list(range(dims))
+        default = -1 if name_of(node) in ("topk", "sort") else list(range(dims))
+        over = args_of(node)[place] if len(args_of(node)) > place else default
         reduced = {dim % dims for dim in as_list(over)}
         if where != FREE and any(self.trace.shape(args_of(node)[0])[dim] in TOKENS for dim in reduced):
             self._refuse_mixing(node)
@@ -136,6 +137,15 @@ class ArithmeticRules(Rules):
         if same and left.dim == right.dim and left.blocks == right.blocks and dim_of(left) < dims - 2:
             return replace(left, where=where, is_direct=False, expanded=None)
         self._demote(left.origins | right.origins, node)
+
+    def _rope(self, node: Node) -> Placed:
+        """Queries and keys, each with its own share of heads: `_getitem` takes them apart."""
+        q, k, cos, sin = operands = args_of(node)
+        for value in operands:
+            given = self._of(value)
+            if given.dim is not None and (given.dim != 1 or value in (cos, sin)):
+                self._demote(given.origins, node)
+        return Placed(self._join(operands), origins=self._origins((q, k)))
 
     def _unknown(self, node: Node) -> Placed:
         operands = tensors_of(node)

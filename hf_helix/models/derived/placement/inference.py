@@ -87,6 +87,7 @@ class Inference(ViewRules, ArithmeticRules):
             if has_value(node):
                 self.placed[node] = self._place(node)
         self._gather_early()
+        self._gather_once()
 
     def _gather_early(self) -> None:
         """Lets what cannot lie between operators be computed where it is used: what it comes from is gathered."""
@@ -96,6 +97,21 @@ class Inference(ViewRules, ArithmeticRules):
                 continue
             if any(user in self.placed and self.placed[user].where == WHOLE for user in node.users):
                 self.placed[node] = replace(placed, where=WHOLE)
+
+    def _gather_once(self) -> None:
+        """Lets norms of one value read one gather of it, where all that reads them needs the whole sequence."""
+        for node in (self.trace.hidden, *self.trace.nodes):
+            norms = [user for user in node.users if self._is_gathered(user)]
+            if len(norms) > 1:
+                self.placed.update((norm, replace(self.placed[norm], where=WHOLE)) for norm in norms)
+
+    def _is_gathered(self, node: Node) -> bool:
+        """Returns whether a node is a norm of a shard, and all that reads it needs the whole sequence."""
+        leaf, placed, ways = self.trace.leaf(node), self.placed.get(node), self.decisions.ways
+        if leaf is None or leaf.kind != NORM or placed is None or placed.where != SHARD or placed.dim is not None:
+            return False
+        readers = [(ways.get(user), self.placed.get(user)) for user in node.users]
+        return all(way == COLUMN or (reader is not None and reader.where == WHOLE) for way, reader in readers)
 
     def _place(self, node: Node) -> Placed:
         leaf = self.trace.leaf(node)
@@ -217,4 +233,5 @@ _RULES: dict[str, Callable[[Inference, Node], Placed]] = {
     "expand": _I._expand,
     "slice": _I._slice,
     "getitem": _I._getitem,
+    "rope": _I._rope,
 }

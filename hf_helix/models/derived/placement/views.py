@@ -54,7 +54,9 @@ class ViewRules(Rules):
                 if inner % size:
                     return None
                 whole = before[dim]
-                return place if size % whole == 0 or whole % size == 0 else None
+                # A rank's heads are those of its features only if both divide.
+                divides = size == whole or not (size % self.tp_size or whole % self.tp_size)
+                return place if divides and (size % whole == 0 or whole % size == 0) else None
             product *= size
         return None
 
@@ -119,6 +121,9 @@ class ViewRules(Rules):
     def _getitem(self, node: Node) -> Placed:
         source: Any = args_of(node)[0]
         given = self._of(source)
+        if name_of(source) == "rope":
+            heads = self._of(args_of(source)[args_of(node)[1]])
+            return replace(heads, where=given.where, is_direct=False, expanded=None)
         if given.dim is None or name_of(source) not in ("split", "split_with_sizes", "chunk", "unbind"):
             return given
         if name_of(source) == "unbind":

@@ -1,0 +1,24 @@
+"""The rope of Llama and of all that have copies of it, as families run it.
+
+In:   queries and keys [batch, heads, tokens, head_dim], cosines and sines [batch, tokens, head_dim].
+Out:  both rotated.
+Must hold: the bits of `apply_rotary_pos_emb`, compiled or not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hf_helix.operators.attention.rope import Pair, rotated
+
+__all__ = ["Pair", "apply_rotary_pos_emb", "rotate"]
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+    """Returns `apply_rotary_pos_emb(q, k, cos, sin)`, for cosines and sines that have no gradient."""
+    if torch.compiler.is_compiling():  # which fuses it
+        found: Pair = apply_rotary_pos_emb(q, k, cos, sin)
+        return found
+    return rotated(q, k, cos, sin)

@@ -1,0 +1,139 @@
+"""Small modules, derived as a decoder layer is: their trace, placements and unit, and their gradients on two ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from support.rank_threads import Meeting, ThreadTransport, on_ranks
+from support.units import run_units
+from torch import Tensor, nn
+
+from hf_helix.models.derived.leaves import DTYPE, Leaves, skeleton_of
+from hf_helix.models.derived.lowering.glue import Share
+from hf_helix.models.derived.lowering.lower import declare
+from hf_helix.models.derived.lowering.outline import Outline
+from hf_helix.models.derived.placement.inference import Inference
+from hf_helix.models.derived.placement.placed import SHARD, NeedsInlining, Placed
+from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Trace, trace
+from hf_helix.models.graph.builder import Builder
+from hf_helix.models.graph.context import ParallelContext
+from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.unit import Placement, Unit
+
+WIDTH = 8
+"""Features of what enters the modules."""
+
+
+def traced(module: nn.Module, given: Sequence[Given] = (), inlined: frozenset[str] = frozenset()) -> Trace:
+    """The trace of a module that is called with [batch, sequence, WIDTH] and, behind it, what it is given."""
+    leaves, skeleton = Leaves(inlined), skeleton_of(module).train()
+    leaves.replace(skeleton)
+    hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, WIDTH), dtype=DTYPE, device="meta")
+    return trace(skeleton, leaves, hidden, given, lambda called, x, more: called(x, *more))
+
+
+def inferred(module: nn.Module, given: Sequence[Given] = (), size: int = 2) -> Inference:
+    """The placements of a module's values, traced through the norms that this needs."""
+    inlined: frozenset[str] = frozenset()
+    while True:
+        try:
+            return Inference(traced(module, given, inlined), size, Placed(SHARD))
+        except NeedsInlining as needed:
+            inlined |= {needed.path}
+
+
+def ways(inference: Inference) -> dict[str, str]:
+    """How every linear is cut, by its path."""
+    return {inference.trace.path_of(node): way for node, way in inference.decisions.ways.items()}
+
+
+def placed_on(inference: Inference, operation: str) -> Placed:
+    """The placement of what the last call of an operation gives: a part of its name."""
+    return next(inference.placed[node] for node in reversed(inference.trace.nodes) if operation in str(node.target))
+
+
+def unit_of(module: nn.Module, given: Sequence[Given] = (), axis: Axis | None = None) -> Unit:
+    """The unit of a module on one rank, the first of two by default."""
+    axis = axis or Axis(SilentTransport(2, 0))
+    inference = inferred(module, given, axis.size)
+    graph = inference.trace
+    outline = Outline(inference, Share(axis.size, axis.rank), [graph.hidden], graph.result)
+    b = Builder("layer", "layers.0", ParallelContext(axis))
+    return b.build(declare(outline, b, module, {graph.hidden: b.input("x")}))
+
+
+def steps(unit: Unit) -> list[str]:
+    """The operators of a unit in order; collectives by what they do."""
+    kinds = {AllGather: "gather", ReduceScatter: "scatter"}
+    return [kinds.get(type(unit.operators[op.name]), op.name) for op in unit.graphs.forward.operators]
+
+
+def gradients_whole(module: nn.Module, x: Tensor, gradient: Tensor, **given: Tensor) -> dict[str, Tensor]:
+    """What a module gives for x [batch, tokens, WIDTH], and all gradients."""
+    module, x = copy.deepcopy(module), x.clone().requires_grad_()
+    out = module(x, *given.values())
+    out.backward(gradient)
+    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {"out": out.detach(), "d.x": x.grad, **grads}
+
+
+def gradients_cut(module: nn.Module, x: Tensor, gradient: Tensor, size: int = 2, **given: Tensor) -> dict[str, Tensor]:
+    """The same from ranks that each hold a part, made whole again."""
+    meeting = Meeting(size)
+    examples = [Given(name, (*value.shape,), value.dtype, (0, 1)) for name, value in given.items()]
+    modules = [copy.deepcopy(module) for _ in range(size)]
+    units = [unit_of(each, examples, Axis(ThreadTransport(meeting, rank))) for rank, each in enumerate(modules)]
+    for rank, unit in enumerate(units):
+        for parameter, placement in unit.placements.items():
+            parameter.data = placement.cut(parameter.data, size, rank)
+    side: dict[str, Any] = {**given, "masks": {None: None}, "positions": torch.arange(x.shape[1])[None], "ends": {}}
+    parts = [[value.transpose(0, 1).chunk(size)[rank] for value in (x, gradient)] for rank in range(size)]
+    runs = on_ranks(meeting, lambda rank: run_units([units[rank]], parts[rank][:1], side, parts[rank][1:]))
+    out, entering = ([torch.cat([run[place][0] for run in runs]).transpose(0, 1)] for place in (0, 1))
+    return {"out": out[0], "d.x": entering[0], **whole_gradients(modules, units[0].placements)}
+
+
+def whole_gradients(modules: Sequence[nn.Module], placements: Mapping[nn.Parameter, Placement]) -> dict[str, Tensor]:
+    """The gradients of all parameters from the parts of the ranks.
+
+    Args:
+        modules: of each rank.
+        placements: of the parameters of the first.
+    """
+    found = {}
+    for name, first in modules[0].named_parameters():
+        placement = placements[first]
+        parts = [module.get_parameter(name).grad for module in modules]
+        if placement.dim is not None:
+            whole = torch.empty(placement.whole_shape(parts[0].shape))
+            for rank, part in enumerate(parts):
+                placement.paste(whole, part, len(parts), rank)
+            found[name] = whole
+        elif placement.sums_gradient:
+            found[name] = sum(parts[1:], start=parts[0])
+        else:
+            assert all(torch.equal(part, parts[0]) for part in parts), name
+            found[name] = parts[0]
+    return found
+
+
+def check_on_two_ranks(module: nn.Module, length: int = 6, **given: Tensor) -> None:
+    """Asserts that two ranks give what the module gives, with all gradients."""
+    dice = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=dice) * (parameter.shape[-1] ** -0.5))
+    x = torch.randn(2, length, WIDTH, generator=dice)
+    gradient = torch.randn(module(x, *given.values()).shape, generator=dice)
+    expected = gradients_whole(module, x, gradient, **given)
+    found = gradients_cut(module, x, gradient, **given)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.norm() > 0, name
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )

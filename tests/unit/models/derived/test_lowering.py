@@ -1,0 +1,143 @@
+"""The operators that traces become: where ranks communicate, and what runs in one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import small_modules as modules
+from support.small_traces import check_on_two_ranks, steps, unit_of
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.explicit import GatedSilu
+from hf_helix.operators.linears.linear import Linear
+from hf_helix.operators.segment import Segment
+
+IN_TURN = ["first", "gather", "attention.q+k+v", "attention", "attention.out", "scatter", "add"]
+IN_TURN += ["second", "gather", "mlp.gate+up", "mlp.mul", "mlp.down", "scatter", "add.2"]
+
+
+def test_a_layer_gathers_and_scatters_twice() -> None:
+    """As Llama is declared: linears of one value run in one, glue belongs to attention or to what reads it."""
+    module = modules.Layer()
+    assert steps(unit_of(module)) == IN_TURN
+    check_on_two_ranks(module)
+
+
+def test_one_rank_does_not_communicate() -> None:
+    alone = steps(unit_of(modules.Layer(), axis=Axis.single()))
+    assert alone == [step for step in IN_TURN if step not in ("gather", "scatter")]
+
+
+def test_a_value_that_several_read_is_gathered_once() -> None:
+    module = modules.OneNormLayer()
+    assert steps(unit_of(module)).count("gather") == 1
+    check_on_two_ranks(module)
+
+
+def test_norms_of_one_value_read_one_gather() -> None:
+    """As GPT-NeoX is declared: every rank norms the whole sequence."""
+    module = modules.ParallelLayer()
+    found = steps(unit_of(module))
+    assert found.count("gather") == 1
+    assert found.index("gather") < min(found.index("first"), found.index("second"))
+    check_on_two_ranks(module)
+
+
+def test_partial_sums_are_added_up_before_they_are_scattered() -> None:
+    for module in (modules.ParallelLayer(), modules.OneNormLayer()):
+        assert steps(unit_of(module)).count("scatter") == 1
+
+
+class Twice(nn.Module):
+    """A sum that is read as a term of another, and by an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = modules.Mlp(), modules.Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.one(x)
+        return h + self.other(h)
+
+
+def test_a_sum_that_others_read_is_a_value_of_its_own() -> None:
+    assert steps(unit_of(Twice())).count("scatter") == 2
+    check_on_two_ranks(Twice())
+
+
+class Activated(modules.Mlp):
+    """With a module of Transformers as activation."""
+
+    def __init__(self, name: str = "silu") -> None:
+        super().__init__()
+        self.act_fn = ACT2FN[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act_fn(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_a_gate_with_silu_runs_with_its_own_backward(name: str) -> None:
+    module = Activated(name)
+    (segment,) = [each for each in unit_of(module).operators.values() if isinstance(each, Segment)]
+    assert isinstance(segment.explicit, GatedSilu)
+    assert segment.explicit.applies(*torch.randn(2, 3, 1, 4)) == (name == "silu")
+    check_on_two_ranks(module)
+
+
+class OfOneValue(nn.Module):
+    """Linears that read one value: two of one submodule, one of another, one with blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.fused = modules.Mlp(), modules.FusedMlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.fused(x)
+
+
+def test_linears_of_one_value_and_one_submodule_are_one_operator() -> None:
+    unit = unit_of(OfOneValue())
+    linears = [op.name for op in unit.graphs.forward.operators if isinstance(unit.operators[op.name], Linear)]
+    assert sorted(linears) == ["fused.down", "fused.gate_up", "one.down", "one.gate+up"]
+    assert steps(unit).count("gather") == 1
+
+
+# -- glue --------------------------------------------------------------------------------------------------------------
+
+
+class Written(modules.Attention):
+    """Code that writes down numbers of heads, of tokens and of sequences."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q = self.q(x).view(batch, tokens, modules.HEADS, modules.HEAD_DIM).transpose(1, 2)
+        k, v = (p(x).reshape(batch, tokens, modules.KEY_HEADS, -1).transpose(1, 2) for p in (self.k, self.v))
+        attend = modules.ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", modules.eager_attention_forward)
+        found, _ = attend(self, q, k, v, None, dropout=0.0, scaling=self.scaling)
+        return self.out(found.reshape(batch, tokens, modules.HEADS * modules.HEAD_DIM))
+
+
+@pytest.mark.parametrize("length", [2, 6, 14])
+def test_numbers_of_heads_are_those_of_a_rank_and_the_length_stays_open(length: int) -> None:
+    check_on_two_ranks(Written(), length)
+
+
+class Cast(nn.Module):
+    """Computes in fp32 and goes back to the type of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(functional.softplus(h.float()).to(h.dtype) + torch.ones(1, dtype=h.dtype, device=h.device))
+
+
+def test_what_is_cast_to_the_type_of_the_trace_gets_that_of_the_values() -> None:
+    """The trace is made in bf16; a value in fp32 must not be rounded to it."""
+    check_on_two_ranks(Cast())

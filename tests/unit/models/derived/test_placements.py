@@ -1,0 +1,202 @@
+"""How values and weights are cut: each rule over a small module, and the gradients of two ranks against the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import small_modules as modules
+from support.small_modules import FEATURES, HEAD_DIM, HEADS, KEY_HEADS, Through
+from support.small_traces import check_on_two_ranks, inferred, placed_on, traced, unit_of, ways
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from hf_helix.models.derived.placement.inference import Inference
+from hf_helix.models.derived.placement.placed import (
+    COLUMN,
+    PARTIAL,
+    REPLICATED,
+    ROW,
+    SHARD,
+    WHOLE,
+    NeedsInlining,
+    Placed,
+)
+from hf_helix.models.derived.trace import Underivable
+from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS
+
+
+def cuts(module: nn.Module) -> dict[str, Any]:
+    """How every parameter is placed on two ranks: the dimension that is cut, or whether its gradient is summed."""
+    placements = unit_of(module).placements
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return {
+        names[parameter]: placed.sums_gradient if placed.dim is None else placed.dim
+        for parameter, placed in placements.items()
+    }
+
+
+def test_a_share_goes_through_what_is_computed_element_by_element() -> None:
+    module = modules.Mlp()
+    found = inferred(module)
+    assert ways(found) == {"gate": COLUMN, "up": COLUMN, "down": ROW}
+    product = placed_on(found, "mul")
+    assert (product.where, product.dim, product.blocks) == (WHOLE, 2, (FEATURES,))
+    assert product.origins == {"gate", "up"}
+    assert found.placed[found.trace.result].where == PARTIAL
+    columns = {"gate.weight": 0, "gate.bias": 0, "up.weight": 0, "up.bias": 0}
+    assert cuts(module) == {**columns, "down.weight": 1, "down.bias": False}
+    check_on_two_ranks(module)
+
+
+def test_a_share_becomes_heads() -> None:
+    module = modules.Attention()
+    found = inferred(module)
+    assert ways(found) == {"q": COLUMN, "k": COLUMN, "v": COLUMN, "out": ROW}
+    (attention,) = [node for node in found.trace.nodes if "attention" in str(node.target)]
+    heads = [found.placed[value] for value in attention.args[:3]]
+    assert [(placed.dim, placed.blocks) for placed in heads] == [(1, (HEADS,)), (1, (KEY_HEADS,)), (1, (KEY_HEADS,))]
+    assert (found.placed[attention].dim, found.placed[attention].blocks) == (2, (HEADS,))
+    check_on_two_ranks(module)
+
+
+def test_a_norm_over_all_heads_is_traced_through_and_sums_its_squares() -> None:
+    module = modules.NormedAttention()
+    with pytest.raises(NeedsInlining) as caught:
+        Inference(traced(module), 2, Placed(SHARD))
+    assert caught.value.path == "q_norm"
+    found = inferred(module)
+    assert {way for path, way in ways(found).items() if path != "out"} == {COLUMN}
+    assert placed_on(found, "mean").is_summand
+    assert sorted(found.trace.attributes[node] for node in found.decisions.cut) == ["k_norm.weight", "q_norm.weight"]
+    assert cuts(module)["q_norm.weight"] == cuts(module)["k_norm.weight"] == 0
+    check_on_two_ranks(module)
+
+
+def test_a_norm_of_each_head_sees_a_part_of_its_gradient() -> None:
+    module = modules.NormedHeads()
+    placements = unit_of(module).placements
+    assert placements[module.q_norm.weight] == placements[module.k_norm.weight] == COPIED_ON_SHARDS
+    assert placements[module.out.bias] == COPIED
+    check_on_two_ranks(module)
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "blocks"),
+    [
+        (modules.FusedMlp(), "gate_up", (FEATURES, FEATURES)),
+        (modules.FusedAttention(), "qkv", (HEADS * HEAD_DIM, KEY_HEADS * HEAD_DIM, KEY_HEADS * HEAD_DIM)),
+    ],
+    ids=["mlp", "attention"],
+)
+def test_matrices_in_one_are_cut_where_the_code_takes_them_apart(
+    module: nn.Module, path: str, blocks: tuple[int, ...]
+) -> None:
+    linear = module.get_submodule(path)
+    placements = unit_of(module).placements
+    assert placements[linear.weight].blocks == placements[linear.bias].blocks == blocks
+    check_on_two_ranks(module)
+
+
+def test_a_parameter_with_an_entry_for_each_head_is_cut() -> None:
+    module = modules.GainOfHeads()
+    assert cuts(module)["gain"] == 0
+    check_on_two_ranks(module)
+
+
+def test_latents_stay_on_the_shard_and_one_key_is_repeated_for_the_heads_of_a_rank() -> None:
+    module = modules.LatentAttention()
+    found = inferred(module)
+    assert ways(found) == {"q": COLUMN, "latent": REPLICATED, "unfold": COLUMN, "out": ROW}
+    assert {dim for _, dim in found.decisions.shortened} == {1}
+    assert unit_of(module).placements[module.norm.weight] == COPIED_ON_SHARDS
+    check_on_two_ranks(module)
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "softmax": (lambda h: h.softmax(-1), False),
+    "sort": (lambda h: h.sort(-1).values, False),
+    "flip by halves": (lambda h: torch.cat((h[..., 6:], h[..., :6]), -1), False),
+    "sum": (lambda h: h / h.abs().sum(-1, keepdim=True), False),
+    "groups": (lambda h: h.unflatten(-1, (4, 3)).softmax(-1).flatten(-2), True),
+    "groups of a view": (lambda h: h.view(*h.shape[:-1], 4, 3).softmax(-1).view(h.shape), True),
+    "odd groups": (lambda h: h.unflatten(-1, (3, 4)).softmax(-1).flatten(-2), False),
+    "steps": (lambda h: h[..., ::2].repeat_interleave(2, -1), False),
+    "power": (lambda h: h.abs().pow(1.5), True),
+    "cast": (lambda h: h.float().sigmoid().to(h.dtype), True),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_cannot_be_computed_on_a_share_demotes_the_linear_that_it_comes_from(name: str) -> None:
+    function, works = FUNCTIONS[name]
+    module = Through(function)
+    found = inferred(module)
+    assert ways(found) == ({"up": COLUMN, "down": ROW} if works else {"up": REPLICATED, "down": REPLICATED})
+    assert found.decisions.demoted == (set() if works else {"up", "down"})
+    check_on_two_ranks(module)
+
+
+def test_a_norm_of_the_features_of_an_mlp_demotes_its_linear() -> None:
+    """It could be summed over ranks, as that of heads; a linear on the shard costs no communication."""
+    module = Through(LlamaRMSNorm(12))
+    assert inferred(module).decisions.demoted == {"up", "down"}
+    check_on_two_ranks(module)
+
+
+def test_a_linear_with_fewer_features_than_ranks_runs_whole() -> None:
+    module = Through(lambda gate: gate.sigmoid(), features=1)
+    assert ways(inferred(module))["up"] == REPLICATED
+    check_on_two_ranks(module)
+
+
+def test_sums_of_partial_sums_are_partial() -> None:
+    found = inferred(modules.OneNormLayer())
+    assert placed_on(found, "add").where == SHARD
+    halves = modules.Layer()
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = modules.Mlp(), modules.Mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) + self.other(x)
+
+    found = inferred(Both())
+    assert found.placed[found.trace.result].where == PARTIAL
+    check_on_two_ranks(Both())
+    check_on_two_ranks(halves)
+
+
+class Mixing(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.function(x)
+
+
+class Apart(modules.Attention):
+    """Heads that no projection gives in order."""
+
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(value.sort(-1).values for value in super().projected(x))
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Mixing(lambda x: x.cumsum(1)), "cumsum in the layer mixes tokens outside of attention"),
+        (Mixing(lambda x: x - x.mean(1, keepdim=True)), "mean in the layer mixes tokens outside of attention"),
+        (Mixing(lambda x: x.flip(1)), "flip in the layer mixes tokens outside of attention"),
+        (Apart(), "no projection of its attention can be cut by heads"),
+    ],
+    ids=["cumsum", "mean", "flip", "heads"],
+)
+def test_what_cannot_be_cut_is_refused(module: nn.Module, words: str) -> None:
+    with pytest.raises(Underivable, match=words):
+        inferred(module)

@@ -1,0 +1,124 @@
+"""Ropes in a trace: which calls are one operator, and that its bits are those of the model's own function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.kernel_counts import count_layer
+from support.models import tiny
+from support.small_modules import HEAD_DIM, Rotated
+from support.small_traces import check_on_two_ranks, gradients_cut, inferred, traced
+from torch import Tensor, nn
+from transformers.models.cohere import modeling_cohere
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3 import modeling_qwen3
+
+from hf_helix.models import registry
+from hf_helix.models.derived import rope
+from hf_helix.models.derived.placement.nodes import name_of
+from hf_helix.models.derived.trace import Given, Trace
+
+EXAMPLES = [Given(name, (2, 6, HEAD_DIM), torch.float32, (0, 1)) for name in ("cos", "sin")]
+
+
+def ropes_in(graph: Trace) -> list[str]:
+    return [name_of(node) for node in graph.nodes if name_of(node) in ("rope", "neg")]
+
+
+def cosines() -> dict[str, Tensor]:
+    """Cosines and sines that differ from sequence to sequence."""
+    angles = torch.randn(2, 6, HEAD_DIM // 2, generator=torch.Generator().manual_seed(5)).repeat(1, 1, 2)
+    return {"cos": angles.cos(), "sin": angles.sin()}
+
+
+class OfQwen(Rotated):
+    def changed(self, q: Tensor, k: Tensor, v: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return *modeling_qwen3.apply_rotary_pos_emb(q, k, *rope), v
+
+
+class Interleaved(Rotated):
+    """A function of the same name and other code."""
+
+    def changed(self, q: Tensor, k: Tensor, v: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return *modeling_cohere.apply_rotary_pos_emb(q, k, *rope), v
+
+
+class TokensFirst(Rotated):
+    """The function of Llama, called with heads behind the tokens."""
+
+    def changed(self, q: Tensor, k: Tensor, v: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *rope, unsqueeze_dim=2)
+        return q.transpose(1, 2), k.transpose(1, 2), v
+
+
+class Learned(Rotated):
+    """Angles that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = nn.Parameter(torch.zeros(HEAD_DIM))
+
+    def changed(self, q: Tensor, k: Tensor, v: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        cos, sin = (value * self.angles for value in rope)
+        return *apply_rotary_pos_emb(q, k, cos, sin), v
+
+
+def test_a_call_is_one_operator_whose_queries_and_keys_keep_their_shares() -> None:
+    found = inferred(Rotated(), EXAMPLES)
+    (node,) = [node for node in found.trace.nodes if name_of(node) == "rope"]
+    parts = [found.placed[user] for user in node.users]
+    assert [(placed.where, placed.dim, placed.blocks) for placed in parts] == [("whole", 1, (4,)), ("whole", 1, (2,))]
+    assert ropes_in(found.trace) == ["rope"]
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (Rotated(), ["rope"]),
+        (Learned(), ["rope"]),
+        (Interleaved(), ["neg", "neg"]),
+        (TokensFirst(), ["neg", "neg"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_which_calls_are_one_operator(module: nn.Module, expected: list[str]) -> None:
+    assert ropes_in(traced(module, EXAMPLES)) == expected
+    check_on_two_ranks(module, **cosines())
+
+
+def test_copies_in_other_files_count() -> None:
+    model = tiny("qwen3")
+    assert [space["__name__"] for space, _ in rope._ropes(model)] == [modeling_qwen3.__name__]
+
+
+def test_the_functions_are_put_back() -> None:
+    before = vars(modeling_qwen3)["apply_rotary_pos_emb"]
+    seen = []
+
+    def fail() -> None:
+        with rope.ropes_as_operators(tiny("qwen3")):
+            seen.append(vars(modeling_qwen3)["apply_rotary_pos_emb"])
+            raise RuntimeError("as it is")
+
+    with pytest.raises(RuntimeError, match="as it is"):
+        fail()
+    assert seen != [before]
+    assert vars(modeling_qwen3)["apply_rotary_pos_emb"] is before
+
+
+def test_the_bits_are_those_of_the_traced_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = torch.Generator().manual_seed(4)
+    module, (x, gradient) = Rotated(), torch.randn(2, 2, 6, 8, generator=dice)
+    found = gradients_cut(module, x, gradient, **cosines())
+    monkeypatch.setattr(rope, "same_code", lambda one, other: False)
+    assert ropes_in(traced(module, EXAMPLES)) == ["neg", "neg"]
+    expected = gradients_cut(module, x, gradient, **cosines())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_derived_llama_launches_no_more_kernels_than_the_declared_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = count_layer(tiny("llama"))
+    monkeypatch.setattr(registry, "_FAMILIES", {})
+    derived = count_layer(tiny("llama"))
+    assert derived.total("F.") <= declared.total("F."), (derived.totals(), declared.totals())
+    assert derived.total("B.") <= declared.total("B."), (derived.totals(), declared.totals())

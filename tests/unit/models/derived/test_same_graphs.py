@@ -1,0 +1,104 @@
+"""What is derived from the nine classes of the package is what is declared for them: operators, cuts and bits."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.models import sequences, tiny
+from support.rank_threads import Meeting, ThreadTransport, on_ranks
+from support.small_traces import whole_gradients
+from support.units import run_units
+from torch import Tensor
+
+from hf_helix.models.derived.family import DerivedFamily
+from hf_helix.models.family import Family
+from hf_helix.models.graph.context import ParallelContext
+from hf_helix.models.registry import family_of
+from hf_helix.models.sequence_sharding import SequenceCut
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.segment import Add
+from hf_helix.operators.unit import Placement, Unit
+
+DENSE = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+DECLARED = (*DENSE, "mixtral", "phimoe", "qwen3_moe")
+
+
+def units_of(family: Family, model: Any, axis: Axis) -> list[Unit]:
+    return family.units(model, ParallelContext(axis, experts=axis))
+
+
+def form(unit: Unit) -> list[tuple[Any, ...]]:
+    """The operators of a unit, without names: values are numbered in the order in which they are written."""
+    graph = unit.graphs.forward
+    values = [*graph.inputs, *(value for op in graph.operators for value in op.writes)]
+    numbers = {name: number for number, name in enumerate(values)}
+    rows = []
+    for op in graph.operators:
+        operator = unit.operators[op.name]
+        reads = [numbers[value] for value in op.reads]
+        explicit = getattr(operator, "explicit", None)
+        rows.append(
+            (
+                type(operator).__name__,
+                type(explicit).__name__ if explicit is not None else "",
+                op.kind.value,
+                sorted(reads) if isinstance(operator, Add) else reads,
+                tuple(numbers[value] for value in op.writes),
+                op.splits_dgrad_wgrad,
+                op.wgrad_fraction,
+                op.recompute_when_selective,
+                op.relative_cost,
+            )
+        )
+    return [*rows, ("leaves", *(numbers[value] for value in graph.outputs))]
+
+
+def placements(model: Any, units: list[Unit]) -> dict[str, Placement]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter]: placed for unit in units for parameter, placed in unit.placements.items()}
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_operators_and_cuts(name: str) -> None:
+    model, axis = tiny(name), Axis(SilentTransport(2, 0))
+    declared, derived = (units_of(family, model, axis) for family in (family_of(model), DerivedFamily(model)))
+    assert [unit.label for unit in derived] == [unit.label for unit in declared]
+    for one, other in zip(derived, declared, strict=True):
+        assert form(one) == form(other), one.label
+    assert placements(model, derived) == placements(model, declared)
+
+
+def gradients(families: list[Family], models: list[Any]) -> dict[str, Tensor]:
+    """All gradients of one batch from ranks that are threads, made whole again."""
+    size = len(models)
+    meeting, batch = (
+        Meeting(size),
+        {key: torch.stack([row[key] for row in sequences(2)]) for key in ("input_ids", "labels")},
+    )
+    axes = [Axis(ThreadTransport(meeting, rank)) if size > 1 else Axis.single() for rank in range(size)]
+    sides = [
+        family.side_inputs(model, batch, SequenceCut(size), torch.tensor(0.1))
+        for family, model in zip(families, models, strict=True)
+    ]
+    units = [units_of(*given) for given in zip(families, models, axes, strict=True)]
+    for rank, of_rank in enumerate(units):
+        for parameter, placement in placements(models[rank], of_rank).items():
+            value = models[rank].get_parameter(parameter)
+            value.data = placement.cut(value.data, size, rank)
+    on_ranks(meeting, lambda rank: run_units(units[rank], [], sides[rank], [torch.ones(())]))
+    placed = {parameter: placement for unit in units[0] for parameter, placement in unit.placements.items()}
+    return whole_gradients(models, placed)
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in DECLARED), *((name, 2) for name in DENSE)])
+def test_gradients_have_the_same_bits(name: str, size: int) -> None:
+    model = tiny(name).train()
+    models = [[copy.deepcopy(model) for _ in range(size)] for _ in range(2)]
+    declared = gradients([family_of(model)] * size, models[0])
+    assert sum(value.count_nonzero() for value in declared.values()) > 0
+    derived = gradients([DerivedFamily(each) for each in models[1]], models[1])
+    for key, value in declared.items():
+        assert torch.equal(derived[key], value), key
