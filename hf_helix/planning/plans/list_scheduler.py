@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from hf_helix.planning.cost import COMPUTE, Times
-from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.issued import Issued
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.activation_memory import ActivationMemory, activation_memory, peak_layers, shares_of
@@ -89,15 +89,21 @@ class ListScheduler:
             for need in needs:
                 self.readers[need].append(place)
 
-    def programs(self, priority: Priority) -> list[list[Instruction]]:
-        """The instructions of every rank in the order of issue."""
-        programs: list[list[Instruction]] = [[] for _ in self.limits]
-        for place in self.order(priority):
-            programs[self.work.ranks[place]].append(self.window.instruction(place))
-        return programs
+    def issue(self, priority: Priority) -> Issued:
+        """The window in the order of issue, rank by rank."""
+        ends = [0.0] * len(self.work)
+        orders: list[list[int]] = [[] for _ in self.limits]
+        for place in self.order(priority, ends):
+            orders[self.work.ranks[place]].append(place)
+        return Issued(self.window, orders, ends)
 
-    def order(self, priority: Priority) -> list[int]:
-        """The order of issue, as indices of the program; what counts is the order among the instructions of a rank."""
+    def order(self, priority: Priority, ends: list[float] | None = None) -> list[int]:
+        """The order of issue, as indices of the program; what counts is the order among the instructions of a rank.
+
+        Args:
+            priority: see `Priority`.
+            ends: takes up when each instruction ends.
+        """
         known = [priority.get(name, 0.0) for name in self.work.names]
         weight = [known[entry] for entry in self.work.entries]
         waits = [len(needs) for needs in self.needs]
@@ -138,6 +144,8 @@ class ListScheduler:
             rank.recomputed += self.recomputed.alloc[chosen] - self.recomputed.free[chosen]
             if self.kept.alloc[chosen]:
                 left[self._after.action[chosen]] -= self.kept.alloc[chosen]
+            if ends is not None:
+                ends[chosen] = end
             changed = {of[chosen]}
             order.append(chosen)
             for reader in self.readers[chosen]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.issued import Issued
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.block_plan import entries
@@ -37,11 +37,11 @@ class PriorityPlan(Plan):
 
     priorities: Priorities
 
-    def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
-        """The window as the list scheduler orders it. A receive is issued when, by the times of the plan, the other
-        rank has sent, so `slots_ahead` means nothing here."""
+    def issue(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1, rank: int | None = None) -> Issued:
+        """The window as the list scheduler orders it, all ranks together. A receive is issued when, by the times of the
+        plan, the other rank has sent, so `slots_ahead` means nothing here."""
         found = self.priorities
-        return ListScheduler(schedule, layout, found.times, found.extra_live_layers).programs(found.priority)
+        return ListScheduler(schedule, layout, found.times, found.extra_live_layers).issue(found.priority)
 
     def data(self) -> Any:
         """Milliseconds of every operator, and the layers that may be alive."""

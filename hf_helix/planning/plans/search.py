@@ -23,14 +23,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hf_helix.planning.annealing import anneal
-from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate, work_of
+from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate
 from hf_helix.planning.graph.operator import Graph, Part
-from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Schedule, Slot, num_microbatches_of, without_microbatches
 from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.plans.list_scheduler import EXTRA_LIVE_LAYERS, ListScheduler, Priorities, Priority
 from hf_helix.planning.profile import Name, Profile, named_operators
+from hf_helix.planning.window import Window
 
 EFFORT = 1_800_000  # of one annealing: instructions ordered and simulated, see `_Cost.effort`
 MAX_STEPS = 6000
@@ -200,9 +200,9 @@ def predict(priorities: Priorities, profile: Profile, schedule: Schedule) -> Tim
 
 
 def lower_bound(profile: Profile, schedule: Schedule) -> float:
-    """Seconds that no order of this window can beat, see `bound`."""
-    made = window_instructions(schedule, profile.layout)
-    return bound(work_of(made, profile.layout, profile.times), profile.layout)
+    """Seconds that no order of this window can beat, see `bound`. Every micro-batch adds the same to it."""
+    one = Window(without_microbatches(schedule, 1), profile.layout)
+    return num_microbatches_of(schedule) * bound(one.work(profile.times), profile.layout)
 
 
 def bound(work: Work, layout: Layout) -> float:
