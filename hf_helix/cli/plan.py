@@ -52,8 +52,8 @@ def add_command(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Predict every rule, print the table, save one plan."""
-    from hf_helix.planning.plans.registry import predict_seconds
     from hf_helix.planning.plans.search import lower_bound
+    from hf_helix.planning.predict import predict_seconds
 
     profile = profile_of(options)
     schedule = schedule_for(profile, options.microbatches, options.schedule)

@@ -17,7 +17,9 @@ from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Key, Layout
 from hf_helix.planning.pipeline.actions import Schedule, Slot
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.steady_state import find_steady, shortenings
+from hf_helix.planning.steady_state import order_window
+
+COPIES = (2, 6, 14)  # of a stretch, among which one is looked for that frees what all later ones free
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,20 +73,20 @@ def build_program(
         keep: values that are never freed.
         slots_ahead: see `Plan.issue`.
     """
-    for short in shortenings(schedule):
-        issued = plan.issue(short.schedule, layout, slots_ahead, rank)
-        once = _complete(_free(issued.program(rank), keep), layout)
-        slots = short.schedule[rank]
-        if not short.removed:
+    ordered = order_window(plan, schedule, layout, slots_ahead, rank)
+    for copies in (*COPIES, ordered.repeats):
+        made = ordered.lengthened(min(copies, ordered.repeats), rank)
+        once = _complete(_free(made.issued.program(rank), keep), layout)
+        if not made.repeats:
             break
-        steady = find_steady(issued, issued.ends, short)
-        if steady is not None and _repeats(once, *steady.stretches[rank]):
-            return Program(once, steady.stretches[rank], short.removed // steady.shift, steady.shift, slots)
-    return Program(once, slots=slots)
+        begin, end = made.stretches[rank]
+        if _repeats(once, begin, end):
+            return Program(once, (begin, end), made.repeats, made.shift, made.schedule[rank])
+    return Program(once, slots=made.schedule[rank])
 
 
 def _repeats(program: Sequence[Instruction], begin: int, end: int) -> bool:
-    """Whether what follows a stretch of a program frees and ends the same."""
+    """Whether the stretch behind one frees and ends the same."""
     return all(
         (one.frees, one.ends, one.completes) == (other.frees, other.ends, other.completes)
         for one, other in zip(program[begin:end], program[end : 2 * end - begin], strict=True)

@@ -1,181 +1,154 @@
 """Steady states: what a long window repeats, so that it is ordered and predicted once.
 
-In:   a schedule, or a window in the order of issue.
-Out:  shorter schedules with the same beginning and end; the stretch of an order that repeats, with its seconds.
-Must hold: a schedule is shortened by whole periods, in which every stage of a rank runs each of its parts for the same
-number of micro-batches, on all ranks alike. An order repeats where `AGREEING` stretches in a row are the same but for
-the numbers of their micro-batches and, by the clock that ordered them, all ranks start everything equally later: then
-whatever the next order depends on is the same again, and it goes on so until micro-batches run out.
+In:   a plan, and the schedule of a window.
+Out:  an `Ordered`: a shorter window in the order of issue, and the stretch of it that the whole window repeats.
+Must hold: a schedule is shortened by whole periods, in which every rank runs each part of each of its stages for the
+same number of micro-batches. At both ends of a stretch every rank has issued the same but for the numbers of its
+micro-batches, and whatever that needs of others has been issued, too. So a stretch can follow itself any number of
+times: values are there when they are read, no more memory is taken than in the shorter window, and no rank waits for
+ever.
+
+Orders that do not depend on other ranks, and those of one or two ranks, fall into a rhythm within a few micro-batches:
+`AGREEING` stretches in a row are the same and, by the clock of the plan, all ranks end everything equally later. Then
+the order is that of the whole window. With more ranks the rhythm, if there is one, takes many micro-batches. There the
+stretch is made: at both of its ends every rank issues all that the schedule has before it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from hf_helix.planning.issued import Issued
-from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.pipeline.periodic import Periodic
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.window import Window
 
 AGREEING = 3
 SHORTEST = 8  # micro-batches that must be left out, or nothing is gained
-PERIODS = (4, 8, 16, 32)  # of the schedule that shorter ones keep; the longer ones where the shorter do not settle
-MULTIPLES = (1, 2, 3, 4)  # periods of the schedule in a period of the order
-NEAR = 1e-9  # two times that differ by a smaller part of a period are equal
+KEPT = (4, 8)  # periods of the schedule that are ordered to find a rhythm
+MULTIPLES = (1, 2)  # periods of the schedule in a rhythm
+MADE = 8  # periods of the schedule in a stretch that is made
+SETTLING = (8, 16, 32)  # periods before it; the longer ones where ranks are further apart than the shorter
+BEHIND = 2  # periods behind it
+NEAR = 1e-9  # two times that differ by a smaller part of a stretch are equal
 
 
 @dataclass(frozen=True)
-class Shortened:
-    """A schedule that others lengthen by repeating its steady state.
+class Ordered:
+    """A window in the order of issue, of which a stretch may be repeated.
 
     Attributes:
-        schedule: the shorter one.
-        removed: how many micro-batches it lacks.
-        shift: how many of them are a period.
+        issued: the window, or a shorter one.
+        schedule: of `issued`.
+        periodic: what `schedule` was shortened from; None for the window itself.
+        kept: periods that `schedule` has kept.
+        stretches: of each rank, where in its order the stretch begins and ends.
+        periods: of the schedule in a stretch.
+        repeats: how many more times the whole window has it.
     """
 
+    issued: Issued
     schedule: Schedule
-    removed: int = 0
-    shift: int = 1
+    periodic: Periodic | None = None
+    kept: int = 0
+    stretches: Sequence[tuple[int, int]] = ()
+    periods: int = 0
+    repeats: int = 0
+
+    @property
+    def shift(self) -> int:
+        """Micro-batches of a stretch."""
+        return self.periods * self.periodic.shift if self.periodic else 0
+
+    def lengthened(self, copies: int, rank: int | None = None) -> Ordered:
+        """The window with so many of the repetitions made; its stretch is the one in the middle of them.
+
+        Args:
+            copies: how many, at most `repeats`.
+            rank: the only one whose order is asked for; None for all.
+        """
+        if not copies or self.periodic is None:
+            return self
+        kept = self.kept + copies * self.periods
+        schedule = self.periodic.keep(kept)
+        asked = [slots if rank in (None, number) else [] for number, slots in enumerate(schedule)]
+        window = Window(asked, self.issued.window.layout)
+        orders, stretches = [], []
+        for slots, order, (begin, end) in zip(asked, self.issued.orders, self.stretches, strict=True):
+            parts = [order[:end], *[order[begin:end]] * copies, order[end:]] if slots else []
+            later = (0, *range(1, copies + 1), copies)
+            orders.append([each for part in zip(parts, later, strict=False) for each in self._moved(*part, window)])
+            middle = copies // 2 * (end - begin)
+            stretches.append((begin + middle, end + middle))
+        return Ordered(
+            Issued(window, orders), schedule, self.periodic, kept, stretches, self.periods, self.repeats - copies
+        )
+
+    def _moved(self, order: Iterable[int], number: int, window: Window) -> Iterator[int]:
+        """Yields a part of an order as places in a longer window, for micro-batches so many stretches later."""
+        mine, later = self.issued.window, number * self.shift
+        for place in order:
+            yield place if place < 0 else window.at[mine.microbatches[place] + later][mine.calls[place]]
 
 
-@dataclass(frozen=True)
-class Steady:
-    """The steady state of an order.
-
-    Attributes:
-        stretches: of each rank, where in its order a period begins and ends; what comes after it repeats it.
-        shift: micro-batches of a period.
-        seconds: of a period.
-    """
-
-    stretches: list[tuple[int, int]]
-    shift: int
-    seconds: float
-
-
-# -- schedules --------------------------------------------------------------------------------------------------------
-
-
-def shortenings(schedule: Schedule) -> Iterator[Shortened]:
-    """Yields shorter schedules, each longer than the one before; the last one is the schedule itself."""
-    shift = next((shift for shift in MULTIPLES if _regions(schedule, shift)), 0)
-    regions = _regions(schedule, shift) if shift else []
-    for kept, rounded in zip(PERIODS, (1, 2, 12, 12), strict=True):
-        least = min(((end - begin) // length for begin, end, length in regions), default=0)
-        removed = (least - kept) // rounded * rounded
-        if removed * shift >= SHORTEST:
-            yield Shortened(
-                [
-                    _without(slots, begin + length, removed * length, removed * shift)
-                    for slots, (begin, _, length) in zip(schedule, regions, strict=True)
-                ],
-                removed * shift,
-                shift,
-            )
-    yield Shortened(schedule)
-
-
-def _regions(schedule: Schedule, shift: int) -> list[tuple[int, int, int]]:
-    """Of each rank, where its slots repeat for micro-batches `shift` later: begin, end, and slots of a period; nothing
-    where a rank's do not."""
-    found = [_region(slots, shift) for slots in schedule]
-    return [each for each in found if each] if all(found) else []
-
-
-def _region(slots: Sequence[Slot], shift: int) -> tuple[int, int, int] | None:
-    if not slots:
-        return None
-    keys = [_numbers(slot) for slot in slots]
-    middle = len(slots) // 2
-    later = {key: place for place, key in enumerate(keys)}.get(_later(keys[middle], shift))
-    if later is None:
-        return None
-    length = later - middle
-    begin, end = middle, middle
-    while begin > 0 and keys[begin - 1 + length] == _later(keys[begin - 1], shift):
-        begin -= 1
-    while end + length < len(keys) and keys[end + length] == _later(keys[end], shift):
-        end += 1
-    whole = _parts(slots)
-    return (begin, end + length, length) if _parts(slots[middle:later]) == dict.fromkeys(whole, shift) else None
-
-
-Numbers = tuple[tuple[int, str, int] | None, tuple[int, str, int] | None]
-
-
-def _numbers(slot: Slot) -> Numbers:
-    forward, backward = (
-        None if action is None else (action.stage, action.computation_type, action.microbatch)
-        for action in (slot.forward, slot.backward)
-    )
-    return forward, backward
-
-
-def _later(key: Numbers, shift: int) -> Numbers:
-    """The same for micro-batches `shift` later."""
-    forward, backward = (None if one is None else (one[0], one[1], one[2] + shift) for one in key)
-    return forward, backward
-
-
-def _parts(slots: Sequence[Slot]) -> dict[tuple[int, str], int]:
-    """How often slots run each part of each stage."""
-    return Counter(
-        (action.stage, part) for slot in slots for action in slot.actions for part in PARTS[action.computation_type]
-    )
-
-
-def _without(slots: Sequence[Slot], place: int, count: int, microbatches: int) -> list[Slot]:
-    """The slots without `count` from a place on; those after them run earlier micro-batches instead."""
-
-    def earlier(action: Action | None) -> Action | None:
-        if action is None:
-            return None
-        return Action(action.stage, action.computation_type, action.microbatch - microbatches)
-
-    rest = [Slot(earlier(slot.forward), earlier(slot.backward)) for slot in slots[place + count :]]
-    return [*slots[:place], *rest]
+def order_window(
+    plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: int = 1, rank: int | None = None
+) -> Ordered:
+    """Orders a window, a long one by its steady state; arguments as of `Plan.issue`."""
+    periodic = Periodic(schedule)
+    for least in KEPT if layout.num_ranks <= 2 or not plan.BY_TIMES else ():
+        kept = least + (periodic.periods - least) % MULTIPLES[-1]
+        if (periodic.periods - kept) * periodic.shift < SHORTEST:
+            break
+        short = periodic.keep(kept)
+        issued = plan.issue(short, layout, slots_ahead, rank)
+        for periods in MULTIPLES:
+            stretches = _agreeing(issued, periods * periodic.shift)
+            if stretches:
+                repeats = (periodic.periods - kept) // periods
+                return Ordered(issued, short, periodic, kept, stretches, periods, repeats)
+    for settling in SETTLING if plan.BY_TIMES else ():
+        repeats = (periodic.periods - settling - MADE - BEHIND) // MADE
+        if repeats * MADE * periodic.shift < SHORTEST:
+            break
+        kept = periodic.periods - repeats * MADE
+        short = periodic.keep(kept)
+        gates = periodic.gates(short, settling, MADE)
+        if gates:
+            issued = plan.issue(short, layout, slots_ahead, rank, gates)
+            slots = issued.window.slots
+            stretches = [
+                (starts[begin] - starts[0], starts[end] - starts[0])
+                for starts, (begin, end) in zip(slots, gates, strict=True)
+            ]
+            return Ordered(issued, short, periodic, kept, stretches, MADE, repeats)
+    return Ordered(plan.issue(schedule, layout, slots_ahead, rank), schedule)
 
 
 # -- orders -----------------------------------------------------------------------------------------------------------
 
 
-def find_steady(issued: Issued, ends: Sequence[float] | None, shortened: Shortened) -> Steady | None:
-    """Returns the steady state of an order; None where it has none that fills what was left out.
-
-    Args:
-        issued: the order of a shortened window.
-        ends: of each of its instructions, when it ends; None where times do not matter.
-        shortened: the window.
-    """
-    for multiple in MULTIPLES:
-        shift = multiple * shortened.shift
-        if shortened.removed % shift == 0:
-            found = _steady(issued, ends, shift)
-            if found is not None:
-                return found
-    return None
-
-
-def _steady(issued: Issued, ends: Sequence[float] | None, shift: int) -> Steady | None:
-    """The steady state whose periods are `shift` micro-batches."""
-    stretches: list[tuple[int, int]] = []
+def _agreeing(issued: Issued, shift: int) -> list[tuple[int, int]]:
+    """Of each rank, where the first of the last stretches of `shift` micro-batches begins and ends, if these agree on
+    all ranks; nothing where they do not."""
+    found: list[tuple[int, int]] = []
     seconds: float | None = None
     for order in issued.orders:
-        if not order:
-            stretches.append((0, 0))
-            continue
-        bounds = _bounds(issued, order, shift)
+        bounds = _bounds(issued, order, shift) if order else [0] * (AGREEING + 1)
         if bounds is None or not _agree(issued, order, bounds, shift):
-            return None
-        if ends is not None:
+            return []
+        if issued.ends is not None:
             if seconds is None:
-                seconds = ends[order[bounds[-1]]] - ends[order[bounds[-2]]]
-            if not _equally_later(order, ends, bounds, seconds):
-                return None
-        stretches.append((bounds[0], bounds[1]))
-    return Steady(stretches, shift, seconds or 0.0)
+                seconds = issued.ends[order[bounds[-1]]] - issued.ends[order[bounds[-2]]]
+            if not _equally_later(order, issued.ends, bounds, seconds):
+                return []
+        found.append((bounds[0], bounds[1]))
+    return found
 
 
 def _bounds(issued: Issued, order: Sequence[int], shift: int) -> list[int] | None:
@@ -194,6 +167,8 @@ def _agree(issued: Issued, order: Sequence[int], bounds: Sequence[int], shift: i
     """Whether the stretches issue the same, each for micro-batches `shift` later than the one before."""
     calls, at, microbatches = issued.window.calls, issued.window.at, issued.window.microbatches
     first = order[bounds[0] : bounds[1]]
+    if not first:
+        return True
     counts = Counter(calls[place] for place in first if place >= 0)
     if set(counts.values()) != {shift} or len(counts) != len({calls[place] for place in order if place >= 0}):
         return False  # something is put off until micro-batches run out

@@ -18,6 +18,7 @@ from hf_helix.planning.instructions import Place, blocks_of, transfers_of
 from hf_helix.planning.issued import Issued
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule, Slot
+from hf_helix.planning.pipeline.periodic import Gates
 from hf_helix.planning.plans.plan import Plan, check_known, graphs_digest
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.window import ABSENT, Window
@@ -93,7 +94,14 @@ class BlockPlan(Plan):
         """The order of the block in which these two units meet."""
         return self.orders[Block(forward, backward)]
 
-    def issue(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1, rank: int | None = None) -> Issued:
+    def issue(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        slots_ahead: int = 1,
+        rank: int | None = None,
+        gates: Gates = (),
+    ) -> Issued:
         """Slot by slot, block by block. What a slot receives is awaited from `slots_ahead` slots before it on; what it
         sends leaves at its end. A rank's order does not depend on the other ranks."""
         asked = [slots if rank in (None, number) else [] for number, slots in enumerate(schedule)]

@@ -18,7 +18,8 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.pipeline.actions import Schedule, num_microbatches_of, without_microbatches
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.priority_plan import PriorityPlan
-from hf_helix.planning.plans.registry import make_plan, predict_seconds
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.predict import predict_seconds
 from hf_helix.planning.profile import Name, Pair, Profile
 from hf_helix.planning.window import Window
 

@@ -26,7 +26,6 @@ from hf_helix.planning.plans.search import Progress, greedy, search
 from hf_helix.planning.plans.sequential import sequential
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.program import build_programs
-from hf_helix.planning.steady_state import find_steady, shortenings
 
 
 @dataclass(frozen=True)
@@ -146,24 +145,3 @@ def predict_plan(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[list
     program = [made for found in build_programs(schedule, profile.layout, plan) for made in found]
     work = work_of(program, profile.layout, profile.times)
     return program, simulate(work, profile.slowdown if profile.pairs else None)
-
-
-def predict_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
-    """The predicted seconds of a window under a plan; of a long window the steady state is predicted once.
-
-    Args:
-        plan: the order of issue.
-        profile: the times of the operators of the model's own graphs.
-        schedule: of the window.
-    """
-    profile = plan.profile_for(profile)
-    for short in shortenings(schedule):
-        issued = plan.issue(short.schedule, profile.layout)
-        if short.removed and find_steady(issued, issued.ends, short) is None:
-            continue
-        work, order = issued.work(profile.times)
-        timeline = simulate(work, profile.slowdown if profile.pairs else None, order)
-        steady = find_steady(issued, timeline.ends, short) if short.removed else None
-        if steady is not None:
-            return timeline.seconds + short.removed // steady.shift * steady.seconds
-    return timeline.seconds
