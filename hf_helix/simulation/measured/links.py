@@ -23,13 +23,13 @@ from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold
 
 METHODS = ("all_gather", "exchange", "shift")
 
-SIZES = tuple(4**power for power in range(4, 15))
-"""Bytes of what a rank has, from 256 to 256 Mi."""
+SIZES = tuple(4**power for power in range(4, 14))
+"""Bytes of what a rank has, from 256 to 64 Mi."""
 
 TRAIN, ROUNDS = 4, 3
 """How many run in a row, of which the first warms up; how often that is repeated."""
 
-LONGEST = 0.2
+LONGEST = 0.1
 """Seconds of one of them after which no larger one is tried."""
 
 
