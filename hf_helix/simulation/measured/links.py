@@ -19,17 +19,18 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
+from hf_helix.simulation.section import MOST_EFFICIENT
 from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold
 
 METHODS = ("all_gather", "exchange", "shift")
 
-SIZES = tuple(4**power for power in range(4, 15))
-"""Bytes of what a rank has, from 256 to 256 Mi."""
+SIZES = tuple(4**power for power in range(4, 14))
+"""Bytes of what a rank has, from 256 to 64 Mi."""
 
 TRAIN, ROUNDS = 4, 3
 """How many run in a row, of which the first warms up; how often that is repeated."""
 
-LONGEST = 0.2
+LONGEST = 0.1
 """Seconds of one of them after which no larger one is tried."""
 
 
@@ -139,5 +140,6 @@ def fit(timed: Sequence[Timed], sharing: int = 1) -> Fit:
         if carrying > 0.3 * each.seconds:
             rates.setdefault(sharing * each.bytes // each.messages, []).append(sharing * each.bytes / carrying)
     points = sorted((size, statistics.fmean(found)) for size, found in rates.items())
-    best = max(rate for _, rate in points)
-    return Fit(best, latency, [(size, rate / best) for size, rate in points])
+    # The largest messages tell most of the bandwidth; the latency hardly counts in them.
+    bandwidth = max(points[-1][1], max(rate for _, rate in points) / MOST_EFFICIENT)
+    return Fit(bandwidth, latency, [(size, rate / bandwidth) for size, rate in points])
