@@ -21,13 +21,21 @@ from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout, place_names
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import make_plan, predict_plan
+from hf_helix.planning.plans.registry import make_plan, predict_plan, runs_one_strand
 from hf_helix.planning.profile import Profile
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Sizes, estimate_profile, rings, transfer_seconds
 from hf_helix.simulation.kernels import Transfer
-from hf_helix.simulation.memory import GRADIENT, PARAMETER, Memory, held_weights, memory_of
+from hf_helix.simulation.memory import (
+    GRADIENT,
+    PARAMETER,
+    Memory,
+    held_weights,
+    memory_of,
+    peak_of_program,
+    peak_of_slots,
+)
 from hf_helix.simulation.steady import costs_under, steady_layers
 from hf_helix.simulation.window import usual_schedule, window_of
 
@@ -151,10 +159,15 @@ def memory_of_case(amounts: Amounts, case: Case, layout: Layout | None = None) -
     """
     layout = layout or layout_of(amounts, case)
     schedule = usual_schedule(case.schedule, case.sizes.pp, case.microbatches)
+    two_strands = not runs_one_strand(case.plan)
+    peaks = [peak_of_slots(amounts, layout, slots, two_strands) for slots in schedule]
+    return _heaviest(amounts, layout, case, peaks)
+
+
+def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[int]) -> Memory:
+    """Returns the memory of the rank that needs most, given the activations of each."""
     copies = case.sizes.dp * case.sizes.cp
-    found = [
-        memory_of(amounts, layout, rank, slots, copies, case.shard_optimizer) for rank, slots in enumerate(schedule)
-    ]
+    found = [memory_of(amounts, layout, rank, peak, copies, case.shard_optimizer) for rank, peak in enumerate(peaks)]
     return max(found, key=lambda memory: memory.total)
 
 
@@ -177,10 +190,14 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
     costs = costs_under(profile, layers)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
     seconds, drawn = window.seconds, None
+    memory = memory_of_case(amounts, case, layout)
     if whole and _num_operators(layout) * case.microbatches <= WHOLE:
         schedule = Scheduler(case.schedule, case.sizes.pp, costs)(case.microbatches)
         drawn = predict_plan(plan, profile, schedule)
         seconds = drawn[1].seconds
+        ranks = range(layout.num_ranks)
+        peaks = [peak_of_program(amounts, layout, drawn[0], rank) for rank in ranks]
+        memory = _heaviest(amounts, layout, case, peaks)
     loads = _loads(profile, layout, window.busiest, case.microbatches)
     seconds = max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
     exposed = {
@@ -199,7 +216,7 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
         loads,
         exposed,
         window.bubble,
-        memory_of_case(amounts, case, layout),
+        memory,
         (flops[0] * tokens, flops[1] * tokens),
         drawn,
     )
