@@ -5,6 +5,7 @@ meter       counts kernels and live bytes of what runs on the meta device
 mesh        one rank of a layout, whose axes send nothing
 amounts     what every operator of a rank computes, moves and keeps
 cluster     what devices compute and links carry, from a YAML file                           (no torch)
+section     a mapping of that file, whose keys are taken one by one                          (no torch)
 estimate    amounts and a cluster -> a profile                                              (no torch)
 clusters/   files of known clusters
 """

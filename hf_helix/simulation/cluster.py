@@ -15,26 +15,31 @@ the name of the key; nothing here imports torch.
       reserved_gb: 2                             the context, communicators and fragments
       peak_tflops: {bf16: 149.7, fp32: 37.4}     dense
       matmul: [[1e9, 0.5], [1e11, 0.9]]          floating-point operations of a product -> share of the peak
-      attention: [[1e9, 0.3], [1e11, 0.6]]       likewise, of fused attention
+      attention: [[512, 0.3], [4096, 0.6]]       keys of fused attention -> share of the peak
+      attention_block: 128                       keys at once; a causal mask spares whole blocks
+      exponentials_per_ns: 1000                  of softmax and activations; left out, they take no time of their own
       memory_gb_per_s: 696
       memory_efficiency: [[1e5, 0.3], [1e8, 0.9]]    bytes that a kernel reads and writes -> share
       kernel_us: 2                               between two kernels on the device
       issue_us: 0                                what the host takes for an operator of a graph
       host_runs_ahead: true                      of the device; false on a CPU, where the two add up
     node: {gb_per_s: 20, latency_us: 10}         of a device to others of its node, in each direction
-    network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of what one link carries, and who shares it
+    network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of what one link carries, and how many share it
     contention:                                  how many times longer the first takes beside the second
       compute_beside_intra_node: 1.15
       intra_node_beside_compute: 1.15
       ...
     backend: nccl                                or gloo
+
+`matmul` and `attention` may be given by type, {bf16: [[...]], fp32: [[...]]}; node and network may have an `efficiency`
+by the bytes of a message.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -43,10 +48,11 @@ from typing import Any
 import yaml
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.text import shorten_list
+from hf_helix.simulation.section import Section
 
 NODE, NETWORK = "node", "network"
 BACKENDS = ("nccl", "gloo")
+TYPES = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,12 @@ class Device:
     Attributes:
         name: as people call it.
         memory: bytes that a run may use.
-        peaks: floating-point operations a second, by type: "bf16", "fp32".
-        matmul: share of the peak by the operations of a product.
-        attention: likewise, of fused attention.
+        peaks: floating-point operations a second, by type, see `TYPES`.
         bandwidth: bytes a second that pass the memory.
+        matmul: by type, share of the peak by the operations of a product.
+        attention: by type, share of the peak by the keys of fused attention.
+        attention_block: keys that fused attention goes through at once.
+        exponentials: a second; infinity where they take no time of their own.
         memory_efficiency: share of the bandwidth by the bytes of a kernel.
         kernel_seconds: between two kernels on the device.
         issue_seconds: what the host takes for an operator of a graph.
@@ -91,8 +99,10 @@ class Device:
     memory: float
     peaks: Mapping[str, float]
     bandwidth: float
-    matmul: Curve = Curve()
-    attention: Curve = Curve()
+    matmul: Mapping[str, Curve]
+    attention: Mapping[str, Curve]
+    attention_block: int = 1
+    exponentials: float = math.inf
     memory_efficiency: Curve = Curve()
     kernel_seconds: float = 0.0
     issue_seconds: float = 0.0
@@ -195,54 +205,75 @@ def parse_cluster(found: Any, where: str) -> Cluster:
     Raises:
         ValueError: it is malformed; names the key.
     """
-    top = _Section(found, where, "")
+    top = Section(found, where, "")
     device, node, network = (top.section(name) for name in ("device", NODE, NETWORK))
-    nodes, per_node = (int(top.number(key, least=1)) for key in ("nodes", "devices_per_node"))
+    nodes, per_node = (top.count(key) for key in ("nodes", "devices_per_node"))
     cluster = Cluster(
         name=top.text("name"),
         nodes=nodes,
         devices_per_node=per_node,
         device=_device(device),
-        node=_link(node, devices=1),
-        network=_link(network, devices=per_node),
+        node=_link(node),
+        network=_link(network, _sharing(network, per_node)),
         contention=_contention(top.section("contention", optional=True)),
         backend=top.choice("backend", BACKENDS),
-        sources={str(key): str(value) for key, value in (top.take("sources") or {}).items()},
+        sources=top.section("sources", optional=True).texts(),
     )
     for section in (top, device, node, network):
         section.refuse_rest()
     return cluster
 
 
-def _device(section: _Section) -> Device:
-    peaks = section.section("peak_tflops")
-    given = {key: peaks.number(key) * 1e12 for key in list(peaks.left)}
-    if not given:
-        raise ValueError(f"{section.where}: device.peak_tflops names no type; give it as {{bf16: 989}}")
+def _device(section: Section) -> Device:
+    memory, reserved = section.number("memory_gb"), section.number("reserved_gb", 0.0, least=0)
+    if reserved >= memory:
+        raise ValueError(f"{section.where}: device.reserved_gb: {reserved:g} leaves nothing of memory_gb: {memory:g}")
+    peaks = _peaks(section.section("peak_tflops"))
     return Device(
         name=section.text("name"),
-        memory=(section.number("memory_gb") - section.number("reserved_gb", 0.0, least=0)) * 1e9,
-        peaks=given,
+        memory=(memory - reserved) * 1e9,
+        peaks=peaks,
         bandwidth=section.number("memory_gb_per_s") * 1e9,
-        matmul=section.curve("matmul"),
-        attention=section.curve("attention"),
-        memory_efficiency=section.curve("memory_efficiency"),
+        matmul=_curves(section, "matmul", peaks),
+        attention=_curves(section, "attention", peaks),
+        attention_block=section.count("attention_block", 1),
+        exponentials=section.number("exponentials_per_ns", math.inf) * 1e9,
+        memory_efficiency=_curve(section, "memory_efficiency"),
         kernel_seconds=section.number("kernel_us", 0.0, least=0) * 1e-6,
         issue_seconds=section.number("issue_us", 0.0, least=0) * 1e-6,
-        host_runs_ahead=bool(section.take("host_runs_ahead", True)),
+        host_runs_ahead=section.choice("host_runs_ahead", (True, False)),
     )
 
 
-def _link(section: _Section, devices: int) -> Link:
+def _peaks(section: Section) -> dict[str, float]:
+    found = {key: section.number(key) * 1e12 for key in TYPES if key in section.left}
+    section.refuse_rest(f"; name one or more of {', '.join(TYPES)}")
+    if not found:
+        raise ValueError(f"{section.where}: device.peak_tflops names no type; give it as {{bf16: 989}}")
+    return found
+
+
+def _link(section: Section, devices: int = 1) -> Link:
     return Link(
         bandwidth=section.number("gb_per_s") * 1e9,
         latency=section.number("latency_us", 0.0, least=0) * 1e-6,
-        devices=int(section.number("devices_per_link", devices, least=1)),
-        efficiency=section.curve("efficiency"),
+        devices=devices,
+        efficiency=_curve(section, "efficiency"),
     )
 
 
-def _contention(section: _Section) -> dict[tuple[Kind, Kind], float]:
+def _sharing(section: Section, per_node: int) -> int:
+    found = section.count("devices_per_link", per_node)
+    if per_node % found:
+        works = [size for size in range(1, per_node + 1) if per_node % size == 0]
+        raise ValueError(
+            f"{section.where}: network.devices_per_link: {found} must divide devices_per_node: {per_node}; values that "
+            f"work: {', '.join(map(str, works))}"
+        )
+    return found
+
+
+def _contention(section: Section) -> dict[tuple[Kind, Kind], float]:
     kinds = {kind.value: kind for kind in Kind}
     found = {}
     for key in list(section.left):
@@ -256,78 +287,15 @@ def _contention(section: _Section) -> dict[tuple[Kind, Kind], float]:
     return found
 
 
-class _Section:
-    """A mapping of the file, whose keys are taken one by one.
+def _curve(section: Section, key: str) -> Curve:
+    return Curve(tuple(section.points(key, ((1.0, 1.0),))))
 
-    Args:
-        found: what stands in the file.
-        where: the file.
-        name: of the section; empty for the whole file.
-    """
 
-    def __init__(self, found: Any, where: str, name: str) -> None:
-        if not isinstance(found, dict):
-            raise ValueError(f"{where}: {name or 'the file'} must be a mapping of keys to values, and is {found!r}")
-        self.left: dict[str, Any] = {str(key): value for key, value in found.items()}
-        self.where = where
-        self._name = name
-
-    def take(self, key: str, default: Any = None) -> Any:
-        return self.left.pop(key, default)
-
-    def section(self, key: str, optional: bool = False) -> _Section:
-        if key not in self.left and not optional:
-            raise self._missing(key, "a mapping")
-        return _Section(self.left.pop(key, {}), self.where, key)
-
-    def text(self, key: str) -> str:
-        if not isinstance(self.left.get(key), str):
-            raise self._missing(key, "a text")
-        return str(self.left.pop(key))
-
-    def choice(self, key: str, choices: Sequence[str]) -> str:
-        found = self.left.pop(key, choices[0])
-        if found not in choices:
-            raise ValueError(f"{self.where}: {self._full(key)}: {found!r} is not one of {', '.join(choices)}")
-        return str(found)
-
-    def number(self, key: str, default: float | None = None, least: float | None = None) -> float:
-        if key not in self.left and default is not None:
-            return default
-        if key not in self.left:
-            raise self._missing(key, "a number")
-        found = self.left.pop(key)
-        try:
-            number = float(found)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number) or (number <= 0 and least is None) or (least is not None and number < least):
-            needed = "more than 0" if least is None else f"at least {least:g}"
-            raise ValueError(f"{self.where}: {self._full(key)}: {found!r} must be a number, {needed}")
-        return number
-
-    def curve(self, key: str) -> Curve:
-        found = self.left.pop(key, None)
-        if found is None:
-            return Curve()
-        try:
-            points = tuple((float(size), float(share)) for size, share in found)
-        except (TypeError, ValueError):
-            points = ()
-        sizes = [size for size, _ in points]
-        if not points or sorted(set(sizes)) != sizes or not all(s > 0 and 0 < share <= 1.5 for s, share in points):
-            raise ValueError(
-                f"{self.where}: {self._full(key)}: {found!r} must be a list of [size, share of the peak], sizes "
-                "growing, such as [[1e9, 0.5], [1e11, 0.9]]"
-            )
-        return Curve(points)
-
-    def refuse_rest(self) -> None:
-        if self.left:
-            raise ValueError(f"{self.where}: unknown keys: {shorten_list([self._full(key) for key in self.left])}")
-
-    def _full(self, key: str) -> str:
-        return f"{self._name}.{key}" if self._name else key
-
-    def _missing(self, key: str, what: str) -> ValueError:
-        return ValueError(f"{self.where}: {self._full(key)} is missing; it must be {what}")
+def _curves(section: Section, key: str, types: Collection[str]) -> dict[str, Curve]:
+    """By type: one curve for all of them, or one for each."""
+    if not isinstance(section.left.get(key), dict):
+        return dict.fromkeys(types, _curve(section, key))
+    by_type = section.section(key)
+    found = {name: _curve(by_type, name) for name in types}
+    by_type.refuse_rest(f"; the types of device.peak_tflops are {', '.join(types)}")
+    return found

@@ -101,10 +101,14 @@ def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
     """
     device = cluster.device
     moving = kernel.bytes / (device.bandwidth * device.memory_efficiency.at(max(1, kernel.bytes)))
-    computing = 0.0
-    if kernel.sort in (MATMUL, ATTENTION) and kernel.flops:
-        curve = device.matmul if kernel.sort == MATMUL else device.attention
-        computing = kernel.flops / (device.peaks[dtype] * curve.at(kernel.flops))
+    computing = kernel.exponentials / device.exponentials
+    if kernel.sort == MATMUL and kernel.flops:
+        computing += kernel.flops / (device.peaks[dtype] * device.matmul[dtype].at(kernel.flops))
+    if kernel.sort == ATTENTION and kernel.flops:
+        keys = kernel.sizes[1]
+        blocks = -(-keys // device.attention_block)
+        spared = (1 + 1 / blocks) if kernel.causal else 1.0  # of the half that a causal mask leaves out, less
+        computing = spared * (computing + kernel.flops / (device.peaks[dtype] * device.attention[dtype].at(keys)))
     return device.kernel_seconds + max(moving, computing)
 
 

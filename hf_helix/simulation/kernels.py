@@ -20,13 +20,18 @@ class Kernel:
         sort: `MATMUL`, `ATTENTION`, or `OTHER`, which is bound by memory.
         flops: floating-point operations; a multiplication and an addition count as two.
         bytes: read and written.
-        sizes: of a matrix product, its rows, columns and depth; of attention, queries, keys and the size of a head.
+        sizes: of a matrix product, how many, its rows, columns and depth; of attention, queries, keys and the size of
+            a head.
+        exponentials: how many values an exponential, or a function like it, is taken of.
+        causal: of attention, whether keys that come after a query are left out.
     """
 
     sort: str
     flops: float
     bytes: int
     sizes: tuple[int, ...] = ()
+    exponentials: float = 0.0
+    causal: bool = False
 
 
 @dataclass(frozen=True)

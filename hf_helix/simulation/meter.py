@@ -117,7 +117,8 @@ def kernel_of(
         return attention_kernel(q, k, v, bool(causal), backward=first > 0)
     if packet in _GATHERING:
         return Kernel(OTHER, 0.0, 2 * _bytes(outputs))
-    return Kernel(OTHER, 0.0, _bytes(inputs) + _bytes(outputs))
+    exponentials = outputs[0].numel() if packet in _EXPONENTIALS else 0
+    return Kernel(OTHER, 0.0, _bytes(inputs) + _bytes(outputs), exponentials=exponentials)
 
 
 def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, backward: bool) -> Kernel:
@@ -132,11 +133,12 @@ def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, backward: bo
     """
     batch, heads, queries, size = q.shape
     keys, of_values = k.shape[2], v.shape[3]
-    pairs = batch * heads * queries * keys * (0.5 if causal and queries == keys else 1.0)
+    causal = causal and queries == keys
+    pairs = batch * heads * queries * keys * (0.5 if causal else 1.0)
     flops = 2.0 * pairs * ((3 * size + 2 * of_values) if backward else (size + of_values))
     out = batch * heads * queries * of_values * q.element_size()
     moved = (q.nbytes + k.nbytes + v.nbytes + out) * (2 if backward else 1)
-    return Kernel(ATTENTION, flops, moved, (queries, keys, size))
+    return Kernel(ATTENTION, flops, moved, (queries, keys, size), pairs, causal)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -153,6 +155,24 @@ _ALLOCATING = {
     aten.empty_permuted,
 }
 _GATHERING = {aten.index_select, aten.embedding, aten.gather, aten.index, aten.slice_scatter}
+_EXPONENTIALS = {
+    aten.exp,
+    aten.exp_,
+    aten.log,
+    aten.sigmoid,
+    aten.tanh,
+    aten.erf,
+    aten.silu,
+    aten.silu_backward,
+    aten.gelu,
+    aten.gelu_backward,
+    aten._softmax,
+    aten._log_softmax,
+    aten.logsumexp,
+    aten.softplus,
+    aten.cos,
+    aten.sin,
+}
 _PRODUCTS: Mapping[Any, Callable[[Sequence[Any]], tuple[Tensor, Tensor]]] = {
     aten.mm: lambda args: (args[0], args[1]),
     aten.bmm: lambda args: (args[0], args[1]),

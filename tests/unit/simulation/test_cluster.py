@@ -1,0 +1,157 @@
+"""Cluster files: those that the package brings load; what is wrong with others is said by the name of the key."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.simulation.cluster import Curve, Link, load_cluster, parse_cluster, shipped_clusters
+
+LEAST: dict[str, Any] = {
+    "name": "two",
+    "nodes": 2,
+    "devices_per_node": 4,
+    "device": {"name": "X", "memory_gb": 10, "peak_tflops": {"bf16": 100}, "memory_gb_per_s": 1000},
+    "node": {"gb_per_s": 100},
+    "network": {"gb_per_s": 10},
+}
+
+
+def with_key(path: str, value: object) -> dict[str, Any]:
+    """The smallest cluster file with a key, "device.name" for one of a section, set to a value; None removes it."""
+    found = copy.deepcopy(LEAST)
+    *sections, key = path.split(".")
+    place = found
+    for section in sections:
+        place = place.setdefault(section, {})
+    if value is None:
+        del place[key]
+    else:
+        place[key] = value
+    return found
+
+
+@pytest.mark.parametrize("name", shipped_clusters())
+def test_every_file_of_the_package_loads_and_says_where_its_numbers_are_from(name: str):
+    cluster = load_cluster(name)
+    found = yaml.safe_load(shipped_clusters()[name].read_text())
+    said = " ".join(found["sources"])
+    for key in ("memory_gb", "peak_tflops", "memory_gb_per_s", "matmul", "attention", "memory_efficiency"):
+        assert key in said, f"{name} does not say where device.{key} is from"
+    assert "node" in said
+    assert "contention" in said
+    assert cluster.devices == found["nodes"] * found["devices_per_node"]
+    # Nothing is faster than the peak.
+    for curve in (*cluster.device.matmul.values(), *cluster.device.attention.values()):
+        assert all(share <= 1 for _, share in curve.points)
+
+
+def test_the_clusters_of_the_paper_are_those_of_its_section_6_1():
+    a40, a800, h100 = (load_cluster(name) for name in ("a40x64", "a800x64", "h100x32"))
+    assert [cluster.devices for cluster in (a40, a800, h100)] == [64, 64, 32]
+    # Bytes a second that the network carries for a device: 100 Gbit/s, 4 x 200 and 8 x 400 for a node of 8.
+    shares = [cluster.network.bandwidth / cluster.network.devices for cluster in (a40, a800, h100)]
+    assert shares == [12.5e9 / 8, 12.5e9, 50e9]
+    assert [cluster.node.bandwidth for cluster in (a40, a800, h100)] == [32e9, 200e9, 450e9]
+
+
+def test_what_is_left_out_has_a_default():
+    cluster = parse_cluster(LEAST, "here")
+    assert cluster.backend == "nccl"
+    assert cluster.network.devices == 4, "the devices of a node share its link"
+    assert cluster.device.memory == 10e9
+    assert cluster.device.host_runs_ahead
+    assert math.isinf(cluster.device.exponentials)
+    assert cluster.device.matmul["bf16"].at(1e9) == 1.0
+
+
+def test_curves_may_be_given_by_type():
+    found = with_key("device.matmul", {"bf16": [[1e9, 0.5]], "fp32": [[1e9, 0.9]]})
+    found["device"]["peak_tflops"] = {"bf16": 100, "fp32": 50}
+    matmul = parse_cluster(found, "here").device.matmul
+    assert (matmul["bf16"].at(1), matmul["fp32"].at(1)) == (0.5, 0.9)
+    del found["device"]["peak_tflops"]["fp32"]
+    with pytest.raises(ValueError, match=r"unknown keys: device.matmul.fp32; the types of device.peak_tflops are bf16"):
+        parse_cluster(found, "here")
+
+
+def test_contention_names_two_kinds():
+    cluster = parse_cluster(with_key("contention.compute_beside_inter_node", 1.2), "here")
+    assert cluster.contention == {(Kind.COMPUTE, Kind.INTER_NODE): 1.2}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("name", None, "name is missing; it must be a text"),
+        ("nodes", None, "nodes is missing; it must be a number"),
+        ("nodes", 1.5, "nodes: 1.5 must be a whole number, at least 1"),
+        ("nodes", 0, "nodes: 0 must be a number, at least 1"),
+        ("device", None, "device is missing; it must be a mapping"),
+        ("device", [1], r"device must be a mapping of keys to values, and is \[1\]"),
+        ("device.name", 40, "device.name: 40 must be a text"),
+        ("device.memory_gb", None, "device.memory_gb is missing; it must be a number"),
+        ("device.memory_gb", "much", "device.memory_gb: 'much' must be a number, more than 0"),
+        ("device.memory_gb", True, "device.memory_gb: True must be a number, more than 0"),
+        ("device.reserved_gb", 10, "device.reserved_gb: 10 leaves nothing of memory_gb: 10"),
+        ("device.peak_tflops", {}, r"device.peak_tflops names no type; give it as \{bf16: 989\}"),
+        ("device.peak_tflops", {"bf17": 1}, "device.peak_tflops.bf17; name one or more of bf16, fp16, fp32"),
+        ("device.memory_gb_per_s", -1, "device.memory_gb_per_s: -1 must be a number, more than 0"),
+        ("device.matmul", [[1e9, 2]], r"device.matmul: \[\[1000000000.0, 2\]\] must be a list of \[size, share"),
+        ("device.matmul", [[2, 0.5], [1, 0.6]], "device.matmul: .* must be a list of .* sizes growing"),
+        ("device.matmul", 0.5, "device.matmul: 0.5 must be a list"),
+        ("device.attention", [[512, 0.5, 1]], "device.attention: .* must be a list"),
+        ("device.attention_block", 0, "device.attention_block: 0 must be a number, at least 1"),
+        ("device.host_runs_ahead", "yes", "device.host_runs_ahead: 'yes' must be one of true, false"),
+        ("device.cores", 8, "unknown keys: device.cores"),
+        ("node.devices_per_link", 2, "unknown keys: node.devices_per_link"),
+        ("node.gb_per_s", 0, "node.gb_per_s: 0 must be a number, more than 0"),
+        ("network.latency_us", -1, "network.latency_us: -1 must be a number, at least 0"),
+        (
+            "network.devices_per_link",
+            3,
+            "network.devices_per_link: 3 must divide devices_per_node: 4; values that work: 1, 2, 4",
+        ),
+        ("contention.compute_beside_pcie", 1.2, "contention.compute_beside_pcie is not known; name two of compute"),
+        (
+            "contention.compute_beside_intra_node",
+            0.5,
+            "contention.compute_beside_intra_node: 0.5 must be .* at least 1",
+        ),
+        ("backend", "mpi", "backend: 'mpi' must be one of nccl, gloo"),
+        ("sources", "a data sheet", "sources must be a mapping of keys to values"),
+        ("gpus", 8, "unknown keys: gpus"),
+    ],
+)
+def test_what_is_wrong_is_said_by_the_name_of_the_key(path: str, value: object, message: str):
+    with pytest.raises(ValueError, match=f"here.yaml: .*{message}"):
+        parse_cluster(with_key(path, value), "here.yaml")
+
+
+def test_a_name_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"cluster='a41x64' is neither a file nor .*; use one of a40x64, .*hf-helix"):
+        load_cluster("a41x64")
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: [unclosed")
+    with pytest.raises(ValueError, match=r"mine.yaml: not YAML"):
+        load_cluster(file)
+    file.write_text(yaml.safe_dump(LEAST))
+    assert load_cluster(file).name == "two"
+    assert load_cluster("h100x8.yaml") == load_cluster("h100x8")
+
+
+def test_a_curve_is_straight_over_the_logarithm_of_the_size():
+    curve = Curve(((1e6, 0.2), (1e8, 0.6)))
+    assert [curve.at(size) for size in (1.0, 1e6, 1e7, 1e8, 1e12)] == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.6])
+
+
+def test_a_link_takes_its_latency_for_every_message():
+    link = Link(bandwidth=1e9, latency=1e-3)
+    assert link.seconds(1e6, messages=3) == pytest.approx(4e-3)
+    assert link.seconds(0) == 0
