@@ -174,11 +174,11 @@ def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, model: Mode
     side = batch.prepare()
     batch = replace(batch, prepare=lambda: dict(side))
     with runner.precision.weights.kept():  # as in a window, in which they are cast once
-        first = _run(runner, batch, streams, [])  # makes the gradients and the copies of weights
+        first = _run(runner, batch, streams, Meter())  # makes the gradients and the copies of weights
         streams.sent.clear()
         held = [tensor for p in runner.stage.placements for tensor in (p, p.grad) if tensor is not None]
         held += [value for value in side.values() if isinstance(value, Tensor)]
-        second = _run(runner, batch, streams, held)
+        second = _run(runner, batch, streams, Meter(held, first))
     layout = runner.layout
     labels = {
         (layout.units[index], f"{letter}.{op.name}"): runner.executor.label(batch.key[1], index, op)
@@ -201,9 +201,7 @@ def _halves(pair: GraphPair) -> list[tuple[str, Graph]]:
     return [("F", pair.forward), ("B", pair.backward)]
 
 
-def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, held: Sequence[Tensor]) -> Meter:
-    """Returns what a window of one micro-batch was, without what is there already."""
-    meter = Meter(held)
+def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> Meter:
     streams.trace = _Labels(meter)
     with meter, FusedAttention(meter):
         runner.executor.run(runner.program(1), [batch], runner.sources(), training=True)

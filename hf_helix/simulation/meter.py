@@ -48,13 +48,17 @@ class Meter(TorchDispatchMode):
 
     Args:
         existing: tensors whose storages do not count as live memory.
+        before: a meter, what was alive at whose end does not count either.
     """
 
-    def __init__(self, existing: Sequence[Tensor] = ()) -> None:
+    def __init__(self, existing: Sequence[Tensor] = (), before: Meter | None = None) -> None:
         super().__init__()
         self.found: dict[str, Metered] = defaultdict(Metered)
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._held = list(existing)  # so that no new storage takes the address of one of these
+        if before is not None:
+            before.live()
+            self._existing |= before._live.keys()
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._now: Metered | None = None
         self._start = 0

@@ -11,33 +11,28 @@ more of each takes is added as often as there are more; a layout that is looked 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from hf_helix.planning.cost import COMPUTE, STREAMS, Timeline
-from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.cost import Timeline
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import transfer_graphs
 from hf_helix.planning.layout import Layout, place_names
-from hf_helix.planning.pipeline.actions import Action, Slot
-from hf_helix.planning.pipeline.costs import Costs, stage_costs
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.pipeline.simulate import simulate_schedule
-from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import make_plan, predict_plan, runs_one_strand
+from hf_helix.planning.plans.registry import make_plan, predict_plan
 from hf_helix.planning.profile import Profile
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Sizes, estimate_profile, rings, transfer_seconds
 from hf_helix.simulation.kernels import Transfer
 from hf_helix.simulation.memory import GRADIENT, PARAMETER, Memory, held_weights, memory_of
+from hf_helix.simulation.steady import costs_under, steady_layers
+from hf_helix.simulation.window import window_of
 
 OPTIMIZER_BYTES = 32
 """Bytes that an optimizer's step moves for an element: gradient, weight and two states read, the latter written, the
 gradient read once more for its norm."""
-
-CHAIN = (6, 10)
-"""Layers of the two chains whose difference is what a layer takes in the steady state."""
 
 WHOLE = 60_000
 """Operators of a window up to which it is simulated whole, if asked for."""
@@ -157,19 +152,16 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
     layout = layout_of(amounts, case)
     profile = estimate_profile(amounts, layout, case.sizes, cluster, case.dtype)
     plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
-    layers = _steady(plan, profile, amounts.model.units[1:-1])
-    costs = _costs(profile, layers)
-    scheduler = Scheduler(case.schedule, case.sizes.pp, costs)
-    schedule = scheduler(case.microbatches)
-    simulated = simulate_schedule(schedule, layout.ranks, costs)
-    timeline = None
-    window, bubble = simulated.seconds, simulated.bubble
+    layers = steady_layers(plan, profile, amounts.model.units[1:-1])
+    costs = costs_under(profile, layers)
+    window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
+    seconds, timeline = window.seconds, None
     if whole and _num_operators(layout) * case.microbatches <= WHOLE:
+        schedule = Scheduler(case.schedule, case.sizes.pp, costs)(case.microbatches)
         _, timeline = predict_plan(plan, profile, schedule)
-        window = timeline.seconds
-    busiest = max(range(layout.num_ranks), key=lambda rank: simulated.busy[rank])
-    loads = _loads(profile, layout, busiest, case.microbatches)
-    window = max(window, _host_seconds(layout, busiest, case.microbatches, cluster))
+        seconds = timeline.seconds
+    loads = _loads(profile, layout, window.busiest, case.microbatches)
+    seconds = max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
     exposed = {
         kind: seconds * layers.exposed.get(kind, 1.0)
         for kind, seconds in loads.items()
@@ -178,7 +170,7 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
     memory = max(
         (
             memory_of(amounts, layout, rank, slots, case.sizes.dp * case.sizes.cp, case.shard_optimizer)
-            for rank, slots in enumerate(schedule)
+            for rank, slots in enumerate(window.schedule)
         ),
         key=lambda memory: memory.total,
     )
@@ -187,114 +179,16 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
     flops = [model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0)]
     return Step(
         case,
-        window,
+        seconds,
         sums,
         _optimizer(amounts, layout, case, cluster),
         loads,
         exposed,
-        bubble,
+        window.bubble,
         memory,
         (flops[0] * tokens, flops[1] * tokens),
         timeline,
     )
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """What a plan makes of layers in the steady state.
-
-    Attributes:
-        forward: seconds of a layer's forward with nothing beside it, by the layer's name.
-        backward: likewise, of its backward.
-        fused: likewise, of the forward of one micro-batch beside the backward of another.
-        exposed: of each kind of communication, the part that runs beside no computation.
-    """
-
-    forward: Mapping[str, float]
-    backward: Mapping[str, float]
-    fused: Mapping[str, float]
-    exposed: Mapping[Kind, float]
-
-
-def _steady(plan: Plan, profile: Profile, names: Sequence[str]) -> _Layers:
-    """Returns what a plan makes of the layers of these names."""
-    forward, backward = Action(0, "F", 1), Action(0, "B", 0)
-    slots = {"forward": Slot(forward=forward), "backward": Slot(backward=backward), "fused": Slot(forward, backward)}
-    if runs_one_strand(plan.rule):
-        slots["fused"] = slots["forward"]  # nothing runs beside anything
-    found: dict[str, dict[str, float]] = {part: {} for part in slots}
-    totals: dict[Kind, tuple[float, float]] = {}
-    for name in dict.fromkeys(names):
-        for part, slot in slots.items():
-            short, long = (_chain(plan, profile, name, slot, length) for length in CHAIN)
-            found[part][name] = (long.seconds - short.seconds) / (CHAIN[1] - CHAIN[0])
-            wanted = part in ("forward", "backward") if runs_one_strand(plan.rule) else part == "fused"
-            for kind, (alone, exposed) in exposed_seconds(long).items() if wanted else ():
-                before = totals.get(kind, (0.0, 0.0))
-                totals[kind] = before[0] + alone, before[1] + exposed
-    if runs_one_strand(plan.rule):
-        found["fused"] = {name: found["forward"][name] + found["backward"][name] for name in found["forward"]}
-    shares = {kind: exposed / alone for kind, (alone, exposed) in totals.items() if alone}
-    return _Layers(found["forward"], found["backward"], found["fused"], shares)
-
-
-def _chain(plan: Plan, profile: Profile, name: str, slot: Slot, length: int) -> Timeline:
-    layout = Layout([name] * length, {0: range(length)}, profile.layout.graphs)
-    return predict_plan(plan, replace(profile, layout=layout), [[slot]])[1]
-
-
-def exposed_seconds(timeline: Timeline, rank: int = 0) -> dict[Kind, tuple[float, float]]:
-    """Returns, for each kind of communication, its seconds, and those that run beside no computation of the rank."""
-    work = timeline.work
-    spans: dict[int, list[tuple[float, float]]] = {}
-    for place, entry in enumerate(work.entries):
-        if entry >= 0 and work.rank(place) == rank and timeline.ends[place] > timeline.starts[place]:
-            spans.setdefault(work.streams[place], []).append((timeline.starts[place], timeline.ends[place]))
-    computing = sorted(spans.pop(COMPUTE, []))
-    found = {}
-    for stream, mine in spans.items():
-        alone = sum(end - start for start, end in mine)
-        hidden = _common(sorted(mine), computing)
-        found[STREAMS[stream]] = alone, alone - hidden
-    return found
-
-
-def _common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
-    """Returns the seconds that two sorted lists of disjoint intervals have in common."""
-    total, place = 0.0, 0
-    for start, end in first:
-        while place < len(second) and second[place][1] <= start:
-            place += 1
-        at = place
-        while at < len(second) and second[at][0] < end:
-            total += min(end, second[at][1]) - max(start, second[at][0])
-            at += 1
-    return total
-
-
-def _costs(profile: Profile, layers: _Layers) -> Costs:
-    """Returns what the virtual stages cost under a plan, which gives layers other times than their operators add up to."""
-    plain = stage_costs(profile)
-    layout = profile.layout
-    names = [layout.units[unit] for chunk in layout.chunks.values() for unit in chunk]
-    counted = [name for name in names if name in layers.forward]
-    alone = sum(layers.forward[name] + layers.backward[name] for name in counted)
-    fused = sum(layers.fused[name] for name in counted)
-    forward, inputs, weights = list(plain.forward), list(plain.input), list(plain.weight)
-    for stage, chunk in layout.chunks.items():
-        for name in (layout.units[unit] for unit in chunk):
-            if name not in layers.forward:
-                continue
-            parts = dict.fromkeys("FIW", 0.0)
-            for letter, graph in (("F", layout.graphs[name].forward), ("B", layout.graphs[name].backward)):
-                for op in graph.operators:
-                    part = "F" if letter == "F" else "W" if op.part is Part.W else "I"
-                    parts[part] += profile.times[name, f"{letter}.{op.name}"]
-            ratio = layers.backward[name] / (parts["I"] + parts["W"])
-            forward[stage] += layers.forward[name] - parts["F"]
-            inputs[stage] += (ratio - 1) * parts["I"]
-            weights[stage] += (ratio - 1) * parts["W"]
-    return Costs(forward, inputs, weights, plain.transfer, max(1.0, alone / fused))
 
 
 def _loads(profile: Profile, layout: Layout, rank: int, microbatches: int) -> dict[Kind, float]:

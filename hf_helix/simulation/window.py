@@ -1,0 +1,71 @@
+"""The window of a step: when the ranks of a pipeline compute.
+
+In:   what its virtual stages cost, and the name of a schedule.
+Out:  a `Window`.
+Must hold: a long window repeats itself: it takes what a short one takes, and for each further micro-batch what one
+more adds there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_helix.config import AUTO
+from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.pipeline.costs import Costs
+from hf_helix.planning.pipeline.named import FOLDED
+from hf_helix.planning.pipeline.scheduler import ON_ONE_RANK, Scheduler
+from hf_helix.planning.pipeline.simulate import Simulated, simulate_schedule
+
+SHORT, LONG = 4, 6
+"""Micro-batches, for each rank of the pipeline, of the two windows whose difference tells what one more adds."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The forward and backward of all micro-batches of a step.
+
+    Attributes:
+        seconds: of the window.
+        busiest: the pipeline rank that works most.
+        bubble: part of the window in which ranks wait, on average.
+        schedule: of a window as long as memory depends on.
+    """
+
+    seconds: float
+    busiest: int
+    bubble: float
+    schedule: Schedule
+
+
+def window_of(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) -> Window:
+    """Returns the window of a schedule.
+
+    Args:
+        name: of the schedule; "auto" for the faster of those on the fold, without a search.
+        ranks: of each virtual stage.
+        microbatches: of the window.
+        costs: of the virtual stages.
+    """
+    num_ranks = max(ranks) + 1
+    names = [name] if name != AUTO else FOLDED if num_ranks > 1 else [ON_ONE_RANK]
+    return min((_window(each, ranks, microbatches, costs) for each in names), key=lambda window: window.seconds)
+
+
+def _window(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) -> Window:
+    num_ranks = max(ranks) + 1
+    scheduler = Scheduler(name, num_ranks)
+
+    def simulated(count: int) -> Simulated:
+        return simulate_schedule(scheduler(count), ranks, costs)
+
+    long = simulated(min(microbatches, LONG * num_ranks))
+    seconds, busy = long.seconds, list(long.busy)
+    if microbatches > LONG * num_ranks:
+        short = simulated(SHORT * num_ranks)
+        further = (microbatches - LONG * num_ranks) / ((LONG - SHORT) * num_ranks)
+        seconds += further * (long.seconds - short.seconds)
+        busy = [more + further * (more - less) for more, less in zip(long.busy, short.busy, strict=True)]
+    busiest = max(range(num_ranks), key=lambda rank: busy[rank])
+    return Window(seconds, busiest, max(0.0, 1 - sum(busy) / num_ranks / seconds), long.schedule)
