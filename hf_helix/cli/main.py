@@ -13,17 +13,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_helix.cli import check, env, models, plan, profile, show
+from hf_helix.cli import check, env, models, paper, plan, profile, show
 from hf_helix.cli.options import HelpFormatter
 from hf_helix.version import __version__
 
-COMMANDS = (profile, plan, show, check, models, env)
+COMMANDS = (profile, plan, show, paper, check, models, env)
 
 EXAMPLES = """\
 examples:
   hf-helix profile --model Qwen/Qwen3-0.6B --tp_size 2 --sequence_length 256   writes profile.json
   hf-helix plan profile.json                                                   writes plan.json
   hf-helix show plan.json --profile profile.json                               draws it in the terminal
+  hf-helix paper --figure 11                                                   the paper's figure, simulated
   hf-helix check Qwen/Qwen3-0.6B                                               is the cut model equal?
   hf-helix models                                                              what is supported
   hf-helix env                                                                 what to paste into an issue

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from hf_helix.paper.published import DHELIX, MEGATRON, Row
 from hf_helix.paper.runs import LAUNCH_SECONDS, Runs, barriers_of, case_of
@@ -20,8 +21,8 @@ from hf_helix.planning.graph.ablation import ablate_profile
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import Profile
-from hf_helix.simulation.step import simulate_plan
 from hf_helix.simulation.steady import steady_layers
+from hf_helix.simulation.step import simulate_plan
 
 STEPS = ("TP", "and CP", "and both at once", "and W's that move")
 WITHOUT: Sequence[Collection[str]] = (
@@ -36,7 +37,7 @@ WITHOUT: Sequence[Collection[str]] = (
 def increments(runs: Runs, row: Row) -> list[float]:
     """Returns what each step adds, in percent of the baseline."""
     totals = [0.0, *(100 * (gain - 1) for gain in gains(runs, row))]
-    return [after - before for before, after in zip(totals, totals[1:], strict=False)]
+    return [after - before for before, after in pairwise(totals)]
 
 
 def gains(runs: Runs, row: Row) -> list[float]:
@@ -45,7 +46,7 @@ def gains(runs: Runs, row: Row) -> list[float]:
     found = []
     for without in WITHOUT:
         profile = runs.profile(row, DHELIX)
-        if "inter_node" in without:
+        if Kind.INTER_NODE.value in without:
             profile = exposed_only(profile, Kind.INTER_NODE)
         profile = ablate_profile(profile, without)
         plan = make_plan("dhelix", profile, model="", mesh={"tp_size": row.sizes.tp})
@@ -55,9 +56,11 @@ def gains(runs: Runs, row: Row) -> list[float]:
 
 
 def exposed_only(profile: Profile, kind: Kind) -> Profile:
-    """Returns the profile in which communication of a kind takes what one strand does not hide of it."""
+    """Returns the profile in which communication of a kind runs on the compute stream, and takes so long there that one
+    strand is as fast as before: what it hides of it is gone."""
     names = {name for name in profile.times if profile.kind(name) is kind}
     layer = next(name for name, pair in profile.layout.graphs.items() if pair.forward.repeats)
+    moved = ablate_profile(profile, (kind.value,))
 
     def seconds(found: Profile) -> float:
         plan = make_plan("sequential", found, model="", mesh={})
@@ -66,8 +69,8 @@ def exposed_only(profile: Profile, kind: Kind) -> Profile:
 
     def scaled(share: float) -> Profile:
         times = {name: each * share if name in names else each for name, each in profile.times.items()}
-        return replace(profile, times=times)
+        return replace(moved, times=times)
 
-    load = sum(profile.times[name] for name in names if name[0] == layer)
     least = 1e-6
-    return scaled(max(least, (seconds(profile) - seconds(scaled(least))) / load)) if load else profile
+    without, whole = seconds(scaled(least)), seconds(moved)
+    return scaled(max(least, (seconds(profile) - without) / (whole - without))) if whole > without else profile

@@ -120,11 +120,15 @@ class Runs:
         amounts = self.amounts(row)
         return estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster)
 
-    def amounts(self, row: Row) -> Amounts:
-        """Returns what a rank of a row does."""
-        key = row.model, row.layers, row.cluster, row.length, row.sizes, row.capacity
+    def amounts(self, row: Row, recompute: str = "none") -> Amounts:
+        """Returns what a rank of a row does.
+
+        Raises:
+            ValueError: the model cannot be cut like this.
+        """
+        key = row.model, row.layers, row.cluster, row.length, row.sizes, row.capacity, recompute
         if key not in self._amounts:
-            counted = self.model(row).amounts(case_of(row, MEGATRON))
+            counted = self.model(row).amounts(replace(case_of(row, MEGATRON), recompute=recompute))
             self._amounts[key] = _padded(_reduced_by_the_backend(counted), max(1.0, row.capacity / TOP_K))
         return self._amounts[key]
 

@@ -207,8 +207,8 @@ def contended(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> 
             longest[op.kind] = name
     pairs = {}
     for first, second in {tuple(sorted(kinds, key=list(Kind).index)) for kinds in cluster.contention}:
-        if first in longest and second in longest:
-            slow = cluster.contention.get((first, second), 1.0), cluster.contention.get((second, first), 1.0)
+        slow = cluster.contention.get((first, second), 1.0), cluster.contention.get((second, first), 1.0)
+        if first in longest and second in longest and slow != (1.0, 1.0):
             a, b = longest[first], longest[second]
             pairs[a, b] = Pair.of(times[a], times[b], *slow)
     return pairs
