@@ -25,8 +25,8 @@ examples:
   hf-helix paper --section 6.5                     the largest model that fits
   hf-helix paper --all --output paper.md           everything as a page, with pictures beside it; takes some minutes
 
-There are figures 3, 4, 5 and 10 to 16, tables 1, 6 and 7, and section 6.5. docs/paper.md holds the output and says how it
-is made.
+There are figures 3, 4, 5 and 10 to 16, tables 1, 6 and 7, and section 6.5. docs/paper.md holds the output and says
+how it is made.
 """
 
 

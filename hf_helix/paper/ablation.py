@@ -60,7 +60,8 @@ def exposed_only(profile: Profile, kind: Kind) -> Profile:
     strand is as fast as before: what it hides of it is gone."""
     names = {name for name in profile.times if profile.kind(name) is kind}
     layer = next(name for name, pair in profile.layout.graphs.items() if pair.forward.repeats)
-    moved = ablate_profile(profile, (kind.value,))
+    pairs = {key: pair for key, pair in profile.pairs.items() if not names & set(key)}
+    moved = replace(ablate_profile(profile, (kind.value,)), pairs=pairs)
 
     def seconds(found: Profile) -> float:
         plan = make_plan("sequential", found, model="", mesh={})

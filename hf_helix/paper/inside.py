@@ -103,8 +103,8 @@ def effectiveness(runs: Runs) -> Artifact:
         for name, values in zip(names, table, strict=True)
     ]
     notes = (
-        "Overlap effectiveness (equation 1) of two operators of equal length: 1 where one is hidden, 0 where nothing is "
-        "gained. The paper's cells cannot be read. Here computation runs on one stream, so two computations never "
+        "Overlap effectiveness (equation 1) of two operators of equal length: 1 where one is hidden, 0 where nothing "
+        "is gained. The paper's cells cannot be read. Here computation runs on one stream, so two computations never "
         "overlap, nor do two communications over the same links; the rest follows from the cluster's contention.",
     )
 
@@ -161,8 +161,8 @@ def largest(runs: Runs) -> Artifact:
             shares = [f"{100 * each[name] / each[MEGATRON]:.1f} %" for each in (LARGEST, ours)]
             cells.append((recompute, name, f"{printed:.0f}", f"{ours[name]:.1f}", *shares))
     notes = (
-        "Billions of parameters: layers of Llama-25B, one more at a time, while they fit an A40. `two copies` keeps the "
-        "states of the model twice, as bidirectional pipelines do. The paper does not say what it recomputes.",
+        "Billions of parameters: layers of Llama-25B, one more at a time, while they fit an A40. `two copies` keeps "
+        "the states of the model twice, as bidirectional pipelines do. The paper does not say what it recomputes.",
     )
     header = ("recomputed", "method", "paper", "ours", "paper, of Megatron", "ours, of Megatron")
     return Artifact("Section 6.5", "the largest model", header, cells, notes)
@@ -259,8 +259,8 @@ def volumes(runs: Runs) -> Artifact:
             numbers = [f"{value:,.{digits}f}" for value, digits in zip((*printed, *ours), (1, 2, 1, 2), strict=True)]
             cells.append((row.name, where, numbers[0], numbers[2], numbers[1], numbers[3]))
     notes = (
-        "GiB and seconds of a rank in a step, at the full rate of the links: 450 GB/s of NVLink in each direction, 50 GB/s "
-        "of the network. Between nodes: context parallelism, the pipeline, and sums of gradients in fp32. The paper "
+        "GiB and seconds of a rank in a step, at the full rate of the links: 450 GB/s of NVLink in each direction, "
+        "50 GB/s of the network. Between nodes: context parallelism, the pipeline, and sums of gradients in fp32. The paper "
         "prints 0.3 s where its own rate makes 0.49 s of 220 GB.",
     )
     header = ("layout", "communication", "GiB, paper", "ours", "s, paper", "ours")

@@ -19,7 +19,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 def best_plain(runs: Runs, row: Row) -> tuple[str, float, float] | None:
-    """Returns the fastest layout under `sequential` that fits: its name, its speed as the row counts it, GB of a device."""
+    """Returns the fastest layout under `sequential` that fits: its name, its speed as the row counts it, and GB."""
     cluster, shape = runs.cluster(row), MODELS[row.model]
     found = [
         step

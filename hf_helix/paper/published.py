@@ -25,7 +25,7 @@ BATCH_SEQUENCES = 1600
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of tables 3 to 5. Heads have 128 features, and as many keys and values as queries, as the authors coded it.
+    """A model of tables 3 to 5. Heads have 128 features, with keys and values of their own, as the authors coded it.
 
     Attributes:
         family: "llama", "gpt2" or "phimoe", as Transformers calls it.

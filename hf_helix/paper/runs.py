@@ -183,9 +183,9 @@ def _reduced_by_the_backend(amounts: Amounts) -> Amounts:
 def _padded(amounts: Amounts, factor: float) -> Amounts:
     """Returns the amounts with so many times as many rows for every expert.
 
-    The paper's experts have a capacity of 6 or 8. Were that, as in today's Megatron-LM, the multiple of a balanced load
-    that is computed, the A40 would run at 91 % of its peak; so it is taken as a multiple of the tokens of a rank divided
-    by its experts, of which each token asks for two.
+    The paper's experts have a capacity of 6 or 8. Were that, as in today's Megatron-LM, the multiple of a balanced
+    load that is computed, the A40 would run at 91 % of its peak; so it is taken as a multiple of the tokens of a rank
+    divided by its experts, of which each token asks for two.
     """
 
     def more(name: Name, found: OperatorAmounts) -> OperatorAmounts:
