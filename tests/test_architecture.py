@@ -22,7 +22,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("planning",),
     ("operators",),
     ("models", "runtime"),
-    ("tuning", "checkpoint"),
+    ("tuning", "simulation", "checkpoint"),
     ("report",),
     ("engine",),
     ("testing", "paper"),

@@ -2,7 +2,7 @@
 
 In:   a command line.
 Out:  JSON files that people can read, compare and hand to `HelixConfig(profile=..., plan=...)`; text and pictures.
-Must hold: only `profile` and `check` need a model and processes; all others work without torch, `env` apart.
+Must hold: only `profile`, `check` and `cluster` need processes; all others work without torch, `env` apart.
 Every command is one file of this folder, with `add_command` and `run`.
 """
 
@@ -13,17 +13,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_helix.cli import check, env, models, paper, plan, profile, show
+from hf_helix.cli import check, cluster, doctor, env, models, paper, plan, profile, show, simulate
 from hf_helix.cli.options import HelpFormatter
 from hf_helix.version import __version__
 
-COMMANDS = (profile, plan, show, paper, check, models, env)
+COMMANDS = (profile, plan, show, doctor, simulate, cluster, paper, check, models, env)
 
 EXAMPLES = """\
 examples:
   hf-helix profile --model Qwen/Qwen3-0.6B --tp_size 2 --sequence_length 256   writes profile.json
   hf-helix plan profile.json                                                   writes plan.json
   hf-helix show plan.json --profile profile.json                               draws it in the terminal
+  hf-helix cluster --output here.yaml                                          what this machine computes and sends
   hf-helix paper --figure 11                                                   the paper's figure, simulated
   hf-helix check Qwen/Qwen3-0.6B                                               is the cut model equal?
   hf-helix models                                                              what is supported

@@ -56,6 +56,23 @@ class OnPaper:
         self.cluster = cluster
         self._found: dict[object, Amounts | ValueError] = {}
 
+    @property
+    def name(self) -> str:
+        """Returns the class of the model."""
+        return type(base_of(self.model)).__name__
+
+    @property
+    def layers(self) -> int:
+        """Returns the number of decoder layers."""
+        base = base_of(self.model)
+        return len(list(family_of(base).layers(base)))
+
+    @property
+    def experts(self) -> int:
+        """Returns the number of experts of a layer; 1 for a dense model."""
+        shapes = [weight.shape for weight in self.model.parameters() if weight.dim() == 3]
+        return max((shape[0] for shape in shapes), default=1)
+
     def amounts(self, case: Case) -> Amounts:
         """Returns what a rank does for a micro-batch of a case.
 

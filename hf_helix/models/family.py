@@ -200,7 +200,7 @@ class Family(ABC):
             labels = batch.get("labels")
             targets = torch.full_like(ids, IGNORED) if labels is None else labels
             targets = functional.pad(targets[:, 1:], (0, 1), value=IGNORED)
-        counted = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0) if positions is None else positions
+        counted = self.count_positions(ids, mask) if positions is None else positions
         side = {
             "ids": cut.take(ids, 1).t().contiguous(),
             "places": cut.take(counted, 1).t(),
@@ -220,6 +220,15 @@ class Family(ABC):
             extra = cut.padded(ids.shape[1]) - ids.shape[1]
             documents = functional.pad(documents, (0, extra), value=ABSENT)
         return {**side, DOCUMENTS: documents, **self.context_inputs(model, ids, counted, cut)}
+
+    def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns the positions [batch or 1, sequence] of tokens that come without any: from 0 on, padding counted.
+
+        Args:
+            ids: the tokens [batch, sequence].
+            mask: what the batch has for `attention_mask`.
+        """
+        return torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
 
     @abstractmethod
     def attention_inputs(

@@ -16,16 +16,13 @@ from hf_helix.models.causal_lm import check_head
 from hf_helix.models.derived.family import DerivedFamily
 from hf_helix.models.families.gpt2 import GPT2
 from hf_helix.models.families.gpt_neox import GPTNeoX
-from hf_helix.models.families.llama import Llama
-from hf_helix.models.families.mistral import Mistral
-from hf_helix.models.families.mixtral import Mixtral
-from hf_helix.models.families.phimoe import Phimoe
-from hf_helix.models.families.qwen2 import Qwen2
-from hf_helix.models.families.qwen3 import Qwen3
-from hf_helix.models.families.qwen3_moe import Qwen3Moe
+from hf_helix.models.families.llama import Llama, Mistral, Qwen2, Qwen3
+from hf_helix.models.families.mixtral import Mixtral, Phimoe, Qwen3Moe
 from hf_helix.models.family import Family
 from hf_helix.models.model_code import check_class, check_traceable
 
+# Derived, these have the same operators, cuts and gradients (tests/unit/models/derived/test_same_graphs.py). They stay
+# declared: a run starts without a trace and without a proof, and tests compare derived families with them.
 _FAMILIES: dict[str, Family] = {
     family.model_class: family
     for family in (GPT2(), GPTNeoX(), Llama(), Mistral(), Mixtral(), Phimoe(), Qwen2(), Qwen3(), Qwen3Moe())

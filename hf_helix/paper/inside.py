@@ -36,7 +36,7 @@ from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.profile import Pair, named_operators
 from hf_helix.report.strands import draw_strips, strips
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.step import simulate_step
+from hf_helix.simulation.step import memory_of_case
 
 AXES = {"tp": "TP", "cp": "CP", "experts": "EP", "pp": "PP"}
 PARTS = ("computation", *AXES.values(), "DP")
@@ -177,7 +177,7 @@ def _largest(runs: Runs, row: Row, name: str, recompute: str) -> float:
     for layers in range(4, 120):
         units = [amounts.model.units[0], *[layer] * layers, amounts.model.units[-1]]
         case = replace(case_of(row, MEGATRON if name == MEGATRON else WAVELET), recompute=recompute)
-        found = simulate_step(replace(amounts, model=replace(amounts.model, units=units)), case, cluster).memory
+        found = memory_of_case(replace(amounts, model=replace(amounts.model, units=units)), case)
         copies = found.weights + found.gradients + found.states if name not in METHODS else 0.0
         if found.total + copies > cluster.device.memory:
             break

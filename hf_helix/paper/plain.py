@@ -13,7 +13,7 @@ from hf_helix.paper.published import MEGATRON, MODELS, Row
 from hf_helix.paper.runs import Runs, case_of
 from hf_helix.simulation.estimate import Sizes
 from hf_helix.simulation.layouts import layouts
-from hf_helix.simulation.step import Step, simulate_step
+from hf_helix.simulation.step import Step, memory_of_case, simulate_step
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -47,9 +47,9 @@ def _fitting(runs: Runs, row: Row) -> Step | None:
     for recompute in RECOMPUTE:
         case = replace(case_of(row, MEGATRON), recompute=recompute)
         try:
-            step = simulate_step(runs.amounts(row, recompute), case, cluster)
+            amounts = runs.amounts(row, recompute)
+            if memory_of_case(amounts, case).total <= cluster.device.memory:
+                return simulate_step(amounts, case, cluster)
         except ValueError:
             return None
-        if step.memory.total <= cluster.device.memory:
-            return step
     return None

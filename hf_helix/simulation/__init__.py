@@ -8,4 +8,5 @@ cluster     what devices compute and links carry, from a YAML file              
 section     a mapping of that file, whose keys are taken one by one                          (no torch)
 estimate    amounts and a cluster -> a profile                                              (no torch)
 clusters/   files of known clusters
+measured/   this machine, for such a file
 """

@@ -174,7 +174,9 @@ def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, model: Mode
     side = batch.prepare()
     batch = replace(batch, prepare=lambda: dict(side))
     with runner.precision.weights.kept():  # as in a window, in which they are cast once
-        first = _run(runner, batch, streams, Meter())  # makes the gradients and the copies of weights
+        first = _run(
+            runner, batch, streams, Meter(list(runner.stage.placements))
+        )  # makes gradients and copies of weights
         streams.sent.clear()
         held = [tensor for p in runner.stage.placements for tensor in (p, p.grad) if tensor is not None]
         held += [value for value in side.values() if isinstance(value, Tensor)]

@@ -32,7 +32,7 @@ the name of the key; nothing here imports torch.
     backend: nccl                                or gloo
 
 `matmul` and `attention` may be given by type, {bf16: [[...]], fp32: [[...]]}; node and network may have an `efficiency`
-by the bytes of a message.
+by the bytes of a message. A single node needs no network, nodes of one device no `node`.
 """
 
 from __future__ import annotations
@@ -206,8 +206,9 @@ def parse_cluster(found: Any, where: str) -> Cluster:
         ValueError: it is malformed; names the key.
     """
     top = Section(found, where, "")
-    device, node, network = (top.section(name) for name in ("device", NODE, NETWORK))
     nodes, per_node = (top.count(key) for key in ("nodes", "devices_per_node"))
+    device = top.section("device")
+    node, network = top.section(NODE, optional=per_node == 1), top.section(NETWORK, optional=nodes == 1)
     cluster = Cluster(
         name=top.text("name"),
         nodes=nodes,
@@ -254,6 +255,8 @@ def _peaks(section: Section) -> dict[str, float]:
 
 
 def _link(section: Section, devices: int = 1) -> Link:
+    if section.is_empty:  # there is nothing to carry
+        return Link(math.inf)
     return Link(
         bandwidth=section.number("gb_per_s") * 1e9,
         latency=section.number("latency_us", 0.0, least=0) * 1e-6,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Sizes
-from hf_helix.simulation.step import Case, Step, simulate_step
+from hf_helix.simulation.step import Case, Step, memory_of_case, simulate_step
 
 RECOMPUTE = ("none", "selective", "full")
 """Modes of recomputation, the fastest first; the next is tried where one does not fit."""
@@ -110,7 +110,7 @@ class Search:
 
     def _best(self, sizes: Sizes) -> Step | None:
         """Returns the fastest case of some parallel sizes that fits."""
-        steps: list[Step] = []
+        best: Step | None = None
         for batch in BATCHES:
             microbatches = self.batch_tokens // (sizes.dp * batch * self.length)
             case = Case(sizes, batch, self.length, microbatches, self.plan, self.schedule, "none", False, self.dtype)
@@ -118,30 +118,32 @@ class Search:
                 if batch == 1:
                     self._drop(case, f"{sizes.dp} data-parallel ranks need {sizes.dp * self.length:,} tokens in a step")
                 break
-            step = self._fitting(case)
-            if step is None:
+            try:
+                fitting = self._fitting(case)
+            except ValueError as error:
+                fitting = None
+                self._drop(case, str(error))
+            if fitting is None:
                 break  # a larger micro-batch needs more memory
-            steps.append(step)
-        return max(steps, key=lambda step: step.tokens_per_second, default=None)
+            step = simulate_step(self.amounts(fitting), fitting, self.cluster)
+            if best is not None and step.tokens_per_second <= best.tokens_per_second:
+                break
+            best = step
+        return best
 
-    def _fitting(self, case: Case) -> Step | None:
-        """Returns the fastest way to run a case that fits: less recomputation, and states kept whole, if possible."""
+    def _fitting(self, case: Case) -> Case | None:
+        """Returns the case as it fits: with no more recomputation than needs be, and states kept whole if possible."""
         shards = (False, True) if case.sizes.dp > 1 and case.sizes.ep == 1 else (False,)
-        memory = 0.0
-        for recompute in RECOMPUTE:
-            for shard in shards:
-                tried = replace(case, recompute=recompute, shard_optimizer=shard)
-                try:
-                    step = simulate_step(self.amounts(tried), tried, self.cluster)
-                except ValueError as error:
-                    self._drop(tried, str(error))
-                    return None
-                memory = step.memory.total
-                if memory <= self.cluster.device.memory:
-                    return step
-        room = self.cluster.device.memory
-        self._drop(case, f"needs {memory / 1e9:.1f} GB of a device that has {room / 1e9:.1f}, even with recomputation")
-        return None
+        ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode in RECOMPUTE for shard in shards]
+        least = self._memory(ways[-1])
+        if least > self.cluster.device.memory:
+            needed = f"needs {least / 1e9:.1f} GB of a device that has {self.cluster.device.memory / 1e9:.1f}"
+            self._drop(ways[-1], f"{needed}, with all that saves memory")
+            return None
+        return next(way for way in ways if self._memory(way) <= self.cluster.device.memory)
+
+    def _memory(self, case: Case) -> float:
+        return memory_of_case(self.amounts(case), case).total
 
     def _drop(self, case: Case, reason: str) -> None:
         self.dropped.append(Dropped(case, reason))
@@ -165,7 +167,7 @@ def layouts(cluster: Cluster, length: int, layers: int, experts: int = 1) -> Ite
                     continue
                 dp = cluster.devices // (tp * pp * cp)
                 for ep in divisors(dp) if experts > 1 else [1]:
-                    if experts % (ep * tp) == 0:
+                    if experts == 1 or experts % (ep * tp) == 0:
                         yield Sizes(tp, cp, pp, dp, ep)
 
 

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 
-from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.cost import entry_of
+from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND
+from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.profile import named_operators
@@ -67,7 +69,7 @@ def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
 
 
 def memory_of(
-    amounts: Amounts, layout: Layout, rank: int, slots: Sequence[Slot], copies: int, shard_optimizer: bool
+    amounts: Amounts, layout: Layout, rank: int, activations: float, copies: int, shard_optimizer: bool
 ) -> Memory:
     """Returns the memory of a pipeline rank.
 
@@ -75,7 +77,7 @@ def memory_of(
         amounts: of a rank of this layout.
         layout: of all ranks.
         rank: in the pipeline.
-        slots: of its schedule.
+        activations: bytes that a window keeps and works with at most.
         copies: data-parallel ranks that share the optimizer's states, if they do.
         shard_optimizer: whether they do (ZeRO-1).
     """
@@ -87,18 +89,44 @@ def memory_of(
         gradients=GRADIENT * trained,
         states=STATES * trained / (copies if shard_optimizer else 1),
         copies=sum(amounts.copies.get(name, 0) for name in names),
-        activations=peak_activations(amounts, layout, slots),
+        activations=activations,
         buffers=BUCKET if copies > 1 else 0,
     )
 
 
-def peak_activations(amounts: Amounts, layout: Layout, slots: Sequence[Slot]) -> int:
-    """Returns the most bytes alive in a window beside the model, its gradients and the batches.
+def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], rank: int) -> int:
+    """Returns the most bytes alive while a rank runs a program, beside the model, its gradients and the batches.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks.
+        program: the instructions of all ranks.
+        rank: in the pipeline.
+    """
+    passed = amounts.handed_on
+    alive = peak = 0
+    for instruction in program:
+        op = instruction.operator
+        if op is None or layout.rank_of(instruction.unit) != rank:
+            continue
+        if op.kind is Kind.PIPELINE:
+            delta, above = (passed, passed) if op.receives else (-passed, 0)
+        else:
+            found = amounts.operators[entry_of(instruction, layout)]
+            delta, above = found.delta, found.peak
+        peak = max(peak, alive + above)
+        alive += delta
+    return peak
+
+
+def peak_of_slots(amounts: Amounts, layout: Layout, slots: Sequence[Slot], two_strands: bool) -> int:
+    """Returns the same for a schedule, before there is a program: strands take turns, layer by layer.
 
     Args:
         amounts: of a rank of this layout.
         layout: of all ranks.
         slots: of a rank's schedule.
+        two_strands: whether the plan may keep one layer more.
     """
     changes = _changes(amounts, layout)
     alive = peak = 0
@@ -110,6 +138,17 @@ def peak_activations(amounts: Amounts, layout: Layout, slots: Sequence[Slot]) ->
                 for delta, above in changes.get(unit, ()) if unit else ():
                     peak = max(peak, alive + above)
                     alive += delta
+    layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
+    more = max((_above(found) for (unit, _), found in changes.items() if unit in layers), default=0)
+    return peak + (more if two_strands else 0)
+
+
+def _above(changes: Sequence[tuple[int, int]]) -> int:
+    """Returns the most bytes alive above those before."""
+    alive = peak = 0
+    for delta, above in changes:
+        peak = max(peak, alive + above)
+        alive += delta
     return peak
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_helix.models.graph import norms
+from hf_helix.operators import vocab_parallel
 from hf_helix.operators.linears import accumulate
 from hf_helix.simulation.kernels import ATTENTION, MATMUL, OTHER, Kernel
 
@@ -216,9 +217,11 @@ def meta_as(backend: str) -> Iterator[None]:
     on_gpu = (norms.DEVICES, accumulate.DEVICES) if backend == "nccl" else ()
     for devices in on_gpu:
         devices.add("meta")
+    vocab_parallel.CHUNK["meta"] = vocab_parallel.CHUNK["cuda" if on_gpu else "cpu"]
     try:
         yield
     finally:
+        del vocab_parallel.CHUNK["meta"]
         for devices in on_gpu:
             devices.discard("meta")
 

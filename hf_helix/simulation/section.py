@@ -31,6 +31,7 @@ class Section:
         self.left: dict[str, Any] = {str(key): value for key, value in found.items()}
         self.where = where
         self._name = name
+        self.is_empty = not self.left
 
     def section(self, key: str, optional: bool = False) -> Section:
         if key not in self.left and not optional:

@@ -11,25 +11,34 @@ more of each takes is added as often as there are more; a layout that is looked 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_helix.planning.cost import Timeline
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import transfer_graphs
+from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout, place_names
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import make_plan, predict_plan
+from hf_helix.planning.plans.registry import make_plan, predict_plan, runs_one_strand
 from hf_helix.planning.profile import Profile
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Sizes, estimate_profile, rings, transfer_seconds
 from hf_helix.simulation.kernels import Transfer
-from hf_helix.simulation.memory import GRADIENT, PARAMETER, Memory, held_weights, memory_of
+from hf_helix.simulation.memory import (
+    GRADIENT,
+    PARAMETER,
+    Memory,
+    held_weights,
+    memory_of,
+    peak_of_program,
+    peak_of_slots,
+)
 from hf_helix.simulation.steady import costs_under, steady_layers
-from hf_helix.simulation.window import window_of
+from hf_helix.simulation.window import usual_schedule, window_of
 
 OPTIMIZER_BYTES = 32
 """Bytes that an optimizer's step moves for an element: gradient, weight and two states read, the latter written, the
@@ -85,7 +94,7 @@ class Step:
         bubble: part of a window in which the pipeline's ranks wait for each other.
         memory: of the rank that needs most.
         model_flops: of a device in a step, attention counted as causal, and as if every token saw every other.
-        timeline: of the window, if it was simulated whole.
+        drawn: the programs and the timeline of the window, if it was simulated whole.
     """
 
     case: Case
@@ -97,7 +106,7 @@ class Step:
     bubble: float
     memory: Memory
     model_flops: tuple[float, float]
-    timeline: Timeline | None = field(default=None, repr=False)
+    drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -138,6 +147,31 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
     return Layout(names, chunks, graphs, (), ranks)
 
 
+def memory_of_case(amounts: Amounts, case: Case, layout: Layout | None = None) -> Memory:
+    """Returns the memory of the rank that needs most.
+
+    Args:
+        amounts: of a rank of this case's layout.
+        case: what is trained how.
+        layout: of the case, where it is known.
+
+    Raises:
+        ValueError: the layout cannot be built.
+    """
+    layout = layout or layout_of(amounts, case)
+    schedule = usual_schedule(case.schedule, case.sizes.pp, case.microbatches)
+    two_strands = not runs_one_strand(case.plan)
+    peaks = [peak_of_slots(amounts, layout, slots, two_strands) for slots in schedule]
+    return _heaviest(amounts, layout, case, peaks)
+
+
+def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[int]) -> Memory:
+    """Returns the memory of the rank that needs most, given the activations of each."""
+    copies = case.sizes.dp * case.sizes.cp
+    found = [memory_of(amounts, layout, rank, peak, copies, case.shard_optimizer) for rank, peak in enumerate(peaks)]
+    return max(found, key=lambda memory: memory.total)
+
+
 def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Step:
     """Returns what an optimizer step takes.
 
@@ -172,11 +206,15 @@ def simulate_plan(
     layers = steady_layers(plan, profile, amounts.model.units[1:-1])
     costs = costs_under(profile, layers)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
-    seconds, timeline = window.seconds, None
+    seconds, drawn = window.seconds, None
+    memory = memory_of_case(amounts, case, layout)
     if whole and _num_operators(layout) * case.microbatches <= WHOLE:
         schedule = Scheduler(case.schedule, case.sizes.pp, costs)(case.microbatches)
-        _, timeline = predict_plan(plan, profile, schedule)
-        seconds = timeline.seconds
+        drawn = predict_plan(plan, profile, schedule)
+        seconds = drawn[1].seconds
+        ranks = range(layout.num_ranks)
+        peaks = [peak_of_program(amounts, layout, drawn[0], rank) for rank in ranks]
+        memory = _heaviest(amounts, layout, case, peaks)
     loads = _loads(profile, layout, window.busiest, case.microbatches)
     seconds = max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
     exposed = {
@@ -184,13 +222,6 @@ def simulate_plan(
         for kind, seconds in loads.items()
         if kind.communicates and seconds
     }
-    memory = max(
-        (
-            memory_of(amounts, layout, rank, slots, case.sizes.dp * case.sizes.cp, case.shard_optimizer)
-            for rank, slots in enumerate(window.schedule)
-        ),
-        key=lambda memory: memory.total,
-    )
     sums = _sums(amounts, layout, case, cluster, profile)
     model, tokens = amounts.model, case.tokens / case.sizes.devices
     flops = [model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0)]
@@ -204,7 +235,7 @@ def simulate_plan(
         window.bubble,
         memory,
         (flops[0] * tokens, flops[1] * tokens),
-        timeline,
+        drawn,
     )
 
 

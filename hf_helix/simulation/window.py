@@ -30,13 +30,22 @@ class Window:
         seconds: of the window.
         busiest: the pipeline rank that works most.
         bubble: part of the window in which ranks wait, on average.
-        schedule: of a window as long as memory depends on.
     """
 
     seconds: float
     busiest: int
     bubble: float
-    schedule: Schedule
+
+
+def usual_schedule(name: str, num_ranks: int, microbatches: int) -> Schedule:
+    """Returns the schedule that memory is counted for, of a window as long as memory depends on.
+
+    Args:
+        name: of the schedule; for "auto" that of the paper, whose memory the others on the fold keep to.
+        num_ranks: of the pipeline.
+        microbatches: of the window.
+    """
+    return Scheduler(ON_ONE_RANK if name == AUTO else name, num_ranks)(min(microbatches, SHORT * num_ranks))
 
 
 def window_of(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) -> Window:
@@ -68,4 +77,4 @@ def _window(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) ->
         seconds += further * (long.seconds - short.seconds)
         busy = [more + further * (more - less) for more, less in zip(long.busy, short.busy, strict=True)]
     busiest = max(range(num_ranks), key=lambda rank: busy[rank])
-    return Window(seconds, busiest, max(0.0, 1 - sum(busy) / num_ranks / seconds), long.schedule)
+    return Window(seconds, busiest, max(0.0, 1 - sum(busy) / num_ranks / seconds))

@@ -246,21 +246,31 @@ for mode in ("selective", "full"):
 
 
 def add_derived(name: str, where: str, slow: bool = False, **changes: Any) -> None:
-    """Cases of a model of `support.derived_models`, which is proven once for all cases that are cut alike."""
+    """Add cases of a derived model, which is proven once for all cases that are cut alike.
+
+    Args:
+        name: a function of `support.derived_models`, and a word for what is changed.
+        where: see `add`.
+        slow: see `add`.
+        changes: to the model, and `recompute` of `HelixConfig`.
+    """
     options = {key: changes.pop(key) for key in ("recompute",) if key in changes}
-    label = " ".join(["derived", name, *map(str, options.values()), *(["balanced"] if changes else [])])
-    add(label, {"family": f"{HOME}{name}", **changes}, where, slow, cache=True, **options)
+    add(f"derived {name}", {"family": f"{HOME}{name.split()[0]}", **changes}, where, slow, cache=True, **options)
 
 
 add_derived("gemma3", "tp2:packed")
-add_derived("phi3", "tp2:left", recompute="selective")
+add_derived("phi3 selective", "tp2:left", recompute="selective")
 for name in ("gemma2", "gemma3", "phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen2_moe"):
     add_derived(name, "tp2 pp2 tp2+pp2:left", slow=True)
     for mode in ("selective", "full"):
-        add_derived(name, "tp2:left", slow=True, recompute=mode)
+        add_derived(f"{name} {mode}", "tp2:left", slow=True, recompute=mode)
 for name in ("gpt_oss", "qwen2_moe"):
-    add_derived(name, "dp2+ep2 tp2 pp2 tp2+dp2+ep2:left pp2+dp2+ep2:right", slow=True, **BALANCED)
-add_derived("qwen2_moe", "cp2", slow=True, **BALANCED)
+    add_derived(f"{name} balanced", "dp2+ep2 tp2 pp2 tp2+dp2+ep2:left pp2+dp2+ep2:right", slow=True, **BALANCED)
+add_derived("qwen2_moe balanced", "cp2", slow=True, **BALANCED)
+for name in ("gemma3", "phi3", "olmo2", "qwen2_moe", "deepseek_v3"):
+    add_derived(f"{name} eager", "tp2:left", slow=True, **EAGER)
+add_derived("gemma2 untied", "tp2:dense pp2:dense", slow=True, tie_word_embeddings=False)
+add_derived("phi3 tied", "tp2:dense pp2:dense", slow=True, **TIED)
 
 
 def parameters(*names: str, slow: Sequence[str] = ()) -> list[Any]:

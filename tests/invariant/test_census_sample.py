@@ -10,7 +10,10 @@ from hf_helix.models.census import FAILED, PROVEN, REFUSED, read_census
 LIMIT = 600.0
 
 
-@pytest.mark.parametrize(("name", "layouts"), [("Gemma2ForCausalLM", ["tp2", "pp2"]), ("MixtralForCausalLM", ["ep2"])])
+SAMPLE = {"Gemma2ForCausalLM": ["tp2", "pp2", "cp2"], "GptOssForCausalLM": ["cp2"], "MixtralForCausalLM": ["ep2"]}
+
+
+@pytest.mark.parametrize(("name", "layouts"), SAMPLE.items())
 def test_a_sample_is_proven(name: str, layouts: list[str]) -> None:
     assert {layout: found.status for layout, found in take(name, layouts, LIMIT).items()} == dict.fromkeys(
         layouts, PROVEN

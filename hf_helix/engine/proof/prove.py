@@ -99,7 +99,8 @@ class _Copy:
     def _make_windows(self) -> list[dict[str, list[Batch]]]:
         """The batches by kind, for each of some data-parallel ranks; the other ranks repeat them."""
         pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
-        vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        vocab_size = min(table.weight.shape[0] for table in tables)  # the tokens that can be read and written
         distinct = next(count for count in (4, 3, 2, 1) if self.mesh.dp_size % count == 0)
         found = []
         for place in range(distinct):

@@ -187,18 +187,37 @@ def _naming(name: str) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _narrow_lookups() -> Iterator[None]:
+def _narrow_lookups() -> Iterator[list[Tensor]]:
     """Returns the context in which tables of positions give one feature, as the embeddings that they are added to.
 
-    Of the ranks of a pipeline, only the first has these tables.
+    Of the ranks of a pipeline, only the first has these tables. Yields what is looked up.
     """
     torch_functional: Any = functional
-    before = functional.embedding
-    torch_functional.embedding = lambda ids, weight, *args, **kwargs: weight.new_zeros((*ids.shape, 1))
+    before, looked_up = functional.embedding, list[Tensor]()
+
+    def embedding(ids: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        looked_up.append(ids)
+        return weight.new_zeros((*ids.shape, 1))
+
+    torch_functional.embedding = embedding
     try:
-        yield
+        yield looked_up
     finally:
         torch_functional.embedding = before
+
+
+def count_seen(mask: Tensor) -> Tensor:
+    """Returns positions that count the tokens that a mask [batch, sequence] lets be seen; -1 for the others."""
+    seen = mask.long()
+    return seen.cumsum(1) * seen - 1
+
+
+def _are_alike(found: list[Tensor], others: list[Tensor]) -> bool:
+    """Returns whether tensors are equal, where one row may stand for all."""
+    return len(found) == len(others) and all(
+        one.shape[1:] == other.shape[1:] and bool((one == other).all())
+        for one, other in zip(found, others, strict=True)
+    )
 
 
 class LayerCalls:
@@ -208,6 +227,7 @@ class LayerCalls:
         decoder: the submodule that calls them.
         calls: for each layer.
         is_tuple: whether layers return a tuple whose first part is the value that goes on.
+        counts_what_is_seen: whether tokens that the mask hides are left out where the decoder counts positions.
     """
 
     def __init__(self, base: Any) -> None:
@@ -219,9 +239,14 @@ class LayerCalls:
         self._names: dict[int, str] = {}  # by the identity of tensors, which live until all are named
         self._wanted: dict[int, list[tuple[str, int]]] = {}
         self.calls = [self._call(number, first[number], second[number]) for number in range(len(self.decoder.layers))]
+        self.counts_what_is_seen = self._counts_what_is_seen()
+
+    @property
+    def _device(self) -> torch.device:
+        return next((b.device for b in self.decoder.module.buffers()), torch.device("cpu"))
 
     def _record(self, batch: int, length: int) -> dict[int, Any]:
-        device = next((b.device for b in self.decoder.module.buffers()), torch.device("cpu"))
+        device = self._device
         positions = torch.arange(length, device=device).expand(1, -1)
         found: dict[int, Any] = {}
 
@@ -241,13 +266,47 @@ class LayerCalls:
             raise Underivable("its forward does not call every layer once")
         return found
 
-    def _run(self, ids: Tensor, positions: Tensor, called: Callable[..., Any]) -> None:
+    def _run(
+        self, ids: Tensor, positions: Tensor | None, called: Callable[..., Any], mask: Tensor | None = None
+    ) -> list[Tensor]:
+        """Runs the decoder, and returns what it looks up in tables of positions."""
         weight = self._table.weight
         embeddings = weight.new_empty((), device=ids.device).expand(*ids.shape, 1)
-        with torch.no_grad(), self.decoder.stubs(called), _narrow_lookups(), contextlib.suppress(_Enough):
-            self.decoder.module.forward(
-                inputs_embeds=embeddings, attention_mask=None, position_ids=positions, use_cache=False
-            )
+        with torch.no_grad(), self.decoder.stubs(called), _narrow_lookups() as looked_up:
+            with contextlib.suppress(_Enough):
+                self.decoder.module.forward(
+                    inputs_embeds=embeddings, attention_mask=mask, position_ids=positions, use_cache=False
+                )
+            return list(looked_up)
+
+    def _counts_what_is_seen(self) -> bool:
+        """Finds out what positions the decoder gives tokens that come with a mask and without positions."""
+        mask = torch.ones((EXAMPLE_BATCH, EXAMPLE_LENGTH), dtype=torch.long, device=self._device)
+        mask[0, :2] = 0
+        ids, plain = torch.zeros_like(mask), torch.arange(EXAMPLE_LENGTH, device=self._device).expand(1, -1)
+        try:
+            found, *others = (self._follow(ids, positions, mask) for positions in (None, plain, count_seen(mask)))
+        except Underivable:
+            raise
+        except Exception:  # code that computes with the mask itself, of which the trace or the proof has more to say
+            return False
+        if mask.is_meta or _are_alike(found, others[0]):
+            return False
+        if _are_alike(found, others[1]):
+            return True
+        raise Underivable("its decoder counts positions by the attention mask, in a way that is not followed")
+
+    def _follow(self, ids: Tensor, positions: Tensor | None, mask: Tensor) -> list[Tensor]:
+        """Returns the tensors that layers are given, and what is looked up in tables of positions."""
+        found: list[Tensor] = []
+
+        def called(number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            if number + 1 == len(self.decoder.layers):
+                raise _Enough
+
+        looked_up = self._run(ids, positions, called, mask)
+        return [*looked_up, *found]
 
     def _call(self, number: int, first: Any, second: Any) -> LayerCall:
         leaves, spec = tree_flatten(first)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from hf_helix.models.derived.alike import description
-from hf_helix.models.derived.calls import LayerCall, LayerCalls, named_masks
+from hf_helix.models.derived.calls import LayerCall, LayerCalls, count_seen, named_masks
 from hf_helix.models.derived.leaves import DTYPE, LAYER, OPS, Leaves, skeleton_of
 from hf_helix.models.derived.lowering.glue import Share
 from hf_helix.models.derived.lowering.lower import declare, declare_layer
@@ -275,6 +275,11 @@ class DerivedFamily(Family):
             return side
         balance = {} if self._balance is None else balance_side_inputs(batch, batch_scale)
         return {**side, **expert_side_inputs(batch, cut), **balance}
+
+    def count_positions(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None or not self.calls.counts_what_is_seen:
+            return super().count_positions(ids, mask)
+        return count_seen(mask)
 
     def attention_inputs(
         self, model: Any, ids: Tensor, mask: Tensor | None, positions: Tensor, documents: Tensor | None

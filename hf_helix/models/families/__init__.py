@@ -1,1 +1,1 @@
-"""Model families, one file each; `dense` and `mixture` hold what several of them share."""
+"""Model families: relatives share a file; `dense` and `mixture` hold what several of them share."""

@@ -8,6 +8,7 @@ Must hold: it computes what the attention module's own `forward` computes, for e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hf_helix.models.graph.masks import SlidingWindow
 from hf_helix.models.graph.shared_attention import shared_attention
 from hf_helix.models.model_code import same_code
 from hf_helix.operators.attention.kernels import kernel_for
+from hf_helix.operators.attention.partial import Exact, Kernel
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values [batch, heads, tokens, head_dim]."""
@@ -47,6 +49,10 @@ class Attention:
         sliding_window: the window of the layer; side input `masks` has a mask for it.
         eager: the eager attention of the module's own file.
         dropout: the module's dropout; None for its `attention_dropout`.
+        options: what else the attention interface is called with; None for its `scaling` and the window.
+        tensors: parameters that it is called with, of which a rank has the part of its heads (sinks).
+        has_mask: whether it takes a mask.
+        value_dim: the length of values where it is less than that of keys.
         is_plain: whether `eager` is softmax(q k * scaling + mask) v and nothing else, so that attention over a shared
             sequence may take its place; None for whether it is a copy of one in `PLAIN`.
     """
@@ -62,7 +68,9 @@ class Attention:
         options: Mapping[str, Any] | None = None,
         tensors: Mapping[str, nn.Parameter] | None = None,
         has_mask: bool = True,
+        value_dim: int | None = None,
     ) -> None:
+        self.value_dim = value_dim
         self.tensors = dict(tensors or {})
         self.has_mask = has_mask
         self.options: dict[str, Any] = {"sliding_window": sliding_window} if options is None else dict(options)
@@ -99,6 +107,18 @@ class Attention:
         return functional.pad(out, (0, 0, 0, 0, 0, padded - length)) if padded > length else out.contiguous()
 
 
+CAPPED = ("gemma2",)
+"""The models whose eager attention bounds the products of queries and keys by `softcap`, and is plain otherwise."""
+
+WITH_SINKS = ("gpt_oss", "granite_swa", "flint", "mimo_v2_flash")
+"""The models whose eager attention has one more logit for each head, a parameter, and is plain otherwise."""
+
+KNOWN = ("scaling", "sliding_window", "softcap", "use_cache", "output_attentions", "position_ids")
+"""The options of the attention interface that attention over a shared sequence honours, or that change nothing."""
+
+SINKS = "s_aux"
+"""What the attention interface of Transformers calls the sinks."""
+
 ROPE = ("cos", "sin")
 """The side inputs of a rope."""
 
@@ -132,13 +152,6 @@ def declare_attention(
         The output of this rank's heads [tokens, batch, heads * head_dim].
     """
     module = attention.module
-    if b.cp.size > 1 and module.config._attn_implementation == "eager" and not attention.is_plain:
-        raise ValueError(
-            f"cp_size={b.cp.size} with attn_implementation='eager': eager attention of {type(module).__name__} is "
-            f"{attention.eager.__module__}.{attention.eager.__qualname__}, which is not built over a sequence that "
-            "ranks share; use cp_size=1 with tp_size or pp_size, or another attn_implementation if the model may do "
-            "without what is special in it"
-        )
     if b.cp.size == 1:
         is_lowered = module.config._attn_implementation == "sdpa"  # by autocast, one kernel later
         attention.heads = b.compiled(_lowered(attention.heads) if is_lowered else attention.heads)
@@ -155,16 +168,62 @@ def declare_attention(
             effort=ATTENTION,
         )
 
+    kernel, sinks = _shared_form(attention, b.cp.size, b.sharing.device)
+
     def rotate(*values: Tensor, **rope: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = attention.heads(*values, **rope)
+        if attention.value_dim is not None:
+            v = functional.pad(v, (0, k.shape[-1] - v.shape[-1]))
         # A rope may leave a higher precision, which attention would take back.
         return q.to(v.dtype).contiguous(), torch.stack((k.to(v.dtype), v))
 
     outputs = (f"{name}.q", f"{name}.kv")
     q, kv = b.segment_outputs(f"{name}.rotate", rotate, outputs, *values, side=side, uses=uses, cut=cut, on_shard=True)
-    kernel = kernel_for(module.config._attn_implementation, b.sharing.device)
     dtype, scale = next(module.parameters()).dtype, attention.options["scaling"]
-    return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype)
+    return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype, attention.value_dim, sinks)
+
+
+def _shared_form(attention: Attention, cp_size: int, device: torch.device) -> tuple[Kernel, nn.Parameter | None]:
+    """Returns the kernel that computes an attention over a sequence that ranks share, and its sinks if it has any.
+
+    Raises:
+        ValueError: it is not built; says what is special in it.
+    """
+    module, eager, cap = attention.module, attention.eager, attention.options.get("softcap")
+    implementation, tensors = module.config._attn_implementation, set(attention.tensors)
+    if attention.dropout > 0:
+        raise ValueError(
+            f"{type(module).__name__} drops out {attention.dropout} of its attention, which is not built for a "
+            "sequence that ranks share; with cp_size above 1 load the model with attention_dropout=0.0"
+        )
+    if implementation == "eager" and attention.is_plain:
+        return kernel_for(implementation, device), None
+    if implementation == "eager" and _is_one_of(eager, CAPPED) and not tensors:
+        return Exact(averages=True, cap=cap), None
+    if implementation == "eager" and _is_one_of(eager, WITH_SINKS) and tensors <= {SINKS}:
+        return kernel_for("sdpa", device), attention.tensors.get(SINKS)
+    unknown = sorted(name for name, value in attention.options.items() if name not in KNOWN and value is not None)
+    special = [*sorted(tensors), *unknown, *(["softcap"] if cap is not None and implementation in FLASH else [])]
+    if implementation == "eager" or special:
+        raise ValueError(
+            f"cp_size={cp_size} with attn_implementation={implementation!r}: attention of {type(module).__name__} "
+            f"({eager.__module__}.{eager.__qualname__}{''.join(f', {name}' for name in special)}) is not built over a "
+            "sequence that ranks share; use cp_size=1 with tp_size or pp_size, or another attn_implementation if the "
+            "model may do without what is special in it"
+        )
+    return kernel_for(implementation, device), None
+
+
+def _is_one_of(eager: Callable[..., Any], homes: Sequence[str]) -> bool:
+    """Returns whether eager attention is that of some models, or a copy of it."""
+    for home in homes:
+        try:
+            known = import_module(f"transformers.models.{home}.modeling_{home}").eager_attention_forward
+        except (ImportError, AttributeError):  # another version of Transformers, without this model
+            continue
+        if same_code(eager, known):
+            return True
+    return False
 
 
 def _lowered(heads: Callable[..., Heads]) -> Callable[..., Heads]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ATTENTION, LIGHT, RING, TRANSFER
@@ -17,6 +18,7 @@ from hf_helix.models.graph.masks import SlidingWindow
 from hf_helix.operators.attention.partial import Kernel
 from hf_helix.operators.attention.ring_attention import GatheredBlocks, JoinBlocks, RingBlock, RingStep
 from hf_helix.operators.communication.collectives import AllGather
+from hf_helix.operators.unit import CUT_ROWS
 from hf_helix.planning.graph.operator import Kind, Operator
 
 
@@ -28,6 +30,8 @@ def shared_attention(
     scale: float,
     sliding_window: SlidingWindow = None,
     dtype: torch.dtype = torch.float32,
+    value_dim: int | None = None,
+    sinks: nn.Parameter | None = None,
 ) -> str:
     """Adds causal attention over a sequence that context-parallel ranks share.
 
@@ -36,20 +40,31 @@ def shared_attention(
     Args:
         b: the builder of the layer.
         q: queries [batch, heads, tokens of this rank, head_dim].
-        kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim].
+        kv: keys and values [2, batch, key-value heads, tokens of this rank, head_dim]; values that are shorter are
+            filled up with zeros.
         kernel: computes attention to some of the keys, and its log-sum-exp.
         scale: the factor of queries times keys.
         sliding_window: the window of the layer.
         dtype: the type of the model.
+        value_dim: the length of values; None for that of keys.
+        sinks: one more logit for each of this rank's heads, or None.
 
     Returns:
-        [tokens of this rank, batch, heads * head_dim].
+        [tokens of this rank, batch, heads * value_dim].
     """
     outputs = ("attention.out", "attention.lse")
     blocks = _ring_blocks if b.sharing.cp_method == RING else _gathered_blocks
     value = blocks(b, q, kv, outputs, kernel, scale, sliding_window)
-    join = Operator(name="attention.join", kind=Kind.COMPUTE, reads=(value,), writes=outputs, relative_cost=LIGHT)
-    return b.declare(join, JoinBlocks(dtype))[0]
+    b.place([sinks], CUT_ROWS)
+    join = Operator(
+        name="attention.join",
+        kind=Kind.COMPUTE,
+        reads=(value,),
+        writes=outputs,
+        saved_for_backward=() if sinks is None else outputs,
+        relative_cost=LIGHT,
+    )
+    return b.declare(join, JoinBlocks(dtype, value_dim, sinks))[0]
 
 
 def _ring_blocks(

@@ -99,13 +99,15 @@ class Exact(Kernel):
 
     Args:
         averages: as `eager` of Transformers does, let a query that may see nothing take the mean of all keys.
+        cap: what bounds the products of queries and keys, x becomes cap * tanh(x / cap); None for no bound.
     """
 
-    def __init__(self, averages: bool = False) -> None:
+    def __init__(self, averages: bool = False, cap: float | None = None) -> None:
         self.averages = averages
+        self.cap = cap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, seen, scale)
+        scores = self._masked(self._products(q, k, scale), seen)
         lse = scores.logsumexp(-1)
         o = self._weights(scores, lse) @ v.float().unsqueeze(2)
         return o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
@@ -122,20 +124,26 @@ class Exact(Kernel):
         scale: float,
     ) -> Tensors:
         groups = k.shape[1]
-        weights = self._weights(self._scores(q, k, seen, scale), lse.unflatten(1, (groups, -1)))
+        products = self._products(q, k, scale)
+        weights = self._weights(self._masked(products, seen), lse.unflatten(1, (groups, -1)))
         do, qs, whole = (value.float().unflatten(1, (groups, -1)) for value in (gradient, q, o))
         delta = (do * whole).sum(-1, keepdim=True)
-        autocast_dtype = weights * (do @ v.float().unsqueeze(2).mT - delta) * scale
-        dq = (autocast_dtype @ k.float().unsqueeze(2)).flatten(1, 2)
-        dk, dv = (autocast_dtype.mT @ qs).sum(2), (weights.mT @ do).sum(2)
+        ds = weights * (do @ v.float().unsqueeze(2).mT - delta) * scale
+        if self.cap is not None:
+            ds = ds * (1 - (products / self.cap).square())
+        dq = (ds @ k.float().unsqueeze(2)).flatten(1, 2)
+        dk, dv = (ds.mT @ qs).sum(2), (weights.mT @ do).sum(2)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(self, q: Tensor, k: Tensor, seen: AttentionMask, scale: float) -> Tensor:
+    def _products(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         """[batch, kv heads, heads of each, queries, keys]."""
-        scores = (q.float().unflatten(1, (k.shape[1], -1)) @ k.float().unsqueeze(2).mT) * scale
+        products = (q.float().unflatten(1, (k.shape[1], -1)) @ k.float().unsqueeze(2).mT) * scale
+        return products if self.cap is None else self.cap * torch.tanh(products / self.cap)
+
+    def _masked(self, scores: Tensor, seen: AttentionMask) -> Tensor:
         if seen.blank is not None:
             scores = scores.masked_fill(seen.blank[:, None, None, :, None], 0.0)
-        hidden = seen.hides(q.shape[2], k.shape[2], q.device)
+        hidden = seen.hides(scores.shape[-2], scores.shape[-1], scores.device)
         return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
     def _weights(self, scores: Tensor, lse: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ In:   this rank's queries, keys and values; further keys and values come round t
 Out:  the attention of its queries over the whole sequence.
 Must hold: the sequence is cut in 2c parts, and rank r holds the parts r and 2c-1-r, so that every rank has as much of
 the causal triangle; keys and values of another rank never outlive the block that reads them, backward fetches them
-anew; softmax statistics are merged in fp32.
+anew; softmax statistics are merged in fp32. Values that are shorter than keys are filled up with zeros.
 
 Forward, block i attends to the keys of rank r-i while step i+1 of the ring brings those of rank r-i-1. Backward runs
 through the blocks from the last to the first, and the gradients of keys and values go back the way these came, each
@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, Kernel, merge
 from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
 from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.linears.accumulate import add_to_bias_gradients
 from hf_helix.planning.graph.operator import Part
 
 DOCUMENTS = "documents"
@@ -89,7 +91,7 @@ class RingBlock(Computation):
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
         gradient, q, kv, out, lse = gradients
-        out = out.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3)
+        out = _filled(out.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3), q.shape[-1])
         dq, dk, dv = _Sum(q), _Sum(kv[0]), _Sum(kv[1])
         for rows, columns, seen in self._tiles(call, q):
             k, v = kv[:, :, :, columns].unbind()
@@ -107,26 +109,53 @@ class RingBlock(Computation):
 
 
 class JoinBlocks(Computation):
-    """The end of the blocks: output [n, batch, heads * head_dim] and its log-sum-exp [batch, heads, n].
+    """The end of the blocks: output [n, batch, heads * value_dim] and its log-sum-exp [batch, heads, n].
+
+    A sink is one more logit of a head, beside those of the keys, with a value of zero. With it in the output and in the
+    log-sum-exp, the blocks' backward is that of attention with sinks. Where there are sinks, backward also reads output
+    and log-sum-exp.
 
     Args:
         dtype: of queries, keys and values where there is no autocast.
+        value_dim: the length of values; None for that of keys.
+        sinks: [heads], or None.
     """
 
     saves = False
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, value_dim: int | None = None, sinks: Tensor | None = None
+    ) -> None:
         self.dtype = dtype
+        self.value_dim = value_dim
+        self.sinks = sinks
+
+    @property
+    def parameters(self) -> Tensors:
+        return () if self.sinks is None else (self.sinks,)
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         (so_far,) = inputs
-        call.saved = so_far.shape[1]
-        out = call.precision.cast_for_matmul(so_far[..., :-1].to(self.dtype))
-        return out.permute(2, 0, 1, 3).flatten(2), so_far[..., -1].contiguous()
+        call.saved = so_far.shape[1], so_far.shape[3] - 1
+        out, lse = so_far[..., :-1][..., : self.value_dim], so_far[..., -1]
+        if self.sinks is not None:
+            both = torch.logaddexp(lse, self.sinks.float().unsqueeze(-1))
+            out, lse = out * (lse - both).exp().unsqueeze(-1), both
+        out = call.precision.cast_for_matmul(out.to(self.dtype))
+        return out.permute(2, 0, 1, 3).flatten(2), lse.contiguous()
 
     def backward(self, call: Call, *gradients: Tensor) -> Tensors:
-        heads, call.saved = call.saved, None
-        return (gradients[0].unflatten(-1, (heads, -1)).permute(1, 2, 0, 3).contiguous(),)
+        gradient, *whole = gradients
+        (heads, size), call.saved = call.saved, None
+        if self.sinks is not None and self.sinks.requires_grad:
+            self._add_to_sinks(self.sinks, gradient, *whole)
+        return (_filled(gradient.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3), size).contiguous(),)
+
+    def _add_to_sinks(self, sinks: Tensor, gradient: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Adds to the gradients of sinks: a sink takes its weight from all keys alike."""
+        delta = (gradient.float() * out.float()).unflatten(-1, (len(sinks), -1)).sum(-1)
+        weights = (sinks.float().unsqueeze(-1) - lse).exp().permute(2, 0, 1)
+        add_to_bias_gradients((sinks,), -(weights * delta).sum((0, 1)).unsqueeze(0))
 
 
 class GatheredBlocks(Computation):
@@ -255,6 +284,12 @@ def _with_keys(so_far: Tensor | None, o: Tensor, lse: Tensor, rows: slice, n: in
     merged, both = merge(part[..., :-1], part[..., -1], o, lse)
     part[..., :-1], part[..., -1] = merged, both
     return so_far
+
+
+def _filled(value: Tensor, size: int) -> Tensor:
+    """Returns a value whose last dimension is filled up with zeros."""
+    extra = size - value.shape[-1]
+    return functional.pad(value, (0, extra)) if extra else value
 
 
 class _Sum:

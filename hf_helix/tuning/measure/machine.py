@@ -24,7 +24,8 @@ def machine(runner: Runner) -> dict[str, str]:
     """Returns the hardware, the versions and the settings that times depend on, those of rank 0. Collective."""
     device = runner.mesh.device
     known = {
-        **(_gpu(device) if device.type == "cuda" else {"device": _cpu_name(), "threads": str(torch.get_num_threads())}),
+        "device": describe_device(device),
+        **(_gpu() if device.type == "cuda" else {"threads": str(torch.get_num_threads())}),
         "backend": backends().get(device.type, "none") if dist.is_initialized() else "none",
         "hosts": str(len(set(all_gather_object(host_name())))),
         "torch": torch.__version__,
@@ -33,12 +34,16 @@ def machine(runner: Runner) -> dict[str, str]:
     return all_gather_object({key: value for key, value in known.items() if value})[0]
 
 
-def _gpu(device: torch.device) -> dict[str, str]:
-    """Which GPU, how many of them are in this host, and how NCCL moves data between them."""
+def describe_device(device: torch.device) -> str:
+    """Returns the name of a GPU, or model and number of cores of a CPU, as far as the system says."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+def _gpu() -> dict[str, str]:
+    """How many GPUs are in this host, and how NCCL moves data between them."""
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
     quiet = {name: value for name, value in settings.items() if not name.startswith("NCCL_DEBUG")}
     return {
-        "device": torch.cuda.get_device_name(device),
         "devices_per_host": str(torch.cuda.device_count()),
         "cuda": str(torch.version.cuda or torch.version.hip),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "",
@@ -48,7 +53,6 @@ def _gpu(device: torch.device) -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    """Model and number of cores, as far as the system says."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

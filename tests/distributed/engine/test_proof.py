@@ -21,8 +21,7 @@ from hf_helix import HelixConfig
 from hf_helix.engine.proof.prove import prove
 from hf_helix.models import registry
 from hf_helix.models.families.dense import Dense
-from hf_helix.models.families.llama import Llama
-from hf_helix.models.families.mistral import Mistral
+from hf_helix.models.families.llama import Llama, Mistral
 from hf_helix.models.family import Family
 from hf_helix.models.graph.attention import Attention, by_heads, declare_attention
 from hf_helix.runtime.distributed.mesh import build_mesh

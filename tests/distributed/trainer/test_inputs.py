@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import jobs
+from support.derived_models import HOME
 from support.jobs import build
 from support.loop_jobs import made, stock_window
 from support.models import VOCABULARY, llama, sequences, tiny
+from transformers import DataCollatorWithFlattening
 
 from hf_helix import HelixConfig, HelixPlugin
 
@@ -219,3 +222,16 @@ def test_a_loop(cluster_of: Any) -> None:
                 assert said.startswith("ValueError")
                 for word in WORDS[kind]:
                     assert word in said
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param(f"{HOME}gemma3", marks=pytest.mark.slow)])
+def test_rows_that_are_joined_without_padding(family: str, cluster_of: Any, tmp_path: Path) -> None:
+    """By the collator of Transformers: one row a batch, whose documents begin where positions do."""
+    rows = [{key: row[key].tolist() for key in row} for row in sequences(12, lengths=(9, 14, 5))]
+    case: dict[str, Any] = {"model": {"family": family, "num_hidden_layers": 2}, "training": {"max_steps": 3}}
+    case |= {"train_dataset": rows, "data_collator": DataCollatorWithFlattening(return_flash_attn_kwargs=False)}
+    expected = jobs.train(str(tmp_path / "stock"), None, **case)
+    job = {"folder": str(tmp_path / "helix"), "helix": {"tp_size": 2, "plan": "greedy"}, **case}
+    for found in cluster_of(2).run("train", **job):
+        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found["norms"], expected["norms"], rtol=1e-4)

@@ -110,7 +110,7 @@ def test_other_habits_on_two_ranks(cluster_of: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_with_a_derived_model(cluster_of: Any, tmp_path: Path) -> None:
-    compare_on_two_ranks(set(HABITS) - SEARCHES, cluster_of, tmp_path, f"{HOME}olmo2")
+    compare_on_two_ranks(QUICK, cluster_of, tmp_path, f"{HOME}olmo2")
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.models import arguments, llama, tiny
+from torch import nn
 from transformers import MambaConfig, MambaForCausalLM
 
 from hf_helix import HelixConfig, HelixPlugin, HelixTrainer
@@ -69,8 +71,9 @@ def test_what_may_not_be_meant(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_eager_attention_of_ones_own_over_shared_sequences() -> None:
-    """Refused where it is declared; others have nothing special that a ring would leave out."""
-    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+    """Refused where it is declared; others have nothing special that a ring would leave out, or it is built."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention_forward as with_sinks
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as capped
 
     from hf_helix.models.graph.attention import Attention, declare_attention
     from hf_helix.models.graph.builder import Builder
@@ -82,10 +85,22 @@ def test_eager_attention_of_ones_own_over_shared_sequences() -> None:
         b = Builder("layer", "layers.0", ParallelContext(cp=Axis(SilentTransport(2, 0))))
         declare_attention(b, Attention(attn, lambda *_: _, **options), "q", "k", "v")
 
-    with pytest.raises(ValueError, match=r"cp_size=2.*gemma2.*eager_attention_forward.*cp_size=1"):
-        declared("eager", eager=eager_attention_forward)
-    declared("sdpa", eager=eager_attention_forward)
+    def own(*given: Any, **options: Any) -> Any:
+        return capped(*given, **options)
+
+    sinks = {"s_aux": nn.Parameter(torch.zeros(2))}
+    with pytest.raises(ValueError, match=r"cp_size=2.*attn_implementation='eager'.*\.own.*cp_size=1"):
+        declared("eager", eager=own)
+    with pytest.raises(ValueError, match=r"attn_implementation='sdpa'.*eager_attention_forward, s_aux\) is not built"):
+        declared("sdpa", eager=with_sinks, tensors=sinks)
+    with pytest.raises(ValueError, match=r"LlamaAttention drops out 0\.1 .*attention_dropout=0\.0"):
+        declared("sdpa", dropout=0.1)
+    with pytest.raises(ValueError, match=r"eager_attention_forward, block_indices\) is not built"):
+        declared("sdpa", options={"scaling": 1.0, "block_indices": 3})
+    declared("sdpa", eager=own)
     declared("eager")
+    declared("eager", eager=capped, options={"scaling": 1.0, "softcap": 2.0})
+    declared("eager", eager=with_sinks, tensors=sinks)
 
 
 def test_an_unknown_model_is_told_where_to_read(tmp_path: Path) -> None:

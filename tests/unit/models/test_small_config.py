@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
+from transformers import AutoConfig, DeepseekV3Config, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen2MoeConfig
 
 from hf_helix.models.causal_lm import causal_lm_classes
 from hf_helix.models.small_config import default_config, small_config
@@ -84,6 +84,12 @@ def test_heads_stay_grouped_and_wider_than_the_model_where_they_were() -> None:
     assert heads(LlamaConfig(head_dim=64)) == (4, 4, 32)
     layers = default_config("Gemma4ForCausalLM").per_layer_config
     assert layers["full_attention"].head_dim == 2 * layers["sliding_attention"].head_dim
+
+
+def test_parts_of_heads_that_are_smaller_stay() -> None:
+    """The part of a head that is rotated has two names in the configuration of DeepSeek-V3."""
+    small = small_config(DeepseekV3Config(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8))
+    assert (small.qk_rope_head_dim, small.head_dim, small.qk_head_dim) == (4, 4, 12)
 
 
 def test_caps_show_multipliers_stay_and_nothing_is_random() -> None:

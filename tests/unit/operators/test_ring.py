@@ -34,15 +34,28 @@ def make(heads: int, groups: int, length: int, batch: int = 2) -> tuple[Tensor, 
     return q, k, v, do
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, do: Tensor, hidden: Tensor | None) -> list[Tensor]:
+def whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    hidden: Tensor | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> list[Tensor]:
     """Output and gradients by autograd, in double precision."""
-    leaves = [value.double().requires_grad_() for value in (q, k, v)]
-    keys, values = (value.repeat_interleave(q.shape[1] // k.shape[1], 1) for value in leaves[1:])
+    leaves = [value.double().requires_grad_() for value in (q, k, v, *([] if sinks is None else [sinks.detach()]))]
+    keys, values = (value.repeat_interleave(q.shape[1] // k.shape[1], 1) for value in leaves[1:3])
     scores = leaves[0] @ keys.mT * SCALE
+    if cap is not None:
+        scores = cap * (scores / cap).tanh()
     length = q.shape[2]
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)
     mask = mask if hidden is None else (mask | hidden[:, None])
-    weights = scores.masked_fill(mask, -torch.inf).softmax(-1).nan_to_num()
+    scores = scores.masked_fill(mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, leaves[3].reshape(-1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    weights = scores.softmax(-1).nan_to_num()[..., :length]
     out = weights @ values
     (out * do.double()).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -55,19 +68,22 @@ def by_blocks(
     documents: Tensor | None,
     gathered: bool,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """The same as every rank in turn would do it, with what the others would send at hand."""
     q, k, v, do = tensors
     length = q.shape[2]
     n = length // size
     places = [positions_of(n, size, rank) for rank in range(size)]
-    found = [torch.zeros_like(value) for value in (q, q, k, v)]
+    found = [torch.zeros_like(value) for value in (do, q, k, v)]
     out, dq, dk, dv = found
-    kv = [torch.stack((k, v))[:, :, :, place] for place in places]
+    size_of_values = v.shape[-1]
+    padded = torch.nn.functional.pad(v, (0, k.shape[-1] - size_of_values))
+    kv = [torch.stack((k, padded))[:, :, :, place] for place in places]
     for rank, mine in enumerate(places):
         axis = Axis(SilentTransport(size, rank))
         side = {DOCUMENTS: documents}
-        join = JoinBlocks()
+        join = JoinBlocks(value_dim=size_of_values if size_of_values < k.shape[-1] else None, sinks=sinks)
         call = Call(side, 0, True)
         if gathered:
             blocks = GatheredBlocks(kernel, axis, SCALE, window)
@@ -79,21 +95,22 @@ def by_blocks(
                 so_far = block.forward(call, q[:, :, mine], kv[block.source], *so_far)
         joined, lse = join.forward(call, *so_far)
         out[:, :, mine] = joined.unflatten(-1, (q.shape[1], -1)).permute(1, 2, 0, 3)
-        (gradient,) = join.backward(call, do[:, :, mine].permute(2, 0, 1, 3).flatten(2))
+        kept = () if sinks is None else (joined, lse)
+        (gradient,) = join.backward(call, do[:, :, mine].permute(2, 0, 1, 3).flatten(2), *kept)
         if gathered:
             mine_dq, all_dkv = blocks.backward(call, gradient, q[:, :, mine], torch.cat(kv), joined, lse)
             dq[:, :, mine] = mine_dq
             for place, dkv in zip(places, all_dkv.chunk(size), strict=True):
                 dk[:, :, place] += dkv[0]
-                dv[:, :, place] += dkv[1]
+                dv[:, :, place] += dkv[1][..., :size_of_values]
             continue
         for block in reversed(ring):
             part, dkv, *rest = block.backward(call, gradient, q[:, :, mine], kv[block.source], joined, lse)
             assert bool(rest) is (block.distance > 0)
             dq[:, :, mine] += part
             dk[:, :, places[block.source]] += dkv[0]
-            dv[:, :, places[block.source]] += dkv[1]
-    return found
+            dv[:, :, places[block.source]] += dkv[1][..., :size_of_values]
+    return found if sinks is None or sinks.grad is None else [*found, sinks.grad]
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -142,6 +159,29 @@ def test_windows_equal_the_whole(packed: bool, window: int, size: int, kernel: s
         hidden = hidden | (documents[:, :, None] != documents[:, None, :])
     found = by_blocks(KERNELS[kernel](), size, tensors, documents, gathered, window)
     for mine, theirs in zip(found, whole(*tensors, hidden), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("documents", ["one", "packed"])
+@pytest.mark.parametrize("what", ["cap", "sinks", "frozen sinks", "short values", "all"])
+def test_what_models_add_to_attention(what: str, documents: str, gathered: bool) -> None:
+    """A cap of the products, a logit of its own for each head, and values that are shorter than keys."""
+    q, k, v, do = make(4, 2, 16)
+    if what in ("short values", "all"):
+        v, do = v[..., :5].contiguous(), do[..., :5].contiguous()
+    cap = 0.5 if what in ("cap", "all") else None
+    sinks = None
+    if "sinks" in what or what == "all":
+        sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]), requires_grad=what != "frozen sinks")
+    apart = (torch.arange(16) >= 6).long().expand(2, -1) if documents == "packed" else None
+    hidden = None if apart is None else apart[:, :, None] != apart[:, None, :]
+    kernel = FirstOf(TorchCpu()) if cap is None else Exact(cap=cap)
+    with torch.no_grad():
+        found = by_blocks(kernel, 2, (q, k, v, do), apart, gathered, sinks=sinks)
+    expected = whole(q, k, v, do, hidden, cap, sinks)
+    expected = expected[: 4 if what == "frozen sinks" else None]
+    for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, atol=2e-5, rtol=1e-4)
 
 

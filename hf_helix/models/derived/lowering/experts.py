@@ -50,18 +50,16 @@ class Experts(Values):
     def _router(self, weights: Node, chosen: Node) -> None:
         """Declares what chooses experts: the weights of choices, and the choices, which have no gradient."""
         logits = self.outline.logits_of(chosen)
-        outputs = [weights, chosen, *([] if logits is None or logits in self.outline.values else [logits])]
+        outputs = [weights, chosen] if logits is None else [weights, chosen, logits]
         glue, inputs = self.outline.glue(outputs)
         names = [self.value(value, SHARD) for value in inputs]
         function, side = self._function(glue, outputs, inputs)
-        place = inputs.index(logits) if logits is not None and logits in inputs else None
-        is_known = place is not None or len(outputs) > 2
-        is_summed = is_known and self.choices is not None
+        is_summed = logits is not None and self.choices is not None
         record = RouterRecord(self._meter(chosen), self.choices if is_summed else None)
         name = self._name(weights)
         value, *parts, choice = self.b.segment_outputs(
             name,
-            Routing(function, record, self.module, place),
+            Routing(function, record, self.module),
             [f"{name}.weights", *([f"{name}.balance"] if is_summed else [])],
             *names,
             side=(*side, COUNTED),

@@ -49,21 +49,18 @@ class Routing:
     """Glue that chooses experts, of which a record is kept.
 
     Attributes:
-        function: returns the weights of choices and the choices [tokens, k], then the logits where no value has them.
+        function: returns the weights of choices and the choices [tokens, k], then the logits where they are known.
         record: keeps what the router says.
         layer: says whether it is in training.
-        place: which of the values has the logits; None where the function returns them, or nobody knows them.
     """
 
     function: Callable[..., Any]
     record: RouterRecord
     layer: nn.Module
-    place: int | None
 
     def __call__(self, *values: Tensor, counted: Tensor, **side: Tensor) -> Tensors:
         weights, chosen, *said = self.function(*values, **side)
-        logits = said[0] if said else None if self.place is None else values[self.place]
-        logits = None if logits is None else logits.flatten(0, -2)
+        logits = said[0].flatten(0, -2) if said else None
         part = self.record.keep(logits, chosen, {COUNTED: counted}, self.layer.training)
         return (weights, *part, chosen)
 

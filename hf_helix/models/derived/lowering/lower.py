@@ -221,7 +221,7 @@ class _Lowering(Experts):
         if mask is not None and not isinstance(mask, MaskOf):
             raise Underivable("its attention masks are made in the layer")
         dropout = options.pop("dropout", 0.0) or 0.0
-        named = zip(leaf.details["tensors"], more, strict=True)
+        named, value_dim = zip(leaf.details["tensors"], more, strict=True), self.trace.shape(v)[-1]
         tensors = {key: self.module.get_parameter(self.trace.attributes[value]) for key, value in named}
         attention = Attention(
             self.module.get_submodule(leaf.path) if leaf.path else self.module,
@@ -232,6 +232,7 @@ class _Lowering(Experts):
             options=options,
             tensors=tensors,
             has_mask=mask is not None,
+            value_dim=value_dim if value_dim < self.trace.shape(k)[-1] else None,
         )
         name = declare_attention(
             b,
@@ -246,10 +247,8 @@ class _Lowering(Experts):
     def _check_context(self, leaf: Leaf, k: Node, v: Node) -> None:
         """Refuses attention that is not built over a sequence that ranks share."""
         problem = None
-        if self.trace.shape(k)[-1] != self.trace.shape(v)[-1]:
-            problem = "has keys and values of different lengths"
-        elif leaf.details["tensors"]:
-            problem = f"takes {', '.join(leaf.details['tensors'])}"
+        if self.trace.shape(k)[-1] < self.trace.shape(v)[-1]:
+            problem = "has values that are longer than its keys"
         elif leaf.details["mask"] is None:
             problem = "takes no causal mask"
         if problem is not None:

@@ -136,8 +136,8 @@ class Outline:
         return not any(name in str(node.target) for name in VIEWS) and is_canonical(self.trace, node)
 
     def logits_of(self, chosen: Node) -> Node | None:
-        """Returns what a router says, from which it chooses experts; None where the trace does not tell."""
-        behind = self._behind(chosen)
+        """Returns the glue that is what a router says, from which it chooses experts; None where the trace has none."""
+        behind = self._behind(chosen) - self.values
         found = [node for node in self.trace.logits if node in behind and is_canonical(self.trace, node)]
         if len(found) != 1 or self.placed(found[0]).where != SHARD or self.placed(found[0]).dim is not None:
             return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,37 +24,46 @@ from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.segment import Add
 from hf_helix.operators.unit import Placement, Unit
 
-DENSE = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-DECLARED = (*DENSE, "mixtral", "phimoe", "qwen3_moe")
+DECLARED = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phimoe", "qwen2", "qwen3", "qwen3_moe")
+
+DERIVED_ONLY: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("mixtral", "phimoe", "qwen3_moe"), ("mlp.view", "mlp.reshape", "mlp.reshape.2")
+)
+"""Operators that declared families do without. Declared routers take tokens by sequences, and lay them out in one
+dimension for themselves; the code of the models does so before its routers, and back behind its experts. Both are
+views, and launch nothing.
+"""
 
 
 def units_of(family: Family, model: Any, axis: Axis) -> list[Unit]:
     return family.units(model, ParallelContext(axis, experts=axis))
 
 
-def form(unit: Unit) -> list[tuple[Any, ...]]:
-    """The operators of a unit, without names: values are numbered in the order in which they are written."""
+def form(unit: Unit, left_out: Sequence[str] = ()) -> list[tuple[Any, ...]]:
+    """The operators of a unit, without names: values are numbered in the order in which they are written.
+
+    Args:
+        left_out: the names of operators of one value, whose readers count as readers of what they read.
+    """
     graph = unit.graphs.forward
-    values = [*graph.inputs, *(value for op in graph.operators for value in op.writes)]
-    numbers = {name: number for number, name in enumerate(values)}
-    rows = []
+    numbers: dict[str, int] = {}
+    for value in graph.inputs:
+        numbers[value] = len(numbers)
+    rows: list[tuple[Any, ...]] = []
     for op in graph.operators:
-        operator = unit.operators[op.name]
-        reads = [numbers[value] for value in op.reads]
-        explicit = getattr(operator, "explicit", None)
-        rows.append(
-            (
-                type(operator).__name__,
-                type(explicit).__name__ if explicit is not None else "",
-                op.kind.value,
-                sorted(reads) if isinstance(operator, Add) else reads,
-                tuple(numbers[value] for value in op.writes),
-                op.splits_dgrad_wgrad,
-                op.wgrad_fraction,
-                op.recompute_when_selective,
-                op.relative_cost,
-            )
-        )
+        if op.name in left_out:
+            numbers[op.writes[0]] = numbers[op.reads[0]]
+            continue
+        for value in op.writes:
+            numbers[value] = max(numbers.values(), default=-1) + 1
+        operator, reads = unit.operators[op.name], [numbers[value] for value in op.reads]
+        told = replace(op, name="", forward_name="-", reads=(), writes=(), ordered_after=(), saved_for_backward=())
+        kept = [numbers[value] for value in op.saved_for_backward]
+        explicit = type(getattr(operator, "explicit", None)).__name__
+        ordered = sorted(reads) if isinstance(operator, Add) else reads  # a + b has the bits of b + a
+        plain = [numbers[value] for value in op.non_differentiable]
+        told = replace(told, non_differentiable=(), host_read_sizes=())
+        rows.append((type(operator).__name__, explicit, ordered, [numbers[v] for v in op.writes], kept, plain, told))
     return [*rows, ("leaves", *(numbers[value] for value in graph.outputs))]
 
 
@@ -67,7 +78,7 @@ def test_operators_and_cuts(name: str) -> None:
     declared, derived = (units_of(family, model, axis) for family in (family_of(model), DerivedFamily(model)))
     assert [unit.label for unit in derived] == [unit.label for unit in declared]
     for one, other in zip(derived, declared, strict=True):
-        assert form(one) == form(other), one.label
+        assert form(one, DERIVED_ONLY.get(name, ())) == form(other), one.label
     assert placements(model, derived) == placements(model, declared)
 
 
@@ -93,7 +104,8 @@ def gradients(families: list[Family], models: list[Any]) -> dict[str, Tensor]:
     return whole_gradients(models, placed)
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in DECLARED), *((name, 2) for name in DENSE)])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", DECLARED)
 def test_gradients_have_the_same_bits(name: str, size: int) -> None:
     model = tiny(name).train()
     models = [[copy.deepcopy(model) for _ in range(size)] for _ in range(2)]

@@ -1,0 +1,142 @@
+"""hf-helix doctor: which layout trains a model fastest on a cluster, and does it fit?
+
+In:   a model's configuration, a cluster file, the tokens of a step.
+Out:  the best layouts beside plain data parallelism, why the best is as fast as it is, and the YAML that launches it.
+Must hold: nothing is measured; what cannot be cut or does not fit is never proposed, and its reason can be asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_helix.cli.files import configuration_file
+from hf_helix.cli.options import add_parser
+from hf_helix.cli.simulate import add_model_and_cluster, cluster_of, scaled
+from hf_helix.config import AUTO
+
+if TYPE_CHECKING:
+    from hf_helix.cli.options import Commands
+    from hf_helix.simulation.cluster import Cluster
+    from hf_helix.simulation.step import Step
+
+EXAMPLES = """\
+examples:
+  hf-helix doctor --model Qwen/Qwen3-8B --cluster h100x8 --batch_tokens 4M
+  hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --top 5 --write helix.yaml
+  hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --why
+
+A prediction is as exact as the rates in the cluster's file: `hf-helix cluster` measures those of the machine it is
+started on. Layouts that differ by less than a few percent are best told apart by training a few steps with each.
+"""
+
+UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+
+
+def add_command(commands: Commands) -> None:
+    """Declare the command and its options."""
+    summary = "find the fastest layout of a model on a cluster that fits"
+    parser = add_parser(commands, "doctor", run, summary, EXAMPLES)
+    add_model_and_cluster(parser)
+    parser.add_argument("--batch_tokens", default="4M", help="tokens of an optimizer step, such as 512k or 4M")
+    parser.add_argument("--top", type=int, default=5, help="how many layouts are shown")
+    parser.add_argument("--gpus", type=int, help="as many devices, in nodes like those of the cluster")
+    parser.add_argument("--network", help="make the links between nodes faster or slower, such as x2 or x0.5")
+    parser.add_argument("--schedule", default=AUTO, help="the order of micro-batches in a pipeline, as in HelixConfig")
+    parser.add_argument("--why", action="store_true", help="also say why each other layout was dropped")
+    parser.add_argument("--write", type=Path, help="write the YAML that launches the best layout")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the best layouts."""
+    from dataclasses import replace
+
+    from hf_helix.engine.on_paper import OnPaper
+    from hf_helix.report.step import dropped_lines, ranking_lines, size_text, step_lines
+    from hf_helix.simulation.layouts import Search
+    from hf_helix.simulation.step import simulate_step
+    from hf_helix.tuning.progress import progress_bar
+
+    tokens = parse_count(options.batch_tokens)
+    if options.top < 1:
+        raise ValueError(f"--top {options.top}: give 1 or more")
+    cluster = scaled(cluster_of(options), options.network, options.gpus)
+    paper = OnPaper(configuration_file(options.model), cluster)
+    with progress_bar() as progress:
+        ranking = Search(
+            paper.amounts,
+            cluster,
+            tokens,
+            options.sequence_length,
+            layers=paper.layers,
+            experts=paper.experts,
+            schedule=options.schedule,
+            dtype=options.dtype,
+            progress=lambda share: progress("simulating layouts", share),
+        ).run()
+    if not ranking.steps:
+        reasons = "\n".join(dropped_lines(ranking.dropped[:12]))
+        raise ValueError(f"no layout of {options.model} fits {cluster.name}:\n{reasons}")
+    best = ranking.steps[0]
+    print(f"{paper.name} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step\n")
+    print("\n".join(ranking_lines(ranking, cluster, options.top)))
+    print("\nThe best:")
+    print("\n".join(step_lines(best, cluster)))
+    single = replace(best.case, plan="sequential")
+    alone = simulate_step(paper.amounts(single), single, cluster)
+    print(f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / best.seconds:.2f}x as fast")
+    if options.why:
+        print("\nDropped:")
+        print("\n".join(dropped_lines(ranking.dropped)))
+    if options.write:
+        options.write.write_text(launch_file(best, cluster))
+        print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {options.write} YOUR_SCRIPT.py")
+
+
+def parse_count(text: str) -> int:
+    """Returns the number that a text such as 512k or 4M stands for.
+
+    Raises:
+        ValueError: it is none.
+    """
+    unit = text[-1:] if text[-1:] in UNITS else ""
+    try:
+        count = int(float(text.removesuffix(unit)) * UNITS[unit])
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ValueError(f"--batch_tokens {text}: give a number of tokens, such as 512k or 4M")
+    return count
+
+
+def launch_file(step: Step, cluster: Cluster) -> str:
+    """Returns the text of the configuration that `accelerate launch` starts a layout with."""
+    case = step.case
+    on_gpu = cluster.backend == "nccl"
+    helix = {"tp_size": case.sizes.tp, "pp_size": case.sizes.pp, "cp_size": case.sizes.cp, "ep_size": case.sizes.ep}
+    lines = [f"    {name}: {size}" for name, size in helix.items() if size > 1] or ["    tp_size: 1"]
+    lines += [f"    schedule: {case.schedule}"] if case.sizes.pp > 1 and case.schedule != AUTO else []
+    lines += [f"    recompute: {case.recompute}"] if case.recompute != "none" else []
+    lines += ["    shard_optimizer: true"] if case.shard_optimizer else []
+    machine = "accelerate launch --config_file FILE --machine_rank RANK --main_process_ip HOST YOUR_SCRIPT.py"
+    return "\n".join(
+        [
+            f"# Proposed by hf-helix doctor for {cluster.name}: {step.tokens_per_second:,.0f} tokens/s predicted.",
+            f"# With per_device_train_batch_size={case.batch}, gradient_accumulation_steps={case.microbatches}, and",
+            f"# sequences of {case.length} tokens."
+            + (f" On every machine, with its own RANK:\n#   {machine}" if cluster.nodes > 1 else ""),
+            "compute_environment: LOCAL_MACHINE",
+            "distributed_type: MULTI_GPU",
+            f"use_cpu: {str(not on_gpu).lower()}",
+            f"num_machines: {cluster.nodes}",
+            f"num_processes: {cluster.devices}",
+            "machine_rank: 0",
+            "main_training_function: main",
+            f"mixed_precision: {case.dtype if case.dtype == 'bf16' else repr('no')}",
+            "parallelism_config:",
+            "  helix:",
+            *lines,
+            "",
+        ]
+    )

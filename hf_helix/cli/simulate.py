@@ -1,0 +1,165 @@
+"""hf-helix simulate: what a layout would do on a cluster, without the cluster.
+
+In:   a model's configuration, a cluster file, the sizes of the mesh and of a micro-batch.
+Out:  seconds of a step and of its parts, tokens a second, TFLOP/s, MFU, memory by part; a picture if asked for.
+Must hold: nothing is measured, and no process is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_helix.cli.files import configuration_file
+from hf_helix.cli.options import add_parser
+from hf_helix.config import AUTO, RECOMPUTE, RULES
+
+if TYPE_CHECKING:
+    from hf_helix.cli.options import Commands
+    from hf_helix.simulation.cluster import Cluster
+    from hf_helix.simulation.step import Case
+
+ALL = "all"
+
+EXAMPLES = """\
+examples:
+  hf-helix simulate --model Qwen/Qwen3-8B --cluster h100x8 --tp_size 8 --sequence_length 8192
+  hf-helix simulate --model path/to/folder --cluster a40x64 --tp_size 8 --pp_size 2 --microbatches 64 --plan all
+  hf-helix simulate --model path/to/folder --cluster h100x16384 --tp_size 8 --pp_size 16 --network x2
+
+The rates of a cluster stand in a file; those that hf_helix brings go by their names, and `hf-helix cluster` measures
+the machine it is started on. What operators compute, move and keep is counted by running them on torch's meta device.
+"""
+
+SIZES = {
+    "tp_size": "ranks that share every layer",
+    "pp_size": "ranks of the pipeline",
+    "cp_size": "ranks that share every sequence",
+    "ep_size": "data-parallel ranks that share the experts",
+}
+
+
+def add_command(commands: Commands) -> None:
+    """Declare the command and its options."""
+    summary = "predict a step of a layout on a cluster: time, throughput, memory"
+    parser = add_parser(commands, "simulate", run, summary, EXAMPLES)
+    add_model_and_cluster(parser)
+    for name, meaning in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=1, help=meaning)
+    parser.add_argument("--batch_size", type=int, default=1, help="sequences in a micro-batch")
+    parser.add_argument(
+        "--microbatches", type=int, default=16, help="micro-batches of a step, on each data-parallel rank"
+    )
+    rules = "the rule that makes the plan, or all of them beside each other"
+    parser.add_argument("--plan", choices=(ALL, *RULES), default="greedy", help=rules)
+    parser.add_argument("--schedule", default=AUTO, help="the order of micro-batches in a pipeline, as in HelixConfig")
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what backward computes again")
+    parser.add_argument("--shard_optimizer", action="store_true", help="spread the optimizer's states (ZeRO-1)")
+    parser.add_argument("--network", help="make the links between nodes faster or slower, such as x2 or x0.5")
+    parser.add_argument("--gpus", type=int, help="as many devices, in nodes like those of the cluster")
+    parser.add_argument("--output", type=Path, help="a picture of a window: .svg, .png or .pdf")
+
+
+def add_model_and_cluster(parser: argparse.ArgumentParser) -> None:
+    """Declare what both `simulate` and `doctor` need."""
+    model = "a folder with a config.json, such a file, or a name on the Hugging Face Hub"
+    parser.add_argument("--model", required=True, help=model)
+    cluster = "a YAML file, or the name of a cluster that hf_helix brings"
+    parser.add_argument("--cluster", required=True, help=cluster)
+    parser.add_argument("--sequence_length", type=int, default=4096, help="tokens in a sequence")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="the type of matrix products")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print what a step of the layout takes."""
+    from hf_helix.engine.on_paper import OnPaper
+    from hf_helix.report.step import step_lines
+    from hf_helix.simulation.step import simulate_step
+
+    cluster = scaled(cluster_of(options), options.network, options.gpus)
+    case = _case(options, cluster)
+    paper = OnPaper(configuration_file(options.model), cluster)
+    amounts = paper.amounts(case)
+    rules = RULES if options.plan == ALL else (options.plan,)
+    steps = {rule: simulate_step(amounts, replace(case, plan=rule), cluster, whole=True) for rule in rules}
+    shown = steps[min(steps, key=lambda rule: steps[rule].seconds)]
+    print("\n".join(step_lines(shown, cluster)))
+    if len(steps) > 1:
+        print(f"\n{'plan':<14}{'step':>12}{'tokens/s':>14}{'speed-up':>10}")
+        for rule, step in steps.items():
+            gain = steps["sequential"].seconds / step.seconds
+            print(f"{rule:<14}{step.seconds:>10.3f} s{step.tokens_per_second:>14,.0f}{gain:>9.2f}x")
+    if options.output:
+        _draw(options.output, shown)
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """Returns the cluster that is asked for."""
+    from hf_helix.simulation.cluster import load_cluster
+
+    return load_cluster(options.cluster)
+
+
+def scaled(cluster: Cluster, network: str | None, devices: int | None) -> Cluster:
+    """Returns a cluster with another network, or another number of devices.
+
+    Args:
+        cluster: as its file says.
+        network: such as "x2"; None for the same.
+        devices: in all; None for the same.
+
+    Raises:
+        ValueError: no factor, or devices that fill no whole nodes.
+    """
+    if network is not None:
+        try:
+            factor = float(network.removeprefix("x"))
+        except ValueError:
+            factor = 0.0
+        if factor <= 0:
+            raise ValueError(f"--network {network}: give a factor above 0, such as x2 for twice the bandwidth")
+        link = replace(cluster.network, bandwidth=factor * cluster.network.bandwidth)
+        cluster = replace(cluster, network=link, name=f"{cluster.name}, network x{factor:g}")
+    if devices is None:
+        return cluster
+    per_node = min(devices, cluster.devices_per_node)
+    if devices < 1 or devices % per_node:
+        raise ValueError(
+            f"--gpus {devices}: nodes have {per_node} devices each; give a multiple, such as {2 * per_node}"
+        )
+    return replace(cluster, nodes=devices // per_node, devices_per_node=per_node)
+
+
+def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
+    from hf_helix.simulation.estimate import Sizes
+    from hf_helix.simulation.step import Case
+
+    given = {name: getattr(options, name) for name in SIZES}
+    for name, size in [*given.items(), ("batch_size", options.batch_size), ("microbatches", options.microbatches)]:
+        if size < 1:
+            raise ValueError(f"--{name} {size}: give 1 or more")
+    tp, pp, cp, ep = given.values()
+    if cluster.devices % (tp * pp * cp):
+        raise ValueError(
+            f"{cluster.name} has {cluster.devices} devices, which tp_size x pp_size x cp_size = {tp * pp * cp} does "
+            f"not divide; choose sizes that do, or another number with --gpus"
+        )
+    dp = cluster.devices // (tp * pp * cp)
+    if dp % ep:
+        raise ValueError(f"--ep_size {ep} does not divide the {dp} data-parallel ranks; values that work divide {dp}")
+    case: dict[str, Any] = {name: getattr(options, name) for name in ("microbatches", "schedule", "recompute", "dtype")}
+    case |= {"shard_optimizer": options.shard_optimizer, "plan": RULES[0] if options.plan == ALL else options.plan}
+    return Case(Sizes(tp, cp, pp, dp, ep), options.batch_size, options.sequence_length, **case)
+
+
+def _draw(path: Path, step: Any) -> None:
+    from hf_helix.report.bars import bars_of_timeline
+    from hf_helix.report.timeline import draw_timeline
+
+    if step.drawn is None:
+        raise ValueError(f"--output {path}: the window is too long to be drawn; give fewer --microbatches, such as 4")
+    programs, timeline = step.drawn
+    draw_timeline(bars_of_timeline(timeline, programs), path, f"{step.case.plan}: a window of the first rank")
+    print(f"a picture of the window: {path}")

@@ -1,0 +1,108 @@
+"""Steps on paper as text: one layout in depth, and many beside each other.
+
+In:   a `Step`, or a `Ranking`.
+Out:  lines for a terminal.
+Must hold: what is not counted is said; a layout that was dropped can be asked for with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.simulation.cluster import Cluster
+from hf_helix.simulation.estimate import Sizes
+from hf_helix.simulation.layouts import Dropped, Ranking, is_plain
+from hf_helix.simulation.step import Case, Step
+
+CLOSE = 0.05
+"""Layouts whose predictions differ by less are as good as each other: predictions are not more exact."""
+
+
+def size_text(sizes: Sizes) -> str:
+    """Returns parallel sizes above 1, such as "tp 8 x pp 2 x dp 4"."""
+    named = {"tp": sizes.tp, "cp": sizes.cp, "pp": sizes.pp, "dp": sizes.dp}
+    text = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one device"
+    return text + (f" (ep {sizes.ep})" if sizes.ep > 1 else "")
+
+
+def case_text(case: Case) -> str:
+    """Returns how a layout is run: its micro-batches, and what saves memory."""
+    parts = [f"{case.microbatches} x {case.batch}"]
+    parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
+    parts += ["shard_optimizer"] if case.shard_optimizer else []
+    return ", ".join(parts)
+
+
+def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
+    """Yields what a step takes, and what for."""
+    case = step.case
+    peak = cluster.device.peaks[case.dtype] / 1e12
+    yield f"{size_text(case.sizes)} on {cluster.name}: {case_text(case)}, {case.length:,} tokens a sequence"
+    yield f"  step          {step.seconds:10.3f} s     {step.tokens_per_second:,.0f} tokens/s of {case.tokens:,} tokens"
+    causal, full = step.tflops
+    yield (
+        f"  TFLOP/s       {causal:10.1f}       MFU {causal / peak:.1%} with causal attention; "
+        f"{full:.1f} and {full / peak:.1%} counted as full attention"
+    )
+    yield f"  window        {step.window:10.3f} s     bubble {step.bubble:.1%}"
+    yield f"  sums          {step.sums:10.3f} s     of gradients, after the last backward"
+    yield f"  optimizer     {step.optimizer:10.3f} s"
+    computing = step.loads[Kind.COMPUTE]
+    yield f"  computation   {computing:10.3f} s     {computing / step.window:.0%} of the window, on the busiest rank"
+    for kind, seconds in step.exposed.items():
+        alone = step.loads[kind]
+        yield f"  {kind.value:<13} {alone:10.3f} s     {seconds:.3f} s of it exposed ({1 - seconds / alone:.0%} hidden)"
+    room = cluster.device.memory
+    yield f"  memory        {step.memory.total / 1e9:10.1f} GB    of {room / 1e9:.1f} GB that a run may use"
+    for name, count in step.memory.parts().items():
+        yield f"    {name:<11} {count / 1e9:10.1f} GB"
+    if step.memory.total > room:
+        yield "  It does not fit."
+
+
+def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]:
+    """Yields the best layouts, and plain data parallelism beside them.
+
+    Args:
+        ranking: at least one layout.
+        cluster: what they run on.
+        top: how many are shown.
+    """
+    best, plain = ranking.steps[0], ranking.plain()
+    if is_plain(best.case):
+        yield "Plain data parallelism is the fastest: no layer has to be cut."
+    shown = list(ranking.steps[:top])
+    if plain is not None and plain not in shown:
+        shown.append(plain)
+    yield (
+        f"{'layout':<28}{'micro-batches':<34}{'tokens/s':>10}{'of best':>9}{'MFU':>7}{'bubble':>8}{'exposed':>9}"
+        f"{'sums':>7}{'memory':>9}"
+    )
+    for step in shown:
+        yield _row(step, best, cluster)
+    if plain is None:
+        reasons = [each.reason for each in ranking.dropped if is_plain(each.case)]
+        yield f"Plain data parallelism does not work: {reasons[0] if reasons else 'no such layout'}."
+    if len(ranking.steps) > 1:
+        margin = 1 - ranking.steps[1].tokens_per_second / best.tokens_per_second
+        close = "; they are as good as each other, as exact as this is" if margin < CLOSE else ""
+        yield f"The second is {margin:.1%} slower{close}."
+    yield f"{len(ranking.dropped)} layouts cannot be built or do not fit (--why shows them)."
+
+
+def _row(step: Step, best: Step, cluster: Cluster) -> str:
+    peak = cluster.device.peaks[step.case.dtype] / 1e12
+    exposed = sum(step.exposed.values()) / step.seconds
+    share = step.tokens_per_second / best.tokens_per_second
+    return (
+        f"{size_text(step.case.sizes):<28}{case_text(step.case):<34}{step.tokens_per_second:>10,.0f}{share:>8.0%} "
+        f"{step.tflops[0] / peak:>6.1%}{step.bubble:>8.1%}{exposed:>9.1%}{step.sums / step.seconds:>7.1%}"
+        f"{step.memory.total / 1e9:>6.1f} GB"
+    )
+
+
+def dropped_lines(dropped: Sequence[Dropped]) -> Iterator[str]:
+    """Yields why layouts are not proposed, those with the same reason in one line."""
+    for each in dropped:
+        yield f"  {size_text(each.case.sizes):<28}{case_text(each.case):<34}{each.reason}"

@@ -1,0 +1,246 @@
+"""What a device computes and how fast its memory is, by size.
+
+In:   a stopwatch.
+Out:  operations a second of products and of attention, bytes a second of element-wise kernels, exponentials a second,
+      and what a kernel and an operator take that do nothing.
+Must hold: what is timed is what a decoder runs: products of all three parts of a linear, attention with its backward,
+element-wise kernels whose results go to memory of their own and are kept for a while.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_helix.operators.base import Precision
+from hf_helix.operators.linears.accumulate import add_product, in_one_gemm
+from hf_helix.operators.segment import Segment
+from hf_helix.operators.unit import Unit
+from hf_helix.planning.graph.operator import Graph, Kind, Operator
+from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.instructions import unit_instructions
+from hf_helix.planning.layout import Layout
+from hf_helix.runtime.executor import Executor
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.streams import make_streams
+from hf_helix.simulation.measured.stopwatch import Stopwatch, Work
+
+Points = list[tuple[float, float]]
+"""(size, rate), sizes growing."""
+
+SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Of products that are as long in all three dimensions."""
+
+SHAPES = ((1.0, 1.0, 1.0), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0))
+"""Rows, columns and depth of products, by a side."""
+
+KEYS = (128, 256, 512, 1024, 2048, 4096, 8192)
+HEADS, HEAD_SIZE = 8, 64
+
+CPU_BLOCK, GPU_BLOCK = 512, 128
+"""Keys that the fused attention of torch goes through at once."""
+
+ELEMENTS = tuple(2**power for power in range(12, 28))
+"""Of tensors that element-wise kernels read."""
+
+OPERANDS = {"cpu": 32 << 20, "cuda": 256 << 20}
+"""Bytes of the operands that products take in turn, since those of a step are not in a cache."""
+
+KEPT = {"cpu": 64 << 20, "cuda": 2 << 30}
+"""Bytes of results that stay alive for a while, as activations do."""
+
+LONGEST = 0.15
+"""Seconds of a piece of work after which no larger one is tried."""
+
+CHAIN, TINY_KERNELS = 16, 8
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What calls take that compute nothing.
+
+    Attributes:
+        kernel: seconds of a kernel, one after the other.
+        operator: seconds of an operator of a graph, issued by the executor.
+    """
+
+    kernel: float
+    operator: float
+
+
+def measure_products(watch: Stopwatch, dtype: torch.dtype) -> Points:
+    """Returns operations a second by the operations of a product."""
+    found = []
+    for side in SIDES:
+        shapes = [tuple(max(8, int(side * factor)) for factor in factors) for factors in SHAPES]
+        works = [(2.0 * m * n * k, work) for m, n, k in shapes for work in _linear(watch.device, dtype, m, n, k)]
+        seconds = sum(watch.seconds(work) for _, work in works)
+        found.append((2.0 * side**3, sum(operations for operations, _ in works) / seconds))
+        if seconds > len(works) * LONGEST / 8:
+            break
+    return found
+
+
+def _linear(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> list[Work]:
+    """F, I and W of a linear with `m` tokens, `n` features out and `k` features in."""
+
+    def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        value, gradient, weight = (torch.randn(size, device=device, dtype=dtype) for size in ((m, k), (m, n), (n, k)))
+        total_type = torch.float32 if in_one_gemm(value, torch.float32) else dtype
+        return value, gradient, weight, torch.zeros(n, k, device=device, dtype=total_type)
+
+    count = max(1, min(16, OPERANDS[device.type] // (4 * (m * k + m * n + n * k))))
+    turns = [itertools.cycle([operands() for _ in range(count)])] * 3
+
+    def forward() -> None:
+        value, _, weight, _ = next(turns[0])
+        functional.linear(value, weight)
+
+    def input_gradient() -> None:
+        _, gradient, weight, _ = next(turns[1])
+        gradient @ weight
+
+    def weight_gradient() -> None:
+        value, gradient, _, total = next(turns[2])
+        add_product(total, gradient.t(), value)
+
+    return [forward, input_gradient, weight_gradient]
+
+
+def measure_attention(watch: Stopwatch, dtype: torch.dtype) -> Points:
+    """Returns seconds of causal attention, forward and backward, by its keys; see `attention_work`."""
+    found = []
+    for keys in KEYS:
+        q, k, v = (torch.randn(1, HEADS, keys, HEAD_SIZE, device=watch.device, dtype=dtype) for _ in range(3))
+        leaves = [value.requires_grad_() for value in (q, k, v)]
+        gradient = torch.randn_like(q)
+
+        def work(leaves: list[Tensor] = leaves, gradient: Tensor = gradient) -> None:
+            q, k, v = leaves
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(out, leaves, gradient)
+
+        with torch.enable_grad():
+            seconds = watch.seconds(work)
+        found.append((float(keys), seconds))
+        if seconds > LONGEST:
+            break
+    return found
+
+
+def attention_work(keys: float, block: int) -> tuple[float, float]:
+    """Returns the operations and the exponentials of causal attention, forward and backward, as a device computes them.
+
+    Args:
+        keys: of a sequence.
+        block: keys that it goes through at once; a causal mask spares whole blocks.
+    """
+    blocks = -(-keys // block)
+    pairs = HEADS * keys * keys * (1 + 1 / blocks) / 2
+    return 14.0 * pairs * HEAD_SIZE, 2.0 * pairs
+
+
+def measure_memory(watch: Stopwatch) -> Points:
+    """Returns bytes a second by the bytes that an element-wise kernel reads and writes."""
+    empty = watch.seconds(_elementwise(watch.device, 8)) / 3
+    found = []
+    for elements in ELEMENTS:
+        seconds = watch.seconds(_elementwise(watch.device, elements)) / 3
+        moved = 4.0 * elements * 8 / 3
+        if seconds > 1.3 * empty:
+            found.append((moved, moved / (seconds - empty)))
+        if seconds > LONGEST / 4:
+            break
+    return found
+
+
+def _elementwise(device: torch.device, elements: int) -> Work:
+    """A sum, a product and a negative: eight passes over memory, each kernel with a result of its own."""
+    first, other = torch.randn(elements, device=device), torch.randn(elements, device=device)
+    kept: deque[Tensor] = deque([first], maxlen=max(2, min(256, KEPT[device.type] // (4 * elements))))
+
+    def work() -> None:
+        kept.append(kept[-1] + other)
+        kept.append(kept[-1] * other)
+        kept.append(-kept[-1])
+
+    return work
+
+
+def decoder_work(device: torch.device) -> Work:
+    """Returns a few milliseconds of what a decoder layer computes: mostly products, and some element-wise kernels."""
+    side = 1024 if device.type == "cuda" else 256
+    products = _linear(device, torch.bfloat16 if device.type == "cuda" else torch.float32, 4 * side, side, side)
+    small = _elementwise(device, side * side)
+
+    def work() -> None:
+        for product in products:
+            product()
+        small()
+
+    return work
+
+
+def measure_exponentials(watch: Stopwatch) -> float:
+    """Returns exponentials a second, those of activations and of softmax."""
+    value = torch.randn(256, 256, device=watch.device)
+    functions: list[Callable[[Tensor], Tensor]] = [torch.exp, torch.sigmoid, functional.silu, _softmax]
+    seconds = [watch.seconds(lambda function=function: function(value)) for function in functions]  # type: ignore[misc]
+    return value.numel() * len(seconds) / sum(seconds)
+
+
+def _softmax(value: Tensor) -> Tensor:
+    return value.softmax(-1)
+
+
+def measure_calls(watch: Stopwatch) -> Calls:
+    """Returns what a kernel and an operator take that compute next to nothing."""
+    operator = watch.seconds(_chain(watch.device, 0)) / (2 * CHAIN)
+    if watch.device.type == "cuda":
+        return Calls(watch.seconds(_elementwise(watch.device, 8)) / 3, operator)
+    with_kernels = watch.seconds(_chain(watch.device, TINY_KERNELS)) / (2 * CHAIN)
+    return Calls((with_kernels - operator) / TINY_KERNELS, operator)
+
+
+def _chain(device: torch.device, kernels: int) -> Work:
+    """Segments one after the other, forward and backward, each with so many kernels of a few elements."""
+
+    def function(value: Tensor) -> Tensor:
+        for _ in range(kernels):
+            value = value * 1.5
+        return value.view_as(value)
+
+    names = [f"x{place}" for place in range(CHAIN + 1)]
+    operators = [
+        Operator(name=f"op{place}", kind=Kind.COMPUTE, reads=(first,), writes=(second,))
+        for place, (first, second) in enumerate(itertools.pairwise(names))
+    ]
+    pair = GraphPair.of(Graph("chain", tuple(operators), (names[0],), (names[-1],)))
+    unit = Unit(label="chain", graphs=pair, operators={op.name: Segment(function) for op in operators}, placements={})
+    layout = Layout(["chain"], {0: [0]}, {"chain": pair})
+    program = [each for forward in (True, False) for each in unit_instructions(layout, (0, 0), forward)]
+    executor = Executor({0: unit}, make_streams(device), 0, Precision(device.type, None))
+    value = torch.randn(8, device=device)
+    sources = {layout.key(0, pair.forward.inputs[0], True): value, layout.key(0, pair.backward.inputs[0], False): value}
+    batches = [MicroBatch(dict, (0, 0))]
+    return lambda: executor.run(program, batches, sources, training=True)
+
+
+def spread_out(points: Points, least: float) -> Iterator[tuple[float, float]]:
+    """Yields points whose rates differ, so that a curve has no more of them than it needs.
+
+    Args:
+        points: with sizes growing.
+        least: by which share a rate differs from the one before; the first and the last are always there.
+    """
+    last = 0.0
+    for place, (size, rate) in enumerate(points):
+        if place in (0, len(points) - 1) or abs(rate / last - 1) > least:
+            yield size, rate
+            last = rate

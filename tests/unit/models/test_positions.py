@@ -1,0 +1,36 @@
+"""What a decoder makes of the attention mask where a batch brings no positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_helix.engine.proof.subject import Subject
+from hf_helix.models.registry import family_of
+from hf_helix.models.sequence_sharding import SequenceCut
+
+MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0]])
+IDS = torch.arange(10).view(2, 5)
+
+
+def test_positions_that_count_what_is_seen() -> None:
+    """As OPT does: positions of the embedding are those that its own forward makes of the mask."""
+    model = Subject.of("OPTForCausalLM").build()
+    found: list[torch.Tensor] = []
+    table: nn.Module = model.model.decoder.embed_positions
+    table.register_forward_hook(
+        lambda module, args, kwargs, out: found.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    model(IDS, attention_mask=MASK)
+    family = family_of(Subject.of("OPTForCausalLM").build())
+    assert family.count_positions(IDS, MASK).equal(found[0])
+    side = family.side_inputs(model, {"input_ids": IDS, "attention_mask": MASK}, SequenceCut(), torch.ones(()))
+    assert side["places"].equal(found[0].t())
+    assert family.count_positions(IDS, None).equal(torch.arange(5).unsqueeze(0))
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "BioGptForCausalLM", "LlamaForCausalLM"])
+def test_positions_that_count_everything(name: str) -> None:
+    family = family_of(Subject.of(name).build())
+    assert family.count_positions(IDS, MASK).equal(torch.arange(5).unsqueeze(0))
