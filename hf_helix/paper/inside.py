@@ -260,8 +260,8 @@ def volumes(runs: Runs) -> Artifact:
             cells.append((row.name, where, numbers[0], numbers[2], numbers[1], numbers[3]))
     notes = (
         "GiB and seconds of a rank in a step, at the full rate of the links: 450 GB/s of NVLink in each direction, "
-        "50 GB/s of the network. Between nodes: context parallelism, the pipeline, and sums of gradients in fp32. The paper "
-        "prints 0.3 s where its own rate makes 0.49 s of 220 GB.",
+        "50 GB/s of the network. Between nodes: context parallelism, the pipeline, and sums of gradients in fp32, which "
+        "the paper may count otherwise. It prints 0.3 s where its own rate makes 0.49 s of 220 GB.",
     )
     header = ("layout", "communication", "GiB, paper", "ours", "s, paper", "ours")
     return Artifact("Table 1", "communication of Llama-405B", header, cells, notes)

@@ -52,7 +52,7 @@ def _sizes(shape: Shape, layers: int) -> dict[str, Any]:
         "intermediate_size": shape.inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads,
+        "num_key_value_heads": shape.kv_heads or heads,
         "max_position_embeddings": LONGEST,
     }
     experts = {"num_local_experts": shape.experts, "num_experts_per_tok": 2, "sliding_window": None}

@@ -40,7 +40,7 @@ def write_page(path: Path, artifacts: Iterable[Artifact]) -> None:
         parts.append(artifact.markdown())
         if artifact.draw is not None:
             parts += [f"![{artifact.name}]({each})" for each in _pictures(path, artifact)]
-    path.write_text("\n\n".join(parts) + "\n")
+        path.write_text("\n\n".join(parts) + "\n")  # so far: the whole takes minutes
 
 
 def _pictures(page: Path, artifact: Artifact) -> list[str]:

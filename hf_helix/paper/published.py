@@ -25,7 +25,8 @@ BATCH_SEQUENCES = 1600
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of tables 3 to 5. Heads have 128 features, with keys and values of their own, as the authors coded it.
+    """A model of tables 3 to 5. Heads have 128 features, with keys and values of their own, as the authors coded them;
+    but Llama-405B, of which the paper only counts bytes, is Meta's.
 
     Attributes:
         family: "llama", "gpt2" or "phimoe", as Transformers calls it.
@@ -33,6 +34,7 @@ class Shape:
         inner: features inside of an MLP, or of an expert.
         layers: how many.
         experts: of a layer; 0 for a dense model.
+        kv_heads: heads of keys and values; 0 for as many as of queries.
     """
 
     family: str
@@ -40,6 +42,7 @@ class Shape:
     inner: int
     layers: int
     experts: int = 0
+    kv_heads: int = 0
 
 
 TOP_K = 2
@@ -50,7 +53,7 @@ MODELS: Mapping[str, Shape] = {
     "Llama-25B": Shape("llama", 8192, 28672, 28),
     "Llama-39B": Shape("llama", 16384, 53248, 12),
     "Llama-66B": Shape("llama", 8192, 28672, 76),
-    "Llama-405B": Shape("llama", 16384, 53248, 126),
+    "Llama-405B": Shape("llama", 16384, 53248, 126, kv_heads=8),
     "GPT-6.7B": Shape("gpt2", 4096, 16384, 32),
     "GPT-18B": Shape("gpt2", 6144, 24576, 40),
     "GPT-30B": Shape("gpt2", 12288, 49152, 16),

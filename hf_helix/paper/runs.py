@@ -43,6 +43,9 @@ RULES: Mapping[str, tuple[str, str]] = {
 }
 """Plan and schedule of every method."""
 
+SEARCHING = 0.2
+"""The length of a search, in parts of the usual one."""
+
 LAUNCH_SECONDS = 20e-6
 """What DHelix's `torch.cuda.synchronize` between two pairs of segments leaves the device idle. Assumed: the paper gives
 it as a part of communication only (table 7)."""
@@ -141,7 +144,8 @@ class Runs:
 
     def _plan(self, row: Row, method: str, profile: Profile) -> Plan:
         amounts, sizes = self.amounts(row), row.sizes
-        plan = make_plan(RULES[method][0], profile, model=amounts.model.name, mesh={"tp_size": sizes.tp})
+        mesh = {"tp_size": sizes.tp}
+        plan = make_plan(RULES[method][0], profile, model=amounts.model.name, mesh=mesh, searching=SEARCHING)
         if isinstance(plan, IntraBatchPlan):
             times = tile_seconds(amounts, profile, plan.tiles, row, self.cluster(row))
             return TiledOnPaper(plan.rule, plan.model, plan.mesh, plan.graphs, plan.orders, plan.tiles, times)

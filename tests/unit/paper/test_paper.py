@@ -44,7 +44,7 @@ def test_megatrons_speed_is_near_the_papers(runs: Runs, row):
 
 @pytest.mark.parametrize("row", [FIGURE_11[0], FIGURE_12[3]], ids=lambda row: row.name)
 def test_methods_are_ordered_as_in_the_paper(runs: Runs, row):
-    assert 1.0 < runs.gain(row, INTRA_BATCH)
+    assert runs.gain(row, INTRA_BATCH) > 1.0
     assert 1.0 < runs.gain(row, WAVELET) < row.printed["DHelix"] / row.printed[MEGATRON]
 
 
@@ -107,7 +107,8 @@ def test_what_the_paper_prints_fits_together():
     """Section 6.2: gains over Megatron of figures 11 and 12."""
     for rows, low, high in ((FIGURE_11, 1.25, 1.41), (FIGURE_12, 1.21, 1.39)):
         gains = [row.printed["DHelix"] / row.printed[MEGATRON] for row in rows]
-        assert low < min(gains) and max(gains) < high
+        assert low < min(gains)
+        assert max(gains) < high
         assert all(set(row.printed) == set(METHODS) for row in rows)
 
 
