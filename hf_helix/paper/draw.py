@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_helix.report.figures import FAINT, INK, figure_file
+from hf_helix.report.figures import INK, figure_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ def draw_groups(path: Path, title: str, unit: str, groups: Sequence[str], series
         axes.set_xticks(range(len(groups)), groups)
         axes.set_xlim(-0.6, len(groups) - 0.4)
         axes.margins(y=0.15)
-        _finish(axes, title, [each.name for each in series])
+        _finish(axes, title, series)
 
 
 def draw_stacks(path: Path, title: str, unit: str, groups: Sequence[str], series: Sequence[Series]) -> None:
@@ -78,12 +78,19 @@ def draw_stacks(path: Path, title: str, unit: str, groups: Sequence[str], series
                     value = (each.paper if side < 0 else each.ours)[place]
                     if value is None:
                         continue
-                    axes.bar(place + 0.2 * side, value, 0.36, bottom, color=HUES[number % len(HUES)], alpha=alpha)
+                    axes.bar(
+                        place + 0.2 * side * _has_paper(series),
+                        value,
+                        0.36,
+                        bottom,
+                        color=HUES[number % len(HUES)],
+                        alpha=alpha,
+                    )
                     bottom += value
         axes.set_ylabel(unit)
         axes.set_xticks(range(len(groups)), groups)
         axes.set_xlim(-0.6, len(groups) - 0.4)
-        _finish(axes, title, [each.name for each in series])
+        _finish(axes, title, series)
 
 
 def draw_cells(
@@ -104,7 +111,7 @@ def draw_cells(
         for number, (name, cells) in enumerate(tables):
             left = 0.8 + number * (side + 0.5)
             axes = figure.add_axes((left / width, 0.3 / (side + 1.0), side / width, side / (side + 1.0)))
-            axes.imshow(cells, cmap="Blues", vmin=0.0, vmax=1.4)
+            axes.imshow(cells, cmap="Blues", vmin=0.0, vmax=2.0)
             axes.set_xticks(range(len(names)), names)
             axes.set_yticks(range(len(names)), names if number == 0 else [""] * len(names))
             axes.set_title(name, size=8)
@@ -117,16 +124,20 @@ def _place(width: float, height: float) -> tuple[float, float, float, float]:
     return LEFT / width, FOOT / height, (width - LEFT - RIGHT) / width, (height - HEAD - FOOT) / height
 
 
-def _finish(axes: Axes, title: str, names: Sequence[str]) -> None:
+def _has_paper(series: Sequence[Series]) -> bool:
+    return any(value is not None for each in series for value in each.paper)
+
+
+def _finish(axes: Axes, title: str, series: Sequence[Series]) -> None:
     from matplotlib.patches import Patch
 
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0)
     axes.set_title(title, size=9, weight="bold", loc="left", pad=26)
-    hues = [Patch(color=HUES[number % len(HUES)], label=name) for number, name in enumerate(names)]
-    shades = [Patch(color=FAINT, alpha=PALE, label="the paper"), Patch(color=FAINT, label="ours")]
-    legend = [*hues, *shades]
+    legend = [Patch(color=HUES[number % len(HUES)], label=each.name) for number, each in enumerate(series)]
+    if _has_paper(series):
+        legend += [Patch(color=INK, alpha=PALE, label="pale: the paper"), Patch(color=INK, label="full: ours")]
     axes.legend(
         handles=legend,
         loc="lower left",
