@@ -95,7 +95,7 @@ def _measure(options: argparse.Namespace) -> None:
     with progress_bar(dist.get_rank() == 0) as progress:
         found = measure_cluster(device, options.link, progress)
     if dist.get_rank() == 0:
-        text = _written(found)
+        text = written(found)
         parse_cluster(yaml.safe_load(text), str(options.output))
         options.output.write_text(text)
         print(f"{found['name']}: {options.output}")
@@ -103,5 +103,6 @@ def _measure(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _written(found: dict[str, Any]) -> str:
+def written(found: dict[str, Any]) -> str:
+    """Returns the text of a cluster file."""
     return HEADER + yaml.safe_dump(found, sort_keys=False, default_flow_style=None, width=120)

@@ -15,6 +15,9 @@ from hf_helix.planning.text import shorten_list
 
 T = TypeVar("T")
 
+MOST_EFFICIENT = 1.5
+"""The largest share of a curve: a peak may be that of large sizes, and what is in a cache faster."""
+
 
 class Section:
     """A mapping of a file. What is read is taken out; `left` holds the rest.
@@ -81,7 +84,7 @@ class Section:
         pairs = found if isinstance(found, list) and all(isinstance(p, list) and len(p) == 2 for p in found) else []
         points = [(size, share) for size, share in (map(_number, pair) for pair in pairs) if size and share]
         sizes = [size for size, _ in points]
-        possible = all(size > 0 and 0 < share <= 1.5 for size, share in points)
+        possible = all(size > 0 and 0 < share <= MOST_EFFICIENT for size, share in points)
         if not points or len(points) < len(pairs) or sorted(set(sizes)) != sizes or not possible:
             needed = "a list of [size, share of the peak], sizes growing, such as [[1e9, 0.5], [1e11, 0.9]]"
             raise self._wrong(key, found, needed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +49,8 @@ CPU_BLOCK, GPU_BLOCK = 512, 128
 ELEMENTS = tuple(2**power for power in range(12, 28))
 """Of tensors that element-wise kernels read."""
 
-OPERANDS = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""Bytes of the operands that products take in turn, since those of a step are not in a cache."""
+OPERANDS = {"cpu": 8 << 20, "cuda": 256 << 20}
+"""Bytes of the operands that products take in turn, since those of a step are not in the nearest cache."""
 
 KEPT = {"cpu": 64 << 20, "cuda": 2 << 30}
 """Bytes of results that stay alive for a while, as activations do."""
@@ -230,17 +230,3 @@ def _chain(device: torch.device, kernels: int) -> Work:
     sources = {layout.key(0, pair.forward.inputs[0], True): value, layout.key(0, pair.backward.inputs[0], False): value}
     batches = [MicroBatch(dict, (0, 0))]
     return lambda: executor.run(program, batches, sources, training=True)
-
-
-def spread_out(points: Points, least: float) -> Iterator[tuple[float, float]]:
-    """Yields points whose rates differ, so that a curve has no more of them than it needs.
-
-    Args:
-        points: with sizes growing.
-        least: by which share a rate differs from the one before; the first and the last are always there.
-    """
-    last = 0.0
-    for place, (size, rate) in enumerate(points):
-        if place in (0, len(points) - 1) or abs(rate / last - 1) > least:
-            yield size, rate
-            last = rate

@@ -19,17 +19,18 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
+from hf_helix.simulation.section import MOST_EFFICIENT
 from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold
 
 METHODS = ("all_gather", "exchange", "shift")
 
-SIZES = tuple(4**power for power in range(4, 15))
-"""Bytes of what a rank has, from 256 to 256 Mi."""
+SIZES = tuple(4**power for power in range(4, 14))
+"""Bytes of what a rank has, from 256 to 64 Mi."""
 
 TRAIN, ROUNDS = 4, 3
 """How many run in a row, of which the first warms up; how often that is repeated."""
 
-LONGEST = 0.2
+LONGEST = 0.1
 """Seconds of one of them after which no larger one is tried."""
 
 
@@ -120,7 +121,7 @@ def train_seconds(streams: Streams, kind: Kind, work: Callable[[], object]) -> f
             streams.synchronize()
         finally:
             streams.trace = None
-        found += sorted(span.seconds for span in sorted(trace.spans, key=lambda span: span.start)[1:])
+        found += [span.seconds for span in sorted(trace.spans, key=lambda span: span.start)[1:]]
     return min(all_gather_object(statistics.median(found)))
 
 
@@ -132,12 +133,15 @@ def fit(timed: Sequence[Timed], sharing: int = 1) -> Fit:
         sharing: how many groups of ranks send the same over the link at once.
     """
     smallest = [min((each for each in timed if each.method == name), key=lambda each: each.bytes) for name in METHODS]
-    latency = statistics.fmean(each.seconds / each.messages for each in smallest)
+    latency = statistics.median(each.seconds / each.messages for each in smallest)
+    most = max(each.bytes // each.messages for each in timed)
     rates: dict[int, list[float]] = {}
     for each in timed:
-        carrying = each.seconds - each.messages * latency
-        if carrying > 0.3 * each.seconds:
-            rates.setdefault(sharing * each.bytes // each.messages, []).append(sharing * each.bytes / carrying)
+        size, carrying = each.bytes // each.messages, each.seconds - each.messages * latency
+        if carrying > 0.3 * each.seconds or size == most:  # else nearly all of it is latency, and noise
+            carrying = max(carrying, 0.3 * each.seconds)
+            rates.setdefault(sharing * size, []).append(sharing * each.bytes / carrying)
     points = sorted((size, statistics.fmean(found)) for size, found in rates.items())
-    best = max(rate for _, rate in points)
-    return Fit(best, latency, [(size, rate / best) for size, rate in points])
+    # The largest messages tell most of the bandwidth; the latency hardly counts in them.
+    bandwidth = max(points[-1][1], max(rate for _, rate in points) / MOST_EFFICIENT)
+    return Fit(bandwidth, latency, [(size, rate / bandwidth) for size, rate in points])

@@ -35,7 +35,6 @@ from hf_helix.simulation.measured.device import (
     measure_exponentials,
     measure_memory,
     measure_products,
-    spread_out,
 )
 from hf_helix.simulation.measured.links import Fit, Timed, fit, measure_link
 from hf_helix.simulation.measured.stopwatch import Stopwatch
@@ -177,7 +176,7 @@ def _peaks(name: str, products: Mapping[str, Points]) -> dict[str, float]:
 
 
 def _curve(points: Points, best: float) -> list[list[float]]:
-    return [[_short(size), _short(rate / best)] for size, rate in spread_out(points, 0.05)]
+    return [[_short(size), _short(rate / best)] for size, rate in points]
 
 
 def _attention(points: Points, peak: float, block: int, exponentials: float | None) -> list[list[float]]:
@@ -193,7 +192,7 @@ def _link(found: Fit) -> dict[str, Any]:
     return {
         "gb_per_s": _short(found.bandwidth / 1e9),
         "latency_us": _short(found.latency * 1e6),
-        "efficiency": [[_short(size), _short(share)] for size, share in spread_out(list(found.efficiency), 0.05)],
+        "efficiency": [[_short(size), _short(share)] for size, share in found.efficiency],
     }
 
 

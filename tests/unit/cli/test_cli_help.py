@@ -36,7 +36,7 @@ def test_every_example_parses() -> None:
     texts = [EXAMPLES, *(parser.epilog or "" for parser in commands().values())]
     lines = [line.strip().partition("   ")[0] for text in texts for line in text.splitlines()]
     examples = [shlex.split(line) for line in lines if line.startswith("hf-helix ")]
-    assert {words[1] for words in examples} == {"profile", "plan", "show", "cluster", "check", "models", "env"}
+    assert {words[1] for words in examples} == {command.__name__.rpartition(".")[2] for command in COMMANDS}
     for words in examples:
         build_parser().parse_args(words[1:])
 

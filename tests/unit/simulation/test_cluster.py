@@ -44,7 +44,8 @@ def test_every_file_of_the_package_loads_and_says_where_its_numbers_are_from(nam
     said = " ".join(found["sources"])
     for key in ("memory_gb", "peak_tflops", "memory_gb_per_s", "matmul", "attention", "memory_efficiency"):
         assert key in said, f"{name} does not say where device.{key} is from"
-    assert "node" in said
+    for link in {"node", "network"} & found.keys():
+        assert link in said
     assert "contention" in said
     assert cluster.devices == found["nodes"] * found["devices_per_node"]
     # Nothing is faster than the peak.

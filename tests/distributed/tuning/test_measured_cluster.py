@@ -1,0 +1,80 @@
+"""`hf-helix cluster`: two processes measure themselves and the links between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from support.cluster import Cluster
+
+from hf_helix.cli.cluster import written
+from hf_helix.runtime.distributed.mesh import forget_meshes
+from hf_helix.simulation.cluster import load_cluster
+from hf_helix.simulation.measured import device, links, machine, together
+
+LEAST = {
+    (device, "SIDES"): (32, 64),
+    (device, "KEYS"): (128,),
+    (device, "ELEMENTS"): (4096, 65536),
+    (links, "SIZES"): (256, 65536, 262144),
+    (together, "SECONDS"): {"cpu": 0.01},
+    (machine, "BUDGET"): {"cpu": 0.001},
+}
+"""As little as can be measured."""
+
+
+def measure(link: str | None, apart: bool) -> dict[str, Any]:
+    """What each rank finds; `apart` from each other on hosts of their own."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    host = f"host-{dist.get_rank()}" if apart else "host"
+    patches = [mock.patch.object(module, name, value) for (module, name), value in LEAST.items()]
+    forget_meshes()
+    with mock.patch.dict(os.environ, NCCL_HOSTID=host):
+        for patch in patches:
+            patch.start()
+        try:
+            return machine.measure_cluster(torch.device("cpu"), link)
+        finally:
+            mock.patch.stopall()
+            forget_meshes()
+
+
+def test_an_emulated_link_is_found_and_the_file_can_be_used(cluster_of: Callable[[int], Cluster], tmp_path: Path):
+    first, second = cluster_of(2).run(measure, link="50mbit,2ms", apart=False)
+    assert first == second
+    file = tmp_path / "here.yaml"
+    file.write_text(written(first))
+    found = load_cluster(file)
+    assert (found.nodes, found.devices_per_node, found.backend) == (1, 2, "gloo")
+    # A busy machine adds to the latency, which is taken from what large messages take.
+    assert 0.3 * 50e6 / 8 < found.node.bandwidth < 1.3 * 50e6 / 8
+    assert 2e-3 <= found.node.latency < 30e-3
+    assert not found.device.host_runs_ahead
+    assert found.device.issue_seconds > 0
+    assert set(found.device.peaks) == {"fp32", "bf16"}
+    assert all(factor >= 1 for factor in found.contention.values())
+    assert "emulated link of 50mbit,2ms" in yaml.safe_load(file.read_text())["sources"]["node"]
+
+
+def test_ranks_on_hosts_of_their_own_are_joined_by_the_network(cluster_of: Callable[[int], Cluster]):
+    first, _ = cluster_of(2).run(measure, link=None, apart=True)
+    assert (first["nodes"], first["devices_per_node"]) == (2, 1)
+    assert "node" not in first
+    assert first["network"]["devices_per_link"] == 1
+    assert {"compute_beside_inter_node", "inter_node_beside_compute"} == set(first["contention"])
+
+
+def test_a_link_without_a_rate_is_refused(cluster_of: Callable[[int], Cluster]):
+    for failure in cluster_of(2).errors(measure, link="even", apart=False):
+        assert failure.kind == "ValueError"
+        assert "link='even' has no rate to describe; give one, such as '300mbit'" in failure.message
+    with pytest.raises(ValueError, match="no rate"):
+        machine.measure_cluster(torch.device("cpu"), "even")

@@ -1,0 +1,76 @@
+"""What is written into a cluster file gives back the times that it was made from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_helix.simulation.cluster import Cluster, parse_cluster
+from hf_helix.simulation.estimate import Ring, kernel_seconds, transfer_seconds
+from hf_helix.simulation.kernels import MATMUL, OTHER, Kernel, Transfer
+from hf_helix.simulation.measured.device import HEAD_SIZE, HEADS, attention_work
+from hf_helix.simulation.measured.links import METHODS, Timed, fit
+from hf_helix.simulation.measured.machine import _attention, _curve, _link, _nodes
+from hf_helix.simulation.meter import attention_kernel
+
+
+def cluster_of(device: dict[str, Any], node: dict[str, Any], ranks: int = 4) -> Cluster:
+    about = {"name": "X", "memory_gb": 1, "peak_tflops": {"fp32": 0.1}, "memory_gb_per_s": 20}
+    found = {"name": "here", "nodes": 1, "devices_per_node": ranks, "backend": "gloo", "node": node}
+    return parse_cluster({**found, "device": {**about, **device}}, "here")
+
+
+@pytest.mark.parametrize("block", [128, 512])
+def test_attention_takes_forward_and_backward_what_was_measured(block: int):
+    measured = [(128.0, 4e-3), (512.0, 40e-3), (1024.0, 120e-3)]
+    curve = _attention(measured, 0.1e12, block, exponentials=1e9)
+    cluster = cluster_of({"attention": curve, "attention_block": block, "exponentials_per_ns": 1}, {"gb_per_s": 1})
+    for keys, seconds in measured:
+        q, k, v = (torch.empty(1, HEADS, int(keys), HEAD_SIZE, device="meta") for _ in range(3))
+        parts = [attention_kernel(q, k, v, causal=True, backward=backward) for backward in (False, True)]
+        found = sum(kernel_seconds(part, cluster, "fp32") for part in parts)
+        assert found == pytest.approx(seconds, rel=1e-3)
+        operations, exponentials = attention_work(keys, block)
+        assert operations >= sum(part.flops for part in parts), "a mask spares whole blocks only"
+        assert exponentials >= sum(part.exponentials for part in parts)
+
+
+def test_products_and_element_wise_kernels_take_what_was_measured():
+    products, memory = [(1e6, 0.5e11), (1e9, 0.8e11)], [(1e5, 8e9), (1e7, 20e9)]
+    device = {"matmul": _curve(products, 0.1e12), "memory_efficiency": _curve(memory, 20e9), "kernel_us": 5}
+    cluster = cluster_of(device, {"gb_per_s": 1})
+    for operations, rate in products:
+        kernel = Kernel(MATMUL, operations, 100)
+        assert kernel_seconds(kernel, cluster, "fp32") == pytest.approx(5e-6 + operations / rate, rel=1e-3)
+    for moved, rate in memory:
+        kernel = Kernel(OTHER, 0.0, int(moved))
+        assert kernel_seconds(kernel, cluster, "fp32") == pytest.approx(5e-6 + moved / rate, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_take_what_was_measured(ranks: int):
+    """Of a link of 1 GB/s and 100 us, of which large messages get all, and small ones half."""
+
+    def seconds(sent: int, messages: int) -> float:
+        return messages * 100e-6 + sent / (1e9 if sent / messages > 1e6 else 0.5e9)
+
+    timed = []
+    for method in METHODS:
+        messages = 1 if method == "shift" else ranks - 1
+        sizes = [messages * size for size in (8, 100_000, 800_000, 4_000_000, 64_000_000)]
+        timed += [Timed(method, sent, messages, seconds(sent, messages)) for sent in sizes]
+    cluster = cluster_of({}, _link(fit(timed)), ranks)
+    for each in timed:
+        found = transfer_seconds(Transfer("tp", each.method, each.bytes), Ring(ranks, ranks, 1), cluster)
+        assert found == pytest.approx(each.seconds, rel=0.02), each
+
+
+def test_nodes_are_read_from_the_names_of_hosts():
+    assert _nodes(["a 1", "a 1", "b 2", "b 2"]) == (2, 2)
+    assert _nodes(["a 1"]) == (1, 1)
+    with pytest.raises(ValueError, match=r"here are 2 on a, 1 on b\. Start equally many on each"):
+        _nodes(["a 1", "a 1", "b 2"])
+    with pytest.raises(ValueError, match="that follow each other"):
+        _nodes(["a 1", "b 2", "a 1", "b 2"])
