@@ -25,7 +25,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("tuning", "simulation", "checkpoint"),
     ("report",),
     ("engine",),
-    ("testing",),
+    ("testing", "paper"),
     ("integrations", "cli", "__main__"),
 )
 LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
@@ -33,7 +33,7 @@ STANDARD_LIBRARY_ONLY = {"version", "link_speed", "config", "planning"}
 LAZY = {"yaml"}  # what these may import inside a function
 IMPORTERS = {
     "accelerate": ("integrations.accelerate",),
-    "transformers": ("models", "checkpoint", "engine", "integrations"),
+    "transformers": ("models", "checkpoint", "engine", "paper", "integrations"),
 }
 
 

@@ -13,11 +13,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_helix.cli import check, cluster, doctor, env, models, plan, profile, show, simulate
+from hf_helix.cli import check, cluster, doctor, env, models, paper, plan, profile, show, simulate
 from hf_helix.cli.options import HelpFormatter
 from hf_helix.version import __version__
 
-COMMANDS = (profile, plan, show, doctor, simulate, cluster, check, models, env)
+COMMANDS = (profile, plan, show, doctor, simulate, cluster, paper, check, models, env)
 
 EXAMPLES = """\
 examples:
@@ -25,6 +25,7 @@ examples:
   hf-helix plan profile.json                                                   writes plan.json
   hf-helix show plan.json --profile profile.json                               draws it in the terminal
   hf-helix cluster --output here.yaml                                          what this machine computes and sends
+  hf-helix paper --figure 11                                                   the paper's figure, simulated
   hf-helix check Qwen/Qwen3-0.6B                                               is the cut model equal?
   hf-helix models                                                              what is supported
   hf-helix env                                                                 what to paste into an issue

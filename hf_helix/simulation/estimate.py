@@ -24,13 +24,23 @@ LEAST = 1e-7
 
 @dataclass(frozen=True)
 class Sizes:
-    """The parallel sizes of a layout; tensor parallelism is the innermost dimension, data parallelism the outermost."""
+    """The parallel sizes of a layout; tensor parallelism is the innermost dimension, data parallelism the outermost.
+
+    Attributes:
+        tp: tensor parallelism.
+        cp: context parallelism.
+        pp: the pipeline.
+        dp: data parallelism.
+        ep: experts.
+        stages_outermost: whether the pipeline is the outermost dimension instead, as in Megatron-LM; never here.
+    """
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    stages_outermost: bool = False
 
     @property
     def devices(self) -> int:
@@ -74,13 +84,14 @@ def ring_of(cluster: Cluster, size: int, stride: int) -> Ring:
 def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
     """Returns the axes of a layout by name: tp, cp, experts, pp, and copies, over which gradients are summed."""
     tp, cp, pp = sizes.tp, sizes.cp, sizes.pp
+    copy = tp * cp * (1 if sizes.stages_outermost else pp)  # from a rank to its neighbour in data parallelism
     return {
         "tp": ring_of(cluster, tp, 1),
         "cp": ring_of(cluster, cp, tp),
-        "experts": ring_of(cluster, tp, 1) if sizes.ep == 1 else ring_of(cluster, sizes.ep, tp * cp * pp),
-        "pp": ring_of(cluster, pp, tp * cp),
-        "copies": ring_of(cluster, sizes.dp * cp, tp if cp > 1 else tp * pp),
-        "expert_copies": ring_of(cluster, sizes.dp * cp // sizes.ep, tp * cp * pp * sizes.ep),
+        "experts": ring_of(cluster, tp, 1) if sizes.ep == 1 else ring_of(cluster, sizes.ep, copy),
+        "pp": ring_of(cluster, pp, tp * cp * (sizes.dp if sizes.stages_outermost else 1)),
+        "copies": ring_of(cluster, sizes.dp * cp, tp if cp > 1 else copy),
+        "expert_copies": ring_of(cluster, sizes.dp * cp // sizes.ep, copy * sizes.ep),
     }
 
 
@@ -137,6 +148,24 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
     return max(inside, across)
 
 
+def operator_seconds(
+    amounts: OperatorAmounts, kind: Kind, axes: Mapping[str, Ring], cluster: Cluster, dtype: str
+) -> float:
+    """Returns what an operator takes alone.
+
+    Args:
+        amounts: what it does.
+        kind: what it is.
+        axes: of the layout, see `rings`.
+        cluster: what it runs on.
+        dtype: the type of matrix products.
+    """
+    if kind.communicates:
+        return max(LEAST, sum(transfer_seconds(each, axes[each.axis], cluster) for each in amounts.transfers))
+    seconds = sum(kernel_seconds(kernel, cluster, dtype) for kernel in amounts.kernels)
+    return max(LEAST, seconds if cluster.device.host_runs_ahead else seconds + cluster.device.issue_seconds)
+
+
 def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cluster, dtype: str = "bf16") -> Profile:
     """Returns the profile of a layout on a cluster.
 
@@ -163,14 +192,9 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
             found = amounts.operators[name]
         else:
             found = OperatorAmounts(transfers=[Transfer("pp", "send", amounts.handed_on)])
+        times[name] = operator_seconds(found, op.kind, axes, cluster, dtype)
         if op.kind.communicates:
-            times[name] = max(LEAST, sum(transfer_seconds(each, axes[each.axis], cluster) for each in found.transfers))
             sent[name] = sum(each.bytes for each in found.transfers)
-        else:
-            seconds = sum(kernel_seconds(kernel, cluster, dtype) for kernel in found.kernels)
-            if not cluster.device.host_runs_ahead:
-                seconds += cluster.device.issue_seconds
-            times[name] = max(LEAST, seconds)
     about = {"model": amounts.model.name, "estimated": cluster.name}
     return Profile(about, layout, times, pairs=contended(layout, times, cluster), bytes=sent)
 
@@ -183,8 +207,8 @@ def contended(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> 
             longest[op.kind] = name
     pairs = {}
     for first, second in {tuple(sorted(kinds, key=list(Kind).index)) for kinds in cluster.contention}:
-        if first in longest and second in longest:
-            slow = cluster.contention.get((first, second), 1.0), cluster.contention.get((second, first), 1.0)
+        slow = cluster.contention.get((first, second), 1.0), cluster.contention.get((second, first), 1.0)
+        if first in longest and second in longest and slow != (1.0, 1.0):
             a, b = longest[first], longest[second]
             pairs[a, b] = Pair.of(times[a], times[b], *slow)
     return pairs

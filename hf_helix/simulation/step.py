@@ -21,6 +21,7 @@ from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout, place_names
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan, predict_plan, runs_one_strand
 from hf_helix.planning.profile import Profile
 from hf_helix.simulation.amounts import Amounts
@@ -183,9 +184,25 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
     Raises:
         ValueError: the layout cannot be built.
     """
-    layout = layout_of(amounts, case)
-    profile = estimate_profile(amounts, layout, case.sizes, cluster, case.dtype)
+    profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
     plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
+    return simulate_plan(amounts, case, cluster, profile, plan, whole)
+
+
+def simulate_plan(
+    amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, plan: Plan, whole: bool = False
+) -> Step:
+    """Returns what an optimizer step takes under a plan, whatever the case says of plans.
+
+    Args:
+        amounts: of a rank of this case's layout.
+        case: what is trained how.
+        cluster: what it runs on.
+        profile: the times of the operators, with the layout of the case, see `layout_of`.
+        plan: for this profile.
+        whole: as of `simulate_step`.
+    """
+    layout = profile.layout
     layers = steady_layers(plan, profile, amounts.model.units[1:-1])
     costs = costs_under(profile, layers)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)

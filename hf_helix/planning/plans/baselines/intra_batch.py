@@ -216,7 +216,7 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
         return profile
     old = profile.layout
     layout = Layout(old.units, old.chunks, tile_pairs(old.graphs, tiles), ranks=old.ranks)
-    sources = {name: _source(name, op, profile, tiles) for name, op in named_operators(layout)}
+    sources = {name: source_of(name, op, profile, tiles) for name, op in named_operators(layout)}
     times = {name: profile.times[source] / parts for name, (source, parts) in sources.items()}
     spread = {name: profile.spread.get(source, 0.0) for name, (source, _) in sources.items()}
     first = {name: name if name in times else _tile_entry(name, op, 0) for name, op in named_operators(old)}
@@ -296,8 +296,15 @@ def _tile_entry(name: Name, op: Operator, tile: int) -> Name:
     return unit, f"{entry[0]}.{op.forward_name}.{tile}{op.name.removeprefix(op.forward_name)}"
 
 
-def _source(name: Name, op: Operator, profile: Profile, tiles: int) -> tuple[Name, int]:
-    """The operator that the time of a tiled graph's operator is taken from, and into how many parts."""
+def source_of(name: Name, op: Operator, profile: Profile, tiles: int) -> tuple[Name, int]:
+    """Returns the operator that the time of a tiled graph's operator is taken from, and into how many parts.
+
+    Args:
+        name: of the operator of the tiled graph.
+        op: the operator itself.
+        profile: of the whole operators.
+        tiles: how many.
+    """
     if name in profile.times:
         return name, 1
     unit, entry = name

@@ -1,0 +1,141 @@
+"""Fits the few constants of the paper's A40 cluster on the paper's Megatron column and its figure 15 (a) alone.
+
+    python benchmarks/fit_paper.py            prints the constants, which are copied into the cluster's file by hand
+
+Constants are factors on what the file says of products, attention, links inside and between nodes; and how much
+computation and communication, and both kinds of communication, slow each other down. The most probable ones are
+found: errors of speeds are taken to be 5 %, of the gains of figure 15 (a) 3 points, of the file's rates 20 %, of
+contention 0.15 around the 1.25 that section 6.3.3 of the paper reports. Each constant goes up and down in turn, in
+steps that become smaller. A800 and H100 are not fitted: they have two rows of the Megatron column, and none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from hf_helix.paper.ablation import gains
+from hf_helix.paper.published import FIGURE_11, FIGURE_12, FIGURE_15, INCREMENTS, MEGATRON
+from hf_helix.paper.runs import Runs
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.simulation.cluster import Cluster, Curve, Link, load_cluster
+
+CLUSTER = "a40x64"
+RATES = ("matmul", "attention", "node", "network")
+CONTENTION = {
+    "beside computation": ((Kind.COMPUTE, Kind.INTRA_NODE), (Kind.COMPUTE, Kind.INTER_NODE)),
+    "beside communication": ((Kind.INTRA_NODE, Kind.INTER_NODE),),
+}
+REPORTED, SPREAD = 1.25, 0.15
+SPEED_ERROR, GAIN_ERROR, RATE_ERROR = 0.05, 0.03, 0.2
+
+Constants = Mapping[str, float]
+
+
+def tuned(cluster: Cluster, constants: Constants) -> Cluster:
+    """Returns a cluster with its rates multiplied, and with other contention."""
+    device = replace(
+        cluster.device,
+        matmul={key: _scaled(curve, constants["matmul"]) for key, curve in cluster.device.matmul.items()},
+        attention={key: _scaled(curve, constants["attention"]) for key, curve in cluster.device.attention.items()},
+    )
+    slow = {}
+    for name, kinds in CONTENTION.items():
+        for first, second in kinds:
+            slow[first, second] = slow[second, first] = constants[name]
+    node, network = _faster(cluster.node, constants["node"]), _faster(cluster.network, constants["network"])
+    return replace(cluster, device=device, node=node, network=network, contention=slow)
+
+
+def _scaled(curve: Curve, factor: float) -> Curve:
+    return Curve(tuple((size, share * factor) for size, share in curve.points))
+
+
+def _faster(link: Link, factor: float) -> Link:
+    return replace(link, bandwidth=link.bandwidth * factor)
+
+
+class Fit:
+    """The error of constants.
+
+    Args:
+        runs: with the cluster as its file has it.
+    """
+
+    def __init__(self, runs: Runs) -> None:
+        self.runs = runs
+        self.cluster = load_cluster(CLUSTER)
+
+    def with_constants(self, constants: Constants) -> Runs:
+        """Returns runs on a cluster with these constants."""
+        return self.runs.with_clusters({CLUSTER: tuned(self.cluster, constants)})
+
+    def speeds(self, constants: Constants) -> float:
+        """Returns the error of the Megatron column, with that of the rates."""
+        runs = self.with_constants(constants)
+        rows = (*FIGURE_11, *FIGURE_12)
+        errors = [math.log(runs.run(row, MEGATRON).speed / row.printed[MEGATRON]) for row in rows]
+        own = sum((math.log(constants[name]) / RATE_ERROR) ** 2 for name in RATES)
+        return sum((error / SPEED_ERROR) ** 2 for error in errors) + own
+
+    def steps(self, constants: Constants) -> float:
+        """Returns the error of figure 15 (a), with that of contention."""
+        row, total, error = FIGURE_15["a"], 0.0, 0.0
+        for gain, more in zip(gains(self.with_constants(constants), row), INCREMENTS["a"], strict=True):
+            total += more / 100
+            error += ((gain - 1 - total) / GAIN_ERROR) ** 2
+        return error + ((constants["beside computation"] - REPORTED) / SPREAD) ** 2
+
+
+def descend(
+    start: Constants, names: list[str], error: Callable[[Constants], float], step: float, least: float, floor: float
+) -> dict[str, float]:
+    """Returns the constants at which the error is least, found by changing one after the other.
+
+    Args:
+        start: all constants.
+        names: those that change.
+        error: of constants.
+        step: by which part they change at first.
+        least: the last step.
+        floor: that none goes below.
+    """
+    best, found = dict(start), error(start)
+    while step >= least:
+        moved = False
+        for name in names:
+            for factor in (1 + step, 1 / (1 + step)):
+                tried = best | {name: max(floor, best[name] * factor)}
+                seen = error(tried) if tried != best else found
+                if seen < found:
+                    best, found, moved = tried, seen, True
+                    break
+        print(f"  error {found:7.2f}, step {step:.3f}: {_text(best)}", flush=True)
+        step = step if moved else step / 2
+    return best
+
+
+def _text(constants: Constants) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in constants.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2, help="how often rates and contention are fitted in turn")
+    options = parser.parse_args()
+    fit = Fit(Runs())
+    constants = dict.fromkeys(RATES, 1.0) | dict.fromkeys(CONTENTION, 1.1)
+    start = time.time()
+    for _ in range(options.rounds):
+        print("rates, on the Megatron column")
+        constants = descend(constants, list(RATES), fit.speeds, 0.1, 0.05, 0.1)
+        print("contention, on figure 15 (a)")
+        constants = descend(constants, list(CONTENTION), fit.steps, 0.1, 0.05, 1.0)
+    print(f"{_text(constants)}, after {time.time() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""The paper's tables and figures, by simulation, beside what the paper printed.
+
+published   the paper's own numbers: models, layouts, results
+models      its models, on the meta device
+runs        its methods: what each of them is here, and a row under each
+ablation    the steps of its figure 15
+throughput  figures 11 to 15 and tables 6 and 7: speeds
+inside      figures 3, 4, 5, 10, 16, table 1 and section 6.5: shares, pairs, memory, plans
+artifacts   all of them by number
+table       a table as text, with its picture
+draw        their pictures
+"""

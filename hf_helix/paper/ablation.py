@@ -1,0 +1,77 @@
+"""The steps of the paper's figure 15: kinds of overlap, added one by one.
+
+In:   a row.
+Out:  what each step gains over the baseline, in percent of it.
+Must hold: every step keeps what the baseline overlaps by itself: steps of the ring beside blocks of attention, and the
+weight gradient beside a reduce-scatter.
+
+In the first step, communication between nodes takes no part in plans: what the baseline shows of it is put on the
+compute stream, so that nothing of it is hidden by the other strand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hf_helix.paper.published import DHELIX, MEGATRON, Row
+from hf_helix.paper.runs import LAUNCH_SECONDS, Runs, barriers_of, case_of
+from hf_helix.planning.graph.ablation import ablate_profile
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import Profile
+from hf_helix.simulation.steady import steady_layers
+from hf_helix.simulation.step import simulate_plan
+
+STEPS = ("TP", "and CP", "and both at once", "and W's that move")
+WITHOUT: Sequence[Collection[str]] = (
+    ("inter_node", "wgrad"),
+    ("comm_beside_comm", "wgrad"),
+    ("wgrad",),
+    (),
+)
+"""What each step does without, see `hf_helix.planning.graph.ablation`."""
+
+
+def increments(runs: Runs, row: Row) -> list[float]:
+    """Returns what each step adds, in percent of the baseline."""
+    totals = [0.0, *(100 * (gain - 1) for gain in gains(runs, row))]
+    return [after - before for before, after in pairwise(totals)]
+
+
+def gains(runs: Runs, row: Row) -> list[float]:
+    """Returns how many times as fast as Megatron every step is."""
+    case, baseline = case_of(row, DHELIX), runs.run(row, MEGATRON).step.seconds
+    found = []
+    for without in WITHOUT:
+        profile = runs.profile(row, DHELIX)
+        if Kind.INTER_NODE.value in without:
+            profile = exposed_only(profile, Kind.INTER_NODE)
+        profile = ablate_profile(profile, without)
+        plan = make_plan("dhelix", profile, model="", mesh={"tp_size": row.sizes.tp})
+        step = simulate_plan(runs.amounts(row), case, runs.cluster(row), profile, plan)
+        found.append(baseline / (step.seconds + LAUNCH_SECONDS * barriers_of(plan, profile, row)))
+    return found
+
+
+def exposed_only(profile: Profile, kind: Kind) -> Profile:
+    """Returns the profile in which communication of a kind runs on the compute stream, and takes so long there that one
+    strand is as fast as before: what it hides of it is gone."""
+    names = {name for name in profile.times if profile.kind(name) is kind}
+    layer = next(name for name, pair in profile.layout.graphs.items() if pair.forward.repeats)
+    pairs = {key: pair for key, pair in profile.pairs.items() if not names & set(key)}
+    moved = replace(ablate_profile(profile, (kind.value,)), pairs=pairs)
+
+    def seconds(found: Profile) -> float:
+        plan = make_plan("sequential", found, model="", mesh={})
+        layers = steady_layers(plan, found, [layer])
+        return layers.forward[layer] + layers.backward[layer]
+
+    def scaled(share: float) -> Profile:
+        times = {name: each * share if name in names else each for name, each in profile.times.items()}
+        return replace(moved, times=times)
+
+    least = 1e-6
+    without, whole = seconds(scaled(least)), seconds(moved)
+    return scaled(max(least, (seconds(profile) - without) / (whole - without))) if whole > without else profile

@@ -1,0 +1,55 @@
+"""The best layout that one strand has, beside the paper's own.
+
+In:   a row of the paper.
+Out:  the layout, its speed, and its memory.
+Must hold: the model, the batch and the cluster are the row's; what does not fit is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hf_helix.paper.published import MEGATRON, MODELS, Row
+from hf_helix.paper.runs import Runs, case_of
+from hf_helix.simulation.estimate import Sizes
+from hf_helix.simulation.layouts import layouts
+from hf_helix.simulation.step import Step, memory_of_case, simulate_step
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def best_plain(runs: Runs, row: Row) -> tuple[str, float, float] | None:
+    """Returns the fastest layout under `sequential` that fits: its name, its speed as the row counts it, and GB."""
+    cluster, shape = runs.cluster(row), MODELS[row.model]
+    found = [
+        step
+        for sizes in layouts(cluster, row.length, row.layers or shape.layers, max(1, shape.experts))
+        if (step := _fitting(runs, replace(row, sizes=sizes))) is not None
+    ]
+    if not found:
+        return None
+    best = max(found, key=lambda step: step.tokens_per_second)
+    speed = best.tokens_per_second if row.counts_tokens else best.tflops[1]
+    case = best.case
+    name = layout_name(case.sizes) + ("" if case.recompute == "none" else f", recompute {case.recompute}")
+    return name, speed, best.memory.total / 1e9
+
+
+def layout_name(sizes: Sizes) -> str:
+    """Returns the sizes above 1."""
+    parts = {"dp": sizes.dp, "tp": sizes.tp, "cp": sizes.cp, "pp": sizes.pp, "ep": sizes.ep}
+    return " ".join(f"{name}{size}" for name, size in parts.items() if size > 1)
+
+
+def _fitting(runs: Runs, row: Row) -> Step | None:
+    """Returns the step with the least recomputation that fits."""
+    cluster = runs.cluster(row)
+    for recompute in RECOMPUTE:
+        case = replace(case_of(row, MEGATRON), recompute=recompute)
+        try:
+            amounts = runs.amounts(row, recompute)
+            if memory_of_case(amounts, case).total <= cluster.device.memory:
+                return simulate_step(amounts, case, cluster)
+        except ValueError:
+            return None
+    return None

@@ -1,0 +1,245 @@
+"""A row of the paper under one of its methods, on paper.
+
+In:   a row, and the name of a method.
+Out:  a `Run`: the step that is simulated, and its speed in the row's unit.
+Must hold: every method runs the same operators at the same rates; methods differ in the plan and the schedule alone.
+Rates come from the files of clusters.
+
+What each method is here:
+
+    Megatron      `sequential` under 1F1B. It overlaps what Megatron-LM does: steps of the ring beside blocks of
+                  attention, and the weight gradient of a column-parallel linear beside a reduce-scatter
+    Intra-batch   `intra_batch` under 1F1B: tiles, whose products are smaller and so less efficient
+    Wavelet+      `round_robin` under the paper's W schedule
+    DHelix        `dhelix` under the W schedule, with a launch interval after every barrier
+    search        our own plan, under `schedule="auto"`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hf_helix.engine.on_paper import OnPaper
+from hf_helix.paper.models import build_model
+from hf_helix.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
+from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, source_of, tile_profile
+from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import Name, Profile, named_operators
+from hf_helix.simulation.amounts import Amounts, OperatorAmounts
+from hf_helix.simulation.cluster import Cluster, load_cluster
+from hf_helix.simulation.estimate import estimate_profile, operator_seconds, rings
+from hf_helix.simulation.step import Case, Step, layout_of, simulate_plan
+
+SEARCH = "search"
+RULES: Mapping[str, tuple[str, str]] = {
+    MEGATRON: ("sequential", "1f1b"),
+    INTRA_BATCH: ("intra_batch", "1f1b"),
+    WAVELET: ("round_robin", "folded_1f1b"),
+    DHELIX: ("dhelix", "folded_1f1b"),
+    SEARCH: ("search", "auto"),
+}
+"""Plan and schedule of every method."""
+
+SEARCHING = 0.2
+"""The length of a search, in parts of the usual one."""
+
+LAUNCH_SECONDS = 20e-6
+"""What DHelix's `torch.cuda.synchronize` between two pairs of segments leaves the device idle. Assumed: the paper gives
+it as a part of communication only (table 7)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row under a method.
+
+    Attributes:
+        row: of the paper.
+        method: a key of `RULES`.
+        step: what is simulated.
+        profile: the times of the operators.
+        plan: their order.
+        launches: seconds of the step in which a device waits for the host after barriers.
+    """
+
+    row: Row
+    method: str
+    step: Step
+    profile: Profile
+    plan: Plan
+    launches: float
+
+    @property
+    def speed(self) -> float:
+        """Returns TFLOP/s of a GPU with full attention, or tokens a second, as the row counts."""
+        return self.step.tokens_per_second if self.row.counts_tokens else self.step.tflops[1]
+
+
+class Runs:
+    """Simulates rows, each under each method once.
+
+    Args:
+        clusters: by name, in the place of those that the package brings.
+    """
+
+    def __init__(self, clusters: Mapping[str, Cluster] | None = None) -> None:
+        self.clusters = dict(clusters or {})
+        self._models: dict[tuple[str, int | None, str], OnPaper] = {}
+        self._amounts: dict[tuple[object, ...], Amounts] = {}
+        self._found: dict[tuple[Row, str], Run] = {}
+
+    def cluster(self, row: Row) -> Cluster:
+        """Returns the cluster of a row."""
+        if row.cluster not in self.clusters:
+            self.clusters[row.cluster] = load_cluster(row.cluster)
+        return self.clusters[row.cluster]
+
+    def with_clusters(self, clusters: Mapping[str, Cluster]) -> Runs:
+        """Returns runs on other clusters of the same shape, for which nothing is counted anew."""
+        other = Runs(clusters)
+        other._amounts = self._amounts
+        return other
+
+    def run(self, row: Row, method: str) -> Run:
+        """Returns a row under a method."""
+        if (row, method) not in self._found:
+            profile = self.profile(row, method)
+            plan = self._plan(row, method, profile)
+            step = simulate_plan(self.amounts(row), case_of(row, method), self.cluster(row), profile, plan)
+            launches = LAUNCH_SECONDS * barriers_of(plan, profile, row) if method == DHELIX else 0.0
+            step = replace(step, window=step.window + launches)
+            self._found[row, method] = Run(row, method, step, profile, plan, launches)
+        return self._found[row, method]
+
+    def gain(self, row: Row, method: str) -> float:
+        """Returns how many times as fast as Megatron a method is."""
+        return self.run(row, method).speed / self.run(row, MEGATRON).speed
+
+    def profile(self, row: Row, method: str) -> Profile:
+        """Returns the times of a row's operators, with the layout that a method's schedule has."""
+        case, cluster = case_of(row, method), self.cluster(row)
+        amounts = self.amounts(row)
+        return estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster)
+
+    def amounts(self, row: Row, recompute: str = "none") -> Amounts:
+        """Returns what a rank of a row does.
+
+        Raises:
+            ValueError: the model cannot be cut like this.
+        """
+        key = row.model, row.layers, row.cluster, row.length, row.sizes, row.capacity, recompute
+        if key not in self._amounts:
+            counted = self.model(row).amounts(replace(case_of(row, MEGATRON), recompute=recompute))
+            self._amounts[key] = _padded(_reduced_by_the_backend(counted), max(1.0, row.capacity / TOP_K))
+        return self._amounts[key]
+
+    def model(self, row: Row) -> OnPaper:
+        """Returns the model of a row, on the row's cluster."""
+        key = row.model, row.layers, row.cluster
+        if key not in self._models:
+            self._models[key] = OnPaper(build_model(row.model, row.layers), self.cluster(row))
+        return self._models[key]
+
+    def _plan(self, row: Row, method: str, profile: Profile) -> Plan:
+        amounts, sizes = self.amounts(row), row.sizes
+        mesh = {"tp_size": sizes.tp}
+        plan = make_plan(RULES[method][0], profile, model=amounts.model.name, mesh=mesh, searching=SEARCHING)
+        if isinstance(plan, IntraBatchPlan):
+            times = tile_seconds(amounts, profile, plan.tiles, row, self.cluster(row))
+            return TiledOnPaper(plan.rule, plan.model, plan.mesh, plan.graphs, plan.orders, plan.tiles, times)
+        return plan
+
+
+def case_of(row: Row, method: str) -> Case:
+    """Returns the case of a row under a method: micro-batches of one sequence, states of the optimizer in shards."""
+    rule, schedule = RULES[method]
+    return Case(row.sizes, 1, row.length, row.microbatches, rule, schedule, shard_optimizer=row.sizes.ep == 1)
+
+
+def barriers_of(plan: Plan, profile: Profile, row: Row) -> int:
+    """Returns how many barriers a rank meets in a step, in layers that run beside each other."""
+    assert isinstance(plan, BlockPlan)
+    layout = profile.layout
+    names = [layout.units[unit] for unit in layout.units_of(0) if "." not in layout.units[unit]]
+    layers = [name for name in names if layout.graphs[name].forward.repeats]
+    return row.microbatches * sum(plan.order(name, name).count(BARRIER) for name in layers)
+
+
+def _reduced_by_the_backend(amounts: Amounts) -> Amounts:
+    """Returns the amounts with sums inside the collective, as Megatron-LM leaves them to NCCL.
+
+    Our runtime exchanges the parts and adds them up in fp32, which takes the same way inside a node and more of the
+    links between nodes.
+    """
+
+    def summed(found: OperatorAmounts) -> OperatorAmounts:
+        sent = [
+            replace(each, method="reduce_scatter") if (each.axis, each.method) == ("tp", "exchange") else each
+            for each in found.transfers
+        ]
+        return replace(found, transfers=tuple(sent))
+
+    return replace(amounts, operators={name: summed(found) for name, found in amounts.operators.items()})
+
+
+def _padded(amounts: Amounts, factor: float) -> Amounts:
+    """Returns the amounts with so many times as many rows for every expert.
+
+    The paper's experts have a capacity of 6 or 8. Were that, as in today's Megatron-LM, the multiple of a balanced
+    load that is computed, the A40 would run at 91 % of its peak; so it is taken as a multiple of the tokens of a rank
+    divided by its experts, of which each token asks for two.
+    """
+
+    def more(name: Name, found: OperatorAmounts) -> OperatorAmounts:
+        if ".experts." not in name[1]:
+            return found
+        kernels = [replace(k, flops=k.flops * factor, bytes=int(k.bytes * factor)) for k in found.kernels]
+        sent = [replace(each, bytes=int(each.bytes * factor)) for each in found.transfers]
+        return replace(found, kernels=tuple(kernels), transfers=tuple(sent))
+
+    return replace(amounts, operators={name: more(name, found) for name, found in amounts.operators.items()})
+
+
+# --- Tiles ---
+
+
+@dataclass(frozen=True)
+class TiledOnPaper(IntraBatchPlan):
+    """An intra-batch plan whose tiles take what the cluster says of such small products and messages.
+
+    Attributes:
+        seconds: of the tiles.
+    """
+
+    seconds: Mapping[Name, float]
+
+    def profile_for(self, profile: Profile) -> Profile:
+        """Returns the times of the tiled graphs."""
+        found = super().profile_for(profile)
+        return replace(found, times={**found.times, **self.seconds})
+
+
+def tile_seconds(amounts: Amounts, profile: Profile, tiles: int, row: Row, cluster: Cluster) -> dict[Name, float]:
+    """Returns what the tiles of products and collectives take.
+
+    Args:
+        amounts: of whole operators.
+        profile: of whole operators.
+        tiles: how many.
+        row: whose layout it is.
+        cluster: what it runs on.
+    """
+    axes, found = rings(cluster, row.sizes), {}
+    for name, op in named_operators(tile_profile(profile, tiles).layout):
+        source, parts = source_of(name, op, profile, tiles)
+        if parts > 1:
+            part = _part(amounts.operators[source], parts)
+            found[name] = operator_seconds(part, op.kind, axes, cluster, "bf16")
+    return found
+
+
+def _part(whole: OperatorAmounts, parts: int) -> OperatorAmounts:
+    kernels = [replace(each, flops=each.flops / parts, bytes=each.bytes // parts) for each in whole.kernels]
+    return OperatorAmounts(kernels, [replace(each, bytes=each.bytes // parts) for each in whole.transfers])

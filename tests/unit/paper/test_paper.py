@@ -1,0 +1,127 @@
+"""`hf-helix paper`: the paper's rows on paper, and how far they are from what it printed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hf_helix.cli.main import main
+from hf_helix.paper.ablation import exposed_only
+from hf_helix.paper.artifacts import FIGURES, KINDS, makers_of
+from hf_helix.paper.published import (
+    FIGURE_11,
+    FIGURE_12,
+    FIGURE_13A,
+    INTRA_BATCH,
+    MEGATRON,
+    METHODS,
+    SPEEDS,
+    TABLE_6,
+    WAVELET,
+)
+from hf_helix.paper.runs import Runs
+from hf_helix.paper.throughput import errors, summary
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plans.baselines.intra_batch import tile_profile
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.simulation.steady import steady_layers
+
+PAGE = Path(__file__).parents[3] / "docs" / "paper.md"
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    return Runs()
+
+
+@pytest.mark.parametrize("row", [FIGURE_11[1], FIGURE_11[4], FIGURE_12[2]], ids=lambda row: row.name)
+def test_megatrons_speed_is_near_the_papers(runs: Runs, row):
+    assert runs.run(row, MEGATRON).speed == pytest.approx(row.printed[MEGATRON], rel=0.1)
+
+
+@pytest.mark.parametrize("row", [FIGURE_11[0], FIGURE_12[3]], ids=lambda row: row.name)
+def test_methods_are_ordered_as_in_the_paper(runs: Runs, row):
+    assert runs.gain(row, INTRA_BATCH) > 1.0
+    assert 1.0 < runs.gain(row, WAVELET) < row.printed["DHelix"] / row.printed[MEGATRON]
+
+
+def test_tiles_cost_more_than_their_part_of_the_whole(runs: Runs):
+    row = FIGURE_11[0]
+    run = runs.run(row, INTRA_BATCH)
+    plain, tiled = tile_profile(run.profile, row.sizes.tp).times, run.plan.profile_for(run.profile).times
+    slower = [name for name in plain if tiled[name] > plain[name] * 1.01]
+    assert ("layer", "F.mlp.up.0") in slower
+    assert not [name for name in plain if tiled[name] < plain[name] * 0.99]
+
+
+def test_what_one_strand_hides_is_left_out_of_the_first_step_of_figure_15(runs: Runs):
+    profile = runs.profile(FIGURE_12[2], MEGATRON)
+    moved = exposed_only(profile, Kind.INTER_NODE)
+
+    def seconds(found):
+        layers = steady_layers(make_plan("sequential", found, model="", mesh={}), found, ["layer"])
+        return layers.forward["layer"] + layers.backward["layer"]
+
+    assert Kind.INTER_NODE in {moved.kind(name) for name in profile.times} | {Kind.INTER_NODE}
+    assert not [name for name in profile.times if name[0] == "layer" and moved.kind(name) is Kind.INTER_NODE]
+    assert seconds(moved) == pytest.approx(seconds(profile), rel=0.01)
+
+
+def test_experts_stay_in_a_node_and_their_capacity_is_computed(runs: Runs):
+    row = TABLE_6[0]
+    run, balanced = runs.run(row, MEGATRON), runs.run(replace(row, capacity=0), MEGATRON)
+    assert run.step.loads[Kind.INTER_NODE] == 0.0 < run.step.loads[Kind.INTRA_NODE]
+    assert run.step.loads[Kind.INTRA_NODE] > 2.9 * balanced.step.loads[Kind.INTRA_NODE]
+
+
+def test_more_cp_needs_more_communication_between_nodes(runs: Runs):
+    shorter, longer = (runs.run(row, MEGATRON).step for row in FIGURE_13A)
+    assert longer.loads[Kind.INTER_NODE] > 2 * shorter.loads[Kind.INTER_NODE] > 0
+
+
+def test_unknown_numbers_are_refused_with_those_that_exist(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["paper", "--figure", "9"])
+    assert ended.value.code == 2
+    assert "--figure 9 is not simulated" in (said := capsys.readouterr().err)
+    assert all(number in said for number in FIGURES)
+    assert all(makers_of(kind, number) for kind, found in KINDS.items() for number in found)
+
+
+def test_a_figure_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    main(["paper", "--figure", "4", "--output", str(tmp_path / "oef.svg")])
+    assert "GEMM" in capsys.readouterr().out
+    assert (tmp_path / "oef.svg").read_text().startswith("<?xml")
+
+
+def test_a_table_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["paper", "--table", "1", "--output", str(tmp_path / "one.svg")])
+    assert "leave out --output" in capsys.readouterr().err
+
+
+def test_what_the_paper_prints_fits_together():
+    """Section 6.2: gains over Megatron of figures 11 and 12."""
+    for rows, low, high in ((FIGURE_11, 1.25, 1.41), (FIGURE_12, 1.21, 1.39)):
+        gains = [row.printed["DHelix"] / row.printed[MEGATRON] for row in rows]
+        assert low < min(gains)
+        assert max(gains) < high
+        assert all(set(row.printed) == set(METHODS) for row in rows)
+
+
+@pytest.mark.slow
+def test_errors_are_those_of_the_page(runs: Runs):
+    said = re.findall(r"^\| (.+?) \| (?:fitted|held out) \| \d+ \| ([\d.]+) % \| ([\d.]*) \|$", PAGE.read_text(), re.M)
+    found = {cells[0]: cells for cells in summary(runs).rows}
+    assert len(said) == len(found) > 5
+    for name, speed, gain in said:
+        assert float(found[name][3].rstrip(" %")) <= float(speed) + 0.1
+        assert not gain or float(found[name][4]) <= float(gain) + 0.001
+
+
+@pytest.mark.slow
+def test_every_row_runs_under_every_method(runs: Runs):
+    assert errors(runs, SPEEDS, METHODS).count == sum(len(row.printed) for row in SPEEDS)
