@@ -94,20 +94,19 @@ def memory_of(
     )
 
 
-def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction], rank: int) -> int:
+def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction]) -> int:
     """Returns the most bytes alive while a rank runs a program, beside the model, its gradients and the batches.
 
     Args:
         amounts: of a rank of this layout.
         layout: of all ranks.
-        program: the instructions of all ranks.
-        rank: in the pipeline.
+        program: the instructions of the rank.
     """
     passed = amounts.handed_on
     alive = peak = 0
     for instruction in program:
         op = instruction.operator
-        if op is None or layout.rank_of(instruction.unit) != rank:
+        if op is None:
             continue
         if op.kind is Kind.PIPELINE:
             delta, above = (passed, passed) if op.receives else (-passed, 0)

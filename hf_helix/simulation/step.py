@@ -23,7 +23,9 @@ from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan, predict_plan, runs_one_strand
+from hf_helix.planning.predict import predict_seconds
 from hf_helix.planning.profile import Profile
+from hf_helix.planning.program import build_programs
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Sizes, estimate_profile, rings, transfer_seconds
@@ -37,7 +39,7 @@ from hf_helix.simulation.memory import (
     peak_of_program,
     peak_of_slots,
 )
-from hf_helix.simulation.steady import costs_under, steady_layers
+from hf_helix.simulation.steady import costs_under, exposed_seconds, steady_layers
 from hf_helix.simulation.window import usual_schedule, window_of
 
 OPTIMIZER_BYTES = 32
@@ -90,7 +92,8 @@ class Step:
         sums: seconds after it in which only gradients are summed.
         optimizer: seconds of the optimizer.
         loads: seconds of each kind of work in a window, on the rank that has most.
-        exposed: seconds of each kind of communication in a window that run beside no computation, likewise.
+        exposed: seconds of each kind of communication in a window that run beside no computation, likewise; without
+            those between stages unless the window was drawn, in which case they are known.
         bubble: part of a window in which the pipeline's ranks wait for each other.
         memory: of the rank that needs most.
         model_flops: of a device in a step, attention counted as causal, and as if every token saw every other.
@@ -179,7 +182,8 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
         amounts: of a rank of this case's layout.
         case: what is trained how.
         cluster: what it runs on.
-        whole: whether to simulate every operator of the window, where it has no more than `WHOLE` of them.
+        whole: whether to order and predict the window operator by operator; those of up to `WHOLE` operators can be
+            drawn, and search their schedule.
 
     Raises:
         ValueError: the layout cannot be built.
@@ -208,20 +212,21 @@ def simulate_plan(
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
     seconds, drawn = window.seconds, None
     memory = memory_of_case(amounts, case, layout)
-    if whole and _num_operators(layout) * case.microbatches <= WHOLE:
-        schedule = Scheduler(case.schedule, case.sizes.pp, costs)(case.microbatches)
-        drawn = predict_plan(plan, profile, schedule)
-        seconds = drawn[1].seconds
-        ranks = range(layout.num_ranks)
-        peaks = [peak_of_program(amounts, layout, drawn[0], rank) for rank in ranks]
+    if whole:
+        is_short = _num_operators(layout) * case.microbatches <= WHOLE
+        scheduler = Scheduler(case.schedule if is_short else window.name, case.sizes.pp, costs)
+        schedule = scheduler(case.microbatches)
+        if is_short:
+            drawn = predict_plan(plan, profile, schedule)
+        seconds = drawn[1].seconds if drawn else predict_seconds(plan, profile, schedule)
+        programs = build_programs(schedule if is_short else scheduler(2 * case.sizes.pp + 2), layout, plan)
+        peaks = [peak_of_program(amounts, layout, program) for program in programs]
         memory = _heaviest(amounts, layout, case, peaks)
     loads = _loads(profile, layout, window.busiest, case.microbatches)
     seconds = max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
-    exposed = {
-        kind: seconds * layers.exposed.get(kind, 1.0)
-        for kind, seconds in loads.items()
-        if kind.communicates and seconds
-    }
+    exposed = {kind: loads[kind] * share for kind, share in layers.exposed.items() if loads[kind]}
+    if drawn:
+        exposed = {kind: found for kind, (_, found) in exposed_seconds(drawn[1], window.busiest).items()}
     sums = _sums(amounts, layout, case, cluster, profile)
     model, tokens = amounts.model, case.tokens / case.sizes.devices
     flops = [model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0)]

@@ -27,11 +27,13 @@ class Window:
     """The forward and backward of all micro-batches of a step.
 
     Attributes:
+        name: of the schedule.
         seconds: of the window.
         busiest: the pipeline rank that works most.
         bubble: part of the window in which ranks wait, on average.
     """
 
+    name: str
     seconds: float
     busiest: int
     bubble: float
@@ -77,4 +79,4 @@ def _window(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) ->
         seconds += further * (long.seconds - short.seconds)
         busy = [more + further * (more - less) for more, less in zip(long.busy, short.busy, strict=True)]
     busiest = max(range(num_ranks), key=lambda rank: busy[rank])
-    return Window(seconds, busiest, max(0.0, 1 - sum(busy) / num_ranks / seconds))
+    return Window(name, seconds, busiest, max(0.0, 1 - sum(busy) / num_ranks / seconds))
