@@ -27,8 +27,10 @@ examples:
   hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --top 5 --write helix.yaml
   hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --why
 
-A prediction is as exact as the rates in the cluster's file: `hf-helix cluster` measures those of the machine it is
-started on. Layouts that differ by less than a few percent are best told apart by training a few steps with each.
+HelixTrainer reads what the doctor found for a model and a number of devices, and says at the start of a run on such
+devices if another layout is clearly faster. A prediction is as exact as the rates in the cluster's file: `hf-helix
+cluster` measures those of the machine it is started on. Layouts that differ by less than a few percent are best told
+apart by training a few steps with each.
 """
 
 UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
@@ -52,6 +54,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the best layouts."""
     from dataclasses import replace
 
+    from hf_helix.engine.advice import remember
     from hf_helix.engine.on_paper import OnPaper
     from hf_helix.report.step import dropped_lines, ranking_lines, size_text, step_lines
     from hf_helix.simulation.layouts import Search
@@ -79,6 +82,7 @@ def run(options: argparse.Namespace) -> None:
         reasons = "\n".join(dropped_lines(ranking.dropped[:12]))
         raise ValueError(f"no layout of {options.model} fits {cluster.name}:\n{reasons}")
     best = ranking.steps[0]
+    remember(paper.model, ranking, cluster)
     print(f"{paper.name} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step\n")
     print("\n".join(ranking_lines(ranking, cluster, options.top)))
     print("\nThe best:")

@@ -22,6 +22,7 @@ from hf_helix.checkpoint.peft import load_adapters, save_adapters
 from hf_helix.checkpoint.save import save_pretrained
 from hf_helix.checkpoint.shard import is_cut
 from hf_helix.config import AUTO, HelixConfig
+from hf_helix.engine.advice import say_better_layout
 from hf_helix.engine.build import RunOptions, build_runner
 from hf_helix.engine.checks import (
     check_batch,
@@ -103,6 +104,7 @@ class Engine(Diagnostics):
         self.tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
         say_what_surprises(model)
         say_random_start(model, options.weights, options.seed)
+        say_better_layout(base, mesh)
         self.runner, self._called = build_runner(model, config, mesh, modes, options, self._choose_plan)
         self.graphs = self._make_graphs()
         self._refuse_direct_use(instead)

@@ -35,16 +35,11 @@ def fingerprint(
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         recompute: the recompute mode of every layer, see `hf_helix.engine.recompute`.
     """
-    weights = [
-        (name, tuple(weight.shape), str(weight.dtype), *(() if weight.requires_grad else ("frozen",)))
-        for name, weight in model.named_parameters()
-    ]
     shared = [(name, mesh.sizes[name]) for name in ("tp", "pp", "cp", "ep")]
-    digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
     runs = [f"{mode} x {len(list(layers))}" for mode, layers in itertools.groupby(recompute)]
     again = {} if set(recompute) <= {NONE} else {"recompute": recompute[0] if len(runs) == 1 else ", ".join(runs)}
     return {
-        "model": f"{type(model).__name__} {digest}"
+        "model": f"{type(model).__name__} {model_digest(model)}"
         + (f" {autocast_dtype}".replace("torch.", "") if autocast_dtype else ""),
         "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
         "attention": str(model.config._attn_implementation),
@@ -52,6 +47,15 @@ def fingerprint(
         "transformers": version("transformers"),
         "hf_helix": __version__,
     }
+
+
+def model_digest(model: Any) -> str:
+    """Returns a digest of the names, shapes and types of a whole model's parameters."""
+    weights = [
+        (name, tuple(weight.shape), str(weight.dtype), *(() if weight.requires_grad else ("frozen",)))
+        for name, weight in model.named_parameters()
+    ]
+    return hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
 
 
 def file_digest(path: str | None) -> str:

@@ -1,0 +1,66 @@
+"""A run says that another layout is clearly faster, if the doctor found it for this model and these devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_helix.engine.advice import better_layout, remember
+from hf_helix.engine.on_paper import OnPaper
+from hf_helix.simulation.cluster import load_cluster
+from hf_helix.simulation.layouts import Ranking, Search
+
+MESH = {"dp": 8, "pp": 1, "cp": 1, "tp": 1, "ep": 1}
+
+
+def a_model(layers: int) -> Any:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=8, vocab_size=128
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ranking]:
+    monkeypatch.setenv("HELIX_CACHE", str(tmp_path))
+    cluster = load_cluster("h100x8")
+    paper = OnPaper(a_model(2), cluster)
+    ranking = Search(paper.amounts, cluster, 2**17, 2048, paper.layers).run()
+    remember(paper.model, ranking, cluster)
+    return paper.model, ranking
+
+
+def test_says_what_is_clearly_faster(known: tuple[Any, Ranking]) -> None:
+    model, ranking = known
+    slowest = ranking.steps[-1].case.sizes
+    mesh = {"dp": slowest.dp, "pp": slowest.pp, "cp": slowest.cp, "tp": slowest.tp, "ep": slowest.ep}
+    gain = ranking.steps[0].tokens_per_second / ranking.steps[-1].tokens_per_second
+    assert gain > 1.2
+    line = better_layout(model, mesh, "NVIDIA H100 80GB HBM3")
+    assert line is not None
+    assert f"{gain:.2f} times" in line
+
+
+def test_says_nothing_otherwise(known: tuple[Any, Ranking]) -> None:
+    model, ranking = known
+    best = ranking.steps[0].case.sizes
+    mesh = {"dp": best.dp, "pp": best.pp, "cp": best.cp, "tp": best.tp, "ep": best.ep}
+    device = load_cluster("h100x8").device.name
+    slow = {**MESH, "dp": 1, "tp": 8}
+    assert better_layout(model, mesh, device) is None
+    assert better_layout(model, slow, "another device") is None
+    assert better_layout(a_model(3), slow, device) is None
+    assert better_layout(model, {**MESH, "dp": 4}, device) is None
+
+
+def test_a_damaged_file_is_as_good_as_none(known: tuple[Any, Ranking], tmp_path: Path) -> None:
+    model, _ = known
+    (file,) = (tmp_path / "layouts").iterdir()
+    for text in ("", "{}", '{"format": "hf_helix.layouts/1", "device": "NVIDIA H100 80GB HBM3", "layouts": 3}'):
+        file.write_text(text)
+        assert better_layout(model, {**MESH, "dp": 1, "tp": 8}, load_cluster("h100x8").device.name) is None
