@@ -121,7 +121,7 @@ def test_the_scan_sees_the_package():
 
 TORCH = "is not the standard library: torch"
 ACCELERATE = "only integrations.accelerate may import accelerate"
-TRANSFORMERS = "only models, checkpoint, engine, integrations may import transformers"
+TRANSFORMERS = "only models, checkpoint, engine, paper, integrations may import transformers"
 
 
 @pytest.mark.parametrize(

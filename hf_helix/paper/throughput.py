@@ -43,8 +43,9 @@ def speeds(runs: Runs, name: str, title: str, rows: Sequence[Row]) -> Artifact:
     unit = "tokens a second" if rows[0].counts_tokens else "TFLOP/s of a GPU, attention counted in full"
     room = runs.cluster(rows[0]).device.memory / 1e9
     notes = (
-        f"Speeds in {unit}. Gains are over Megatron. `search` is our own plan, `one strand` the best layout without "
-        f"overlap of two strands that fits. Memory: GB that our runtime takes on a device, which has {room:.0f}.",
+        f"Speeds in {unit}. Gains are over Megatron. `search` is our own plan, searched for a fifth of the usual "
+        "length; `one strand` is the best layout without overlap of two strands that fits. Memory: GB that our runtime "
+        f"takes on a device, which has {room:.0f}.",
     )
     return Artifact(
         name, title, SPEED_HEADER, cells, notes, partial(_draw_speeds, runs, f"{name}: {title}", unit, rows)
