@@ -24,7 +24,7 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
 from hf_helix.runtime.trace import Trace
 from hf_helix.simulation.kernels import Kernel, Transfer
-from hf_helix.simulation.meter import FusedAttention, Meter, Metered
+from hf_helix.simulation.meter import FusedKernels, Meter, Metered
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _halves(pair: GraphPair) -> list[tuple[str, Graph]]:
 
 def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> Meter:
     streams.trace = _Labels(meter)
-    with meter, FusedAttention(meter):
+    with meter, FusedKernels(meter):
         runner.executor.run(runner.program(1), [batch], runner.sources(), training=True)
         meter.begin(None)
     return meter

@@ -226,8 +226,8 @@ def meta_as(backend: str) -> Iterator[None]:
             devices.discard("meta")
 
 
-class FusedAttention(TorchFunctionMode):
-    """Takes the place of `scaled_dot_product_attention` on the meta device.
+class FusedKernels(TorchFunctionMode):
+    """Has attention and RMS norms run as one kernel each, which torch writes out on the meta device.
 
     Args:
         meter: is told of the kernels.
@@ -241,4 +241,6 @@ class FusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is functional.scaled_dot_product_attention and args[0].is_meta:
             return _Attention.apply(self._meter, *args[:3], kwargs.get("is_causal", False))
+        if function is functional.rms_norm and args[0].is_meta:
+            return aten._fused_rms_norm(*args, **kwargs)[0]
         return function(*args, **kwargs)
