@@ -241,6 +241,9 @@ class FusedKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is functional.scaled_dot_product_attention and args[0].is_meta:
             return _Attention.apply(self._meter, *args[:3], kwargs.get("is_causal", False))
-        if function is functional.rms_norm and args[0].is_meta:
-            return aten._fused_rms_norm(*args, **kwargs)[0]
+        if function is aten._fused_rms_norm.default and args[0].is_meta:
+            value, shape, weight = args[:3]
+            out, scale = torch.empty_like(value), value.new_empty(*value.shape[: -len(shape)], 1, dtype=torch.float32)
+            self._meter.note(Kernel(OTHER, 0.0, value.nbytes + weight.nbytes + out.nbytes + scale.nbytes))
+            return out, scale
         return function(*args, **kwargs)
