@@ -171,7 +171,7 @@ def model_of(name: str, options: argparse.Namespace) -> Any:
         "hidden_size": options.hidden,
         "num_hidden_layers": options.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
+        "num_key_value_heads": 2,
         "vocab_size": 4096,
         "max_position_embeddings": options.sequence,
         "tie_word_embeddings": False,

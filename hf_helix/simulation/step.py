@@ -28,7 +28,6 @@ from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Sizes, estimate_profile, rings, transfer_seconds
 from hf_helix.simulation.kernels import Transfer
 from hf_helix.simulation.memory import (
-    GRADIENT,
     PARAMETER,
     Memory,
     held_weights,
@@ -37,6 +36,7 @@ from hf_helix.simulation.memory import (
     peak_of_slots,
 )
 from hf_helix.simulation.steady import costs_under, steady_layers
+from hf_helix.simulation.sums import exposed_sums
 from hf_helix.simulation.window import usual_schedule, window_of
 
 OPTIMIZER_BYTES = 32
@@ -61,6 +61,7 @@ class Case:
         recompute: as in `HelixConfig`.
         shard_optimizer: as in `HelixConfig`.
         dtype: the type of matrix products.
+        imbalance: rows that the experts of the busiest rank get, in parts of the mean.
     """
 
     sizes: Sizes
@@ -72,6 +73,7 @@ class Case:
     recompute: str = "none"
     shard_optimizer: bool = False
     dtype: str = "bf16"
+    imbalance: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -205,7 +207,7 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
         for kind, seconds in loads.items()
         if kind.communicates and seconds
     }
-    sums = _sums(amounts, layout, case, cluster, profile)
+    sums = exposed_sums(amounts, layout, rings(cluster, case.sizes), cluster, profile)
     model, tokens = amounts.model, case.tokens / case.sizes.devices
     flops = [model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0)]
     return Step(
@@ -245,29 +247,6 @@ def _host_seconds(layout: Layout, rank: int, microbatches: int, cluster: Cluster
 def _num_operators(layout: Layout) -> int:
     pairs = [layout.graphs[name] for name in layout.units]
     return sum(len(pair.forward.operators) + len(pair.backward.operators) for pair in pairs)
-
-
-def _sums(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster, profile: Profile) -> float:
-    """Returns the seconds after the last backward in which gradients are still summed.
-
-    A unit's gradients are summed once its backward in the last micro-batch is over, one after the other.
-    """
-    axes = rings(cluster, case.sizes)
-    worst = 0.0
-    for rank in range(layout.num_ranks):
-        computed = summed = 0.0
-        for name in reversed([layout.units[unit] for unit in layout.units_of(rank)]):
-            if name not in amounts.weights:
-                continue
-            computed += sum(profile.times[name, f"B.{op.name}"] for op in layout.graphs[name].backward.operators)
-            held = amounts.weights[name]
-            for axis, count in (("copies", held.trained), ("expert_copies", held.experts)):
-                size = axes[axis].size
-                sent = int(2 * (size - 1) / size * count * GRADIENT)
-                seconds = transfer_seconds(Transfer(axis, "all_reduce", sent), axes[axis], cluster)
-                summed = max(summed, computed) + seconds if seconds else summed
-        worst = max(worst, summed - computed)
-    return max(0.0, worst)
 
 
 def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:
