@@ -4,7 +4,8 @@ Two processes (or as many as `--ranks` says) measure their device as `hf-helix c
 emulated link (docs/emulated_link.md) what they carry over it. From these numbers alone every window is predicted, as
 `hf-helix simulate` does: each layout, with and without recomputation, under each plan. Then the same windows run under
 the same plans, all speeds and plans in turn, and the median of the slowest rank counts. A step here is forward,
-backward and gradient sums of a window, without the optimizer; every layout trains on the same tokens. Memory is that of
+backward and gradient sums of a window, without the optimizer; every layout trains on the same tokens, and how
+unevenly a router loads the ranks is counted beforehand. Memory is that of
 activations, counted storage by storage. Nothing else should run on the machine.
 
     python -m benchmarks.predictions --ranks 2 4 --markdown table.md
@@ -36,8 +37,11 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.engine.synthetic import Workload
 from hf_helix.link_speed import parse_link
+from hf_helix.operators.communication.transport import Recorder
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.runner import Runner
 from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.estimate import Sizes, estimate_profile
 from hf_helix.simulation.measured.machine import measure_cluster, measure_links
@@ -46,7 +50,7 @@ from hf_helix.simulation.step import Case, Step, layout_of, simulate_step
 from hf_helix.tuning.candidates import plan_runners
 from hf_helix.tuning.measure.machine import describe_device
 from hf_helix.tuning.measure.memory import peak_bytes
-from hf_helix.tuning.measure.overlap import time_steps
+from hf_helix.tuning.measure.overlap import forget_gradients, time_steps, transports
 
 CPU = torch.device("cpu")
 DENSE, EXPERTS = "llama", "mixtral"
@@ -219,18 +223,19 @@ def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: ar
     """Predicts and measures a layout on every link. Collective."""
     layout = LAYOUTS[name]
     shape = model_of(layout.model, options)
+    workload = Workload(shape, layout.config(recompute, options.links[0]), CPU)
+    window = workload.window(options.microbatches // layout.sizes.dp, 1, options.sequence)
+    runner, link = workload.runner, workload.mesh.link
     case = Case(
         sizes=layout.sizes,
         batch=1,
         length=options.sequence,
-        microbatches=options.microbatches // layout.sizes.dp,
+        microbatches=len(window),
         schedule=SCHEDULE,
         recompute=recompute,
         dtype="fp32",
+        imbalance=imbalance_of(runner, window),
     )
-    workload = Workload(shape, layout.config(recompute, options.links[0]), CPU)
-    window = workload.window(case.microbatches, case.batch, case.length)
-    runner, link = workload.runner, workload.mesh.link
     assert link is not None
     steps: dict[tuple[str, str], tuple[Step, int]] = {}
     runners = {}
@@ -261,6 +266,18 @@ def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: ar
     return rows
 
 
+def imbalance_of(runner: Runner, window: Sequence[MicroBatch]) -> float:
+    """Returns how many times as many rows as an even share the busiest rank's experts get. Collective."""
+    recorder = Recorder(runner.mesh.experts.transport)
+    with transports([runner.mesh.experts], [recorder]):
+        runner.train_window(window, complete=False)
+        runner.executor.streams.synchronize()
+    forget_gradients(runner)
+    mine = [max(map(sum, move.rows)) for move in recorder.moved if move.rows]  # of what goes out and what comes back
+    found = list(zip(*all_gather_object(mine), strict=True))
+    return sum(map(max, found)) / sum(map(statistics.fmean, found)) if found else 1.0
+
+
 def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
     """Yields two layouts of the same model on the same link, under the same plan, whose measured steps are apart."""
     for first, second in itertools.combinations(rows, 2):
@@ -282,7 +299,7 @@ def report(rows: Sequence[Row], options: argparse.Namespace, seconds: float) -> 
     lines = [
         f"# Predicted against measured, {datetime.date.today()}",
         "",
-        *(__doc__ or "").strip().splitlines()[2:8],
+        *(__doc__ or "").strip().splitlines()[2:9],
         "",
         f"{describe_device(CPU)}, torch {torch.__version__}, one thread a rank; `python -m benchmarks.predictions "
         f"{flags}` in {seconds / 60:.0f} minutes; load {os.getloadavg()[2]:.1f}.",
