@@ -20,6 +20,7 @@ from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
+from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
@@ -80,15 +81,16 @@ class OnPaper:
             ValueError: the model cannot be cut like this.
         """
         sizes, crossing = case.sizes, tuple(inter_node_axes(self.cluster, case.sizes))
-        shape = case.batch, case.length, case.recompute, case.dtype
+        shape = case.batch, case.length, case.recompute, case.dtype, case.imbalance
         key = sizes.tp, sizes.cp, sizes.ep, crossing, shape
         if key not in self._found:
             config = HelixConfig(tp_size=sizes.tp, cp_size=sizes.cp, ep_size=sizes.ep, recompute=case.recompute)
             try:
                 family_of(base_of(self.model)).check(base_of(self.model).config, sizes.tp)
-                self._found[key] = amounts_of(
-                    self.model, config, case.batch, case.length, TYPES[case.dtype], crossing, self.cluster.backend
-                )
+                with assuming(case.imbalance):
+                    self._found[key] = amounts_of(
+                        self.model, config, case.batch, case.length, TYPES[case.dtype], crossing, self.cluster.backend
+                    )
             except ValueError as error:
                 self._found[key] = error
         found = self._found[key]

@@ -7,6 +7,7 @@ amounts     what every operator of a rank computes, moves and keeps
 cluster     what devices compute and links carry, from a YAML file                           (no torch)
 section     a mapping of that file, whose keys are taken one by one                          (no torch)
 estimate    amounts and a cluster -> a profile                                              (no torch)
+sums        how long sums of gradients last after backward
 clusters/   files of known clusters
 measured/   this machine, for such a file
 """

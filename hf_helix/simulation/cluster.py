@@ -276,17 +276,21 @@ def _sharing(section: Section, per_node: int) -> int:
     return found
 
 
+def contention_key(first: Kind, second: Kind) -> str:
+    """Returns the key of how much longer an operator of the first kind takes beside one of the second."""
+    return f"{first.value} beside {second.value}".replace(" ", "_")
+
+
 def _contention(section: Section) -> dict[tuple[Kind, Kind], float]:
-    kinds = {kind.value: kind for kind in Kind}
+    keys = {contention_key(first, second): (first, second) for first in Kind for second in Kind}
     found = {}
     for key in list(section.left):
-        first, _, second = key.partition("_beside_")
-        if first not in kinds or second not in kinds:
+        if key not in keys:
             raise ValueError(
-                f"{section.where}: contention.{key} is not known; name two of {', '.join(kinds)}, such as "
-                "compute_beside_intra_node: 1.2"
+                f"{section.where}: contention.{key} is not known; name two of {', '.join(kind.value for kind in Kind)}, "
+                "such as compute_beside_intra_node: 1.2"
             )
-        found[kinds[first], kinds[second]] = section.number(key, least=1)
+        found[keys[key]] = section.number(key, least=1)
     return found
 
 

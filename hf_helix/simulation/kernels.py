@@ -41,7 +41,7 @@ class Transfer:
     Attributes:
         axis: "tp", "cp", "experts", "pp", "copies" or "expert_copies".
         method: of the transport; "send" between stages, "all_reduce" of gradients.
-        bytes: what a rank sends.
+        bytes: what a rank sends, or what it receives where that is more.
     """
 
     axis: str

@@ -61,8 +61,8 @@ class PaperTransport(Transport):
         return not self._sums_in_place or value.element_size() < 4
 
     def _note(self, method: str, out: Tensor, value: Tensor, *rows: Sequence[int]) -> None:
-        sent, _ = bytes_moved(method, out, value, self.size, self.rank, rows)
-        self._log.append(Transfer(self.axis, method, sent))
+        both_ways = bytes_moved(method, out, value, self.size, self.rank, rows)
+        self._log.append(Transfer(self.axis, method, max(both_ways)))
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, meter: Meter, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        out = _by_token(q, v.shape[-1])
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         ctx.meter, ctx.causal = meter, causal
         meter.note(attention_kernel(q, k, v, causal, backward=False))
@@ -208,7 +208,14 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         q, k, v, *_ = ctx.saved_tensors
         ctx.meter.note(attention_kernel(q, k, v, ctx.causal, backward=True))
-        return None, torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+        return None, *(_by_token(value, value.shape[-1]) for value in (q, k, v)), None
+
+
+def _by_token(like: Tensor, size: int) -> Tensor:
+    """Returns a value [batch, heads, tokens, size], with the heads of a token beside each other as fused kernels write
+    them: what puts the heads together copies nothing."""
+    batch, heads, tokens, _ = like.shape
+    return like.new_empty(batch, tokens, heads, size).transpose(1, 2)
 
 
 @contextmanager

@@ -31,7 +31,6 @@ from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Sizes, estimate_profile, rings, transfer_seconds
 from hf_helix.simulation.kernels import Transfer
 from hf_helix.simulation.memory import (
-    GRADIENT,
     PARAMETER,
     Memory,
     held_weights,
@@ -39,7 +38,12 @@ from hf_helix.simulation.memory import (
     peak_of_program,
     peak_of_slots,
 )
+<<<<<<< HEAD
 from hf_helix.simulation.steady import costs_under, exposed_seconds, steady_layers
+=======
+from hf_helix.simulation.steady import costs_under, steady_layers
+from hf_helix.simulation.sums import exposed_sums
+>>>>>>> predictions
 from hf_helix.simulation.window import usual_schedule, window_of
 
 OPTIMIZER_BYTES = 32
@@ -64,6 +68,7 @@ class Case:
         recompute: as in `HelixConfig`.
         shard_optimizer: as in `HelixConfig`.
         dtype: the type of matrix products.
+        imbalance: rows that the experts of the busiest rank get, in parts of the mean.
     """
 
     sizes: Sizes
@@ -75,6 +80,7 @@ class Case:
     recompute: str = "none"
     shard_optimizer: bool = False
     dtype: str = "bf16"
+    imbalance: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -224,10 +230,19 @@ def simulate_plan(
         memory = _heaviest(amounts, layout, case, peaks)
     loads = _loads(profile, layout, window.busiest, case.microbatches)
     seconds = max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
+<<<<<<< HEAD
     exposed = {kind: loads[kind] * share for kind, share in layers.exposed.items() if loads[kind]}
     if drawn:
         exposed = {kind: found for kind, (_, found) in exposed_seconds(drawn[1], window.busiest).items()}
     sums = _sums(amounts, layout, case, cluster, profile)
+=======
+    exposed = {
+        kind: seconds * layers.exposed.get(kind, 1.0)
+        for kind, seconds in loads.items()
+        if kind.communicates and seconds
+    }
+    sums = exposed_sums(amounts, layout, rings(cluster, case.sizes), cluster, profile)
+>>>>>>> predictions
     model, tokens = amounts.model, case.tokens / case.sizes.devices
     flops = [model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0)]
     return Step(
@@ -267,29 +282,6 @@ def _host_seconds(layout: Layout, rank: int, microbatches: int, cluster: Cluster
 def _num_operators(layout: Layout) -> int:
     pairs = [layout.graphs[name] for name in layout.units]
     return sum(len(pair.forward.operators) + len(pair.backward.operators) for pair in pairs)
-
-
-def _sums(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster, profile: Profile) -> float:
-    """Returns the seconds after the last backward in which gradients are still summed.
-
-    A unit's gradients are summed once its backward in the last micro-batch is over, one after the other.
-    """
-    axes = rings(cluster, case.sizes)
-    worst = 0.0
-    for rank in range(layout.num_ranks):
-        computed = summed = 0.0
-        for name in reversed([layout.units[unit] for unit in layout.units_of(rank)]):
-            if name not in amounts.weights:
-                continue
-            computed += sum(profile.times[name, f"B.{op.name}"] for op in layout.graphs[name].backward.operators)
-            held = amounts.weights[name]
-            for axis, count in (("copies", held.trained), ("expert_copies", held.experts)):
-                size = axes[axis].size
-                sent = int(2 * (size - 1) / size * count * GRADIENT)
-                seconds = transfer_seconds(Transfer(axis, "all_reduce", sent), axes[axis], cluster)
-                summed = max(summed, computed) + seconds if seconds else summed
-        worst = max(worst, summed - computed)
-    return max(0.0, worst)
 
 
 def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:

@@ -130,5 +130,17 @@ TORCH: tuple[Used, ...] = tuple(
             "hf_helix cannot be imported, or models whose traces show the operation under another name are refused",
         ),
         used("torch:ops.aten", "_fused_rms_norm _fused_rms_norm_backward", "computes norms in one kernel", _NO_WINDOW),
+        used(
+            "torch:ops.aten",
+            "_log_softmax _grouped_mm",
+            "knows these operations while it counts what operators compute",
+            "hf-helix simulate and hf-helix doctor are errors",
+        ),
+        used(
+            "torch._ops:OpOverload",
+            "_schema",
+            "tells which operations write to what they read",
+            "hf-helix simulate and hf-helix doctor are errors",
+        ),
     )
 )

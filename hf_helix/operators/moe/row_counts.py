@@ -8,6 +8,8 @@ them goes on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +61,20 @@ class Assumed:
     def __init__(self, num_rows: int, ranks: int, experts: int) -> None:
         even = [num_rows // (ranks * experts)] * experts
         self.numbers = [[even] * ranks, [[int(count * self.imbalance) for count in even]] * ranks]
+
+
+@contextmanager
+def assuming(imbalance: float) -> Iterator[None]:
+    """Within it, what is declared on the meta device gets so many times as many rows as an even share.
+
+    Args:
+        imbalance: see `Assumed`.
+    """
+    before, Assumed.imbalance = Assumed.imbalance, imbalance
+    try:
+        yield
+    finally:
+        Assumed.imbalance = before
 
 
 class RowCounts:

@@ -78,7 +78,7 @@ def measure_cluster(
     notes = {}
     if world_size() > 1:
         mesh = build_mesh(per_node, device, cp_size=nodes, link=link)
-        notes = _measure_links(found, mesh, show)
+        notes = measure_links(found, mesh, show)
     found["name"] = f"{nodes * per_node} x {found['device']['name']}, measured"
     about = f"on {datetime.date.today()} with `hf-helix cluster`, hf_helix {__version__}, torch {torch.__version__}, "
     about += f"{torch.get_num_threads()} threads a rank, in {time.perf_counter() - started:.0f} s"
@@ -137,8 +137,17 @@ def _measure_device(watch: Stopwatch, per_node: int, reserved: float, show: Stag
     return found
 
 
-def _measure_links(found: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict[str, str]:
-    """Adds the links and what they and computation cost each other; returns what was timed, as text."""
+def measure_links(found: dict[str, Any], mesh: Mesh, show: StageProgress) -> dict[str, str]:
+    """Adds the links of a mesh to what a cluster file holds, and what they and computation cost each other. Collective.
+
+    Args:
+        found: what the file holds so far.
+        mesh: with the ranks of a node on `tp`, and the nodes on `cp`.
+        show: called with what is being measured.
+
+    Returns:
+        What was timed, as text.
+    """
     streams, device = make_streams(mesh.device), mesh.device
     axes: dict[Kind, Axis] = {}
     notes = {}

@@ -19,6 +19,7 @@ from hf_helix.planning.profile import slowdown_of
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
+from hf_helix.simulation.cluster import contention_key
 from hf_helix.simulation.measured.device import decoder_work
 from hf_helix.simulation.measured.links import collective
 from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold
@@ -52,8 +53,8 @@ def measure_contention(axes: Mapping[Kind, Axis], streams: Streams, device: torc
         for second in kinds[place + 1 :]:
             counts = [max(1, min(MOST, round(SECONDS[device.type] / alone[kind]))) for kind in (first, second)]
             slow = _beside(streams, {kind: works[kind] for kind in (first, second)}, counts, alone)
-            found[f"{first.value}_beside_{second.value}"] = slow[0]
-            found[f"{second.value}_beside_{first.value}"] = slow[1]
+            found[contention_key(first, second)] = slow[0]
+            found[contention_key(second, first)] = slow[1]
     return found
 
 

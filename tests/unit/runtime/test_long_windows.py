@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hf_helix.models.builder import ParallelContext
 from support.models import llama
 
+from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
 from hf_helix.planning.pipeline.scheduler import Scheduler

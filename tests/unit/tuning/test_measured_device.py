@@ -154,9 +154,10 @@ def test_a_gpu_is_known_by_what_times_depend_on(gpu: SlowHost, monkeypatch: pyte
     monkeypatch.setattr(machine.dist, "is_nccl_available", lambda: True)
     for name in [name for name in os.environ if name.startswith("NCCL_")]:
         monkeypatch.delenv(name)
-    plain = machine._gpu(torch.device("cuda"))
-    assert plain | {"device": "a GPU", "devices_per_host": "8", "nccl": "2.28.9", "nccl_settings": ""} == plain
+    assert machine.describe_device(torch.device("cuda")) == "a GPU"
+    plain = machine._gpu()
+    assert plain | {"devices_per_host": "8", "nccl": "2.28.9", "nccl_settings": ""} == plain
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert machine._gpu(torch.device("cuda")) == plain
+    assert machine._gpu() == plain
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
-    assert machine._gpu(torch.device("cuda"))["nccl_settings"] == "NCCL_MAX_CTAS=8"
+    assert machine._gpu()["nccl_settings"] == "NCCL_MAX_CTAS=8"

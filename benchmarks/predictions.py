@@ -1,0 +1,343 @@
+"""Predicted against measured, layout by layout: `python -m benchmarks.predictions`.
+
+Two processes (or as many as `--ranks` says) measure their device as `hf-helix cluster` does, and for every speed of an
+emulated link (docs/emulated_link.md) what they carry over it. From these numbers alone every window is predicted, as
+`hf-helix simulate` does: each layout, with and without recomputation, under each plan. Then the same windows run under
+the same plans, all speeds and plans in turn, and the median of the slowest rank counts. A step here is forward,
+backward and gradient sums of a window, without the optimizer; every layout trains on the same tokens, and how
+unevenly a router loads the ranks is counted beforehand. Memory is that of
+activations, counted storage by storage. Nothing else should run on the machine.
+
+    python -m benchmarks.predictions --ranks 2 4 --markdown table.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import yaml
+from transformers import LlamaConfig, MixtralConfig
+
+from hf_helix.config import HelixConfig
+from hf_helix.engine.on_paper import OnPaper
+from hf_helix.engine.synthetic import Workload
+from hf_helix.link_speed import parse_link
+from hf_helix.operators.communication.transport import Recorder
+from hf_helix.runtime.distributed.agreement import all_gather_object
+from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.microbatch import MicroBatch
+from hf_helix.runtime.runner import Runner
+from hf_helix.simulation.cluster import Cluster, parse_cluster
+from hf_helix.simulation.estimate import Sizes, estimate_profile
+from hf_helix.simulation.measured.machine import measure_cluster, measure_links
+from hf_helix.simulation.memory import peak_of_program
+from hf_helix.simulation.step import Case, Step, layout_of, simulate_step
+from hf_helix.tuning.candidates import plan_runners
+from hf_helix.tuning.measure.machine import describe_device
+from hf_helix.tuning.measure.memory import peak_bytes
+from hf_helix.tuning.measure.overlap import forget_gradients, time_steps, transports
+
+CPU = torch.device("cpu")
+DENSE, EXPERTS = "llama", "mixtral"
+SCHEDULE = "folded_1f1b"
+APART = 0.1
+"""Layouts whose steps differ by more than this part must be predicted in the right order."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that is predicted and measured.
+
+    Attributes:
+        model: `DENSE` or `EXPERTS`.
+        sizes: of the mesh.
+    """
+
+    model: str
+    sizes: Sizes
+
+    def config(self, recompute: str, link: str) -> HelixConfig:
+        """Returns the options of a run of it."""
+        sizes = self.sizes
+        return HelixConfig(
+            tp_size=sizes.tp,
+            cp_size=sizes.cp,
+            pp_size=sizes.pp,
+            ep_size=sizes.ep,
+            schedule=SCHEDULE,
+            recompute=recompute,
+            link=link,
+        )
+
+
+LAYOUTS = {
+    "tp2": Layout(DENSE, Sizes(tp=2)),
+    "pp2": Layout(DENSE, Sizes(pp=2)),
+    "cp2": Layout(DENSE, Sizes(cp=2)),
+    "dp2": Layout(DENSE, Sizes(dp=2)),
+    "ep2": Layout(EXPERTS, Sizes(dp=2, ep=2)),
+    "tp2 x dp2": Layout(DENSE, Sizes(tp=2, dp=2)),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A window that was predicted and measured.
+
+    Attributes:
+        ranks: processes.
+        model: `DENSE` or `EXPERTS`.
+        layout: a name of `LAYOUTS`.
+        recompute: as in `HelixConfig`.
+        link: its speed.
+        plan: the name of a rule.
+        predicted: seconds.
+        measured: seconds, the median.
+        spread: the slowest repeat less the fastest, as part of the median.
+        memory: predicted bytes of activations, of the rank that has most.
+        counted: the same, as counted.
+    """
+
+    ranks: int
+    model: str
+    layout: str
+    recompute: str
+    link: str
+    plan: str
+    predicted: float
+    measured: float
+    spread: float
+    memory: int
+    counted: int
+
+    @property
+    def ratio(self) -> float:
+        """Returns the predicted time as part of the measured one."""
+        return self.predicted / self.measured
+
+
+def main() -> None:
+    options = read_options()
+    started = time.perf_counter()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in options.ranks:
+            output = Path(folder) / f"{ranks}.json"
+            mp.spawn(work, (ranks, options, output), nprocs=ranks)
+            rows += [Row(**each) for each in json.loads(output.read_text())]
+    text = report(rows, options, time.perf_counter() - started)
+    print(text)
+    if options.markdown:
+        options.markdown.write_text(text + "\n")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], choices=(2, 4), help="processes")
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument(
+        "--links", nargs="+", default=["200mbit", "500mbit", "1gbit"], help="as of HelixConfig(link=...)"
+    )
+    parser.add_argument("--plans", nargs="+", default=["sequential", "greedy"])
+    parser.add_argument("--recompute", nargs="+", default=["none", "full"])
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--microbatches", type=int, default=8, help="of one sequence, over all data-parallel ranks")
+    parser.add_argument("--repeats", type=int, default=3, help="windows, of which medians are taken")
+    parser.add_argument("--cluster", help="a cluster file of this machine; left out, it is measured")
+    parser.add_argument("--markdown", type=Path, help="also write the tables there")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    return parser.parse_args()
+
+
+def model_of(name: str, options: argparse.Namespace) -> Any:
+    """Returns the configuration of a model."""
+    heads = max(2, options.hidden // 64)
+    sizes = {
+        "hidden_size": options.hidden,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "vocab_size": 4096,
+        "max_position_embeddings": options.sequence,
+        "tie_word_embeddings": False,
+    }
+    if name == DENSE:
+        return LlamaConfig(intermediate_size=11 * options.hidden // 4, **sizes)
+    return MixtralConfig(intermediate_size=2 * options.hidden, num_local_experts=4, num_experts_per_tok=2, **sizes)
+
+
+def work(rank: int, ranks: int, options: argparse.Namespace, output: Path) -> None:
+    """One rank: the device and the links, then every layout."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29581", RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    clusters = measure(options, ranks)
+    rows: list[Row] = []
+    for name in options.layouts:
+        for recompute in options.recompute if LAYOUTS[name].sizes.devices == ranks else ():
+            rows += compare(name, recompute, clusters, options)
+            if rank == 0:
+                print("\n".join(line(row) for row in rows[-len(options.links) * len(options.plans) :]), flush=True)
+    if rank == 0:
+        output.write_text(json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(options: argparse.Namespace, ranks: int) -> dict[str, Cluster]:
+    """Returns this machine with each link: the device is measured once, each link over itself. Collective."""
+    if options.cluster:
+        found = yaml.safe_load(Path(options.cluster).read_text())
+        if found.get("devices_per_node") != ranks:
+            sys.exit(f"--cluster {options.cluster}: must be measured with {ranks} processes on one node")
+    else:
+        found = measure_cluster(CPU)
+    clusters = {}
+    for link in options.links:
+        with_link = dict(found)
+        measure_links(with_link, build_mesh(ranks, CPU, link=link), lambda stage, share: None)
+        clusters[link] = parse_cluster(all_gather_object(with_link)[0], f"this machine, {link}")
+    return clusters
+
+
+def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: argparse.Namespace) -> list[Row]:
+    """Predicts and measures a layout on every link. Collective."""
+    layout = LAYOUTS[name]
+    shape = model_of(layout.model, options)
+    workload = Workload(shape, layout.config(recompute, options.links[0]), CPU)
+    window = workload.window(options.microbatches // layout.sizes.dp, 1, options.sequence)
+    runner, link = workload.runner, workload.mesh.link
+    case = Case(
+        sizes=layout.sizes,
+        batch=1,
+        length=options.sequence,
+        microbatches=len(window),
+        schedule=SCHEDULE,
+        recompute=recompute,
+        dtype="fp32",
+        imbalance=imbalance_of(runner, window),
+    )
+    assert link is not None
+    steps: dict[tuple[str, str], tuple[Step, int]] = {}
+    runners = {}
+    for speed, cluster in clusters.items():
+        amounts = OnPaper(shape, cluster).amounts(case)
+        units = layout_of(amounts, case)
+        profile = estimate_profile(amounts, units, case.sizes, cluster, case.dtype)
+        for plan, found in plan_runners(runner, options.plans, profile, case.microbatches).items():
+            step = simulate_step(amounts, replace(case, plan=plan), cluster, whole=True)
+            assert step.drawn is not None
+            peaks = [peak_of_program(amounts, units, step.drawn[0], rank) for rank in range(units.num_ranks)]
+            steps[speed, plan] = step, max(peaks)
+            runners[speed, plan] = found
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in runners}
+    for _, speed in itertools.product(range(options.repeats), clusters):
+        link.rate = parse_link(speed).rate
+        mine = {plan: runners[speed, plan] for plan in options.plans}
+        for plan, seconds in time_steps(mine, window, 1).items():
+            times[speed, plan] += seconds
+    rows = []
+    for (speed, plan), (step, memory) in steps.items():
+        link.rate = parse_link(speed).rate
+        counted = max(all_gather_object(peak_bytes(runners[speed, plan], window)))
+        found, median = times[speed, plan], statistics.median(times[speed, plan])
+        spread = (max(found) - min(found)) / median
+        about = layout.sizes.devices, layout.model, name, recompute, speed, plan
+        rows.append(Row(*about, step.window + step.sums, median, spread, memory, counted))
+    return rows
+
+
+def imbalance_of(runner: Runner, window: Sequence[MicroBatch]) -> float:
+    """Returns how many times as many rows as an even share the busiest rank's experts get. Collective."""
+    recorder = Recorder(runner.mesh.experts.transport)
+    with transports([runner.mesh.experts], [recorder]):
+        runner.train_window(window, complete=False)
+        runner.executor.streams.synchronize()
+    forget_gradients(runner)
+    mine = [max(map(sum, move.rows)) for move in recorder.moved if move.rows]  # of what goes out and what comes back
+    found = list(zip(*all_gather_object(mine), strict=True))
+    return sum(map(max, found)) / sum(map(statistics.fmean, found)) if found else 1.0
+
+
+def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Yields two layouts of the same model on the same link, under the same plan, whose measured steps are apart."""
+    for first, second in itertools.combinations(rows, 2):
+        alike = all(getattr(first, key) == getattr(second, key) for key in ("ranks", "model", "link", "plan"))
+        if alike and max(first.measured, second.measured) > (1 + APART) * min(first.measured, second.measured):
+            yield first, second
+
+
+def line(row: Row) -> str:
+    """Returns a row as a line of a table."""
+    found = f"| {row.layout} | {row.recompute} | {row.link} | {row.plan} | {row.predicted:.3f} | {row.measured:.3f} "
+    found += f"| {row.ratio:.2f} | {row.spread:.0%} | {row.memory / 1e6:.2f} | {row.counted / 1e6:.2f} "
+    return found + f"| {row.memory / row.counted:.3f} |"
+
+
+def report(rows: Sequence[Row], options: argparse.Namespace, seconds: float) -> str:
+    """Returns the tables and what they say, as Markdown."""
+    flags = " ".join(sys.argv[1:])
+    lines = [
+        f"# Predicted against measured, {datetime.date.today()}",
+        "",
+        *(__doc__ or "").strip().splitlines()[2:9],
+        "",
+        f"{describe_device(CPU)}, torch {torch.__version__}, one thread a rank; `python -m benchmarks.predictions "
+        f"{flags}` in {seconds / 60:.0f} minutes; load {os.getloadavg()[2]:.1f}.",
+    ]
+    for ranks in dict.fromkeys(row.ranks for row in rows):
+        part = [row for row in rows if row.ranks == ranks]
+        lines += ["", f"## {ranks} ranks", "", *table(part), "", *summary(part)]
+    return "\n".join(lines)
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Returns the lines of a table."""
+    titles = ["layout", "recompute", "link", "plan", "predicted s", "measured s", "ratio", "spread"]
+    titles += ["predicted MB", "counted MB", "ratio"]
+    rule = "|" + "---|" * 4 + "---:|" * (len(titles) - 4)
+    return ["| " + " | ".join(titles) + " |", rule, *map(line, rows)]
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Returns what a table says: the errors, and whether the order of layouts is right."""
+    errors = [abs(row.ratio - 1) for row in rows]
+    worst = max(rows, key=lambda row: abs(row.ratio - 1))
+    memory = max(abs(row.memory / row.counted - 1) for row in rows)
+    apart = list(pairs(rows))
+    wrong = [(a, b) for a, b in apart if (a.measured < b.measured) != (a.predicted < b.predicted)]
+    found = [
+        f"- Step times: mean absolute error {statistics.fmean(errors):.1%}, {sum(e <= APART for e in errors)} of "
+        f"{len(rows)} within {APART:.0%}, the worst {worst.ratio - 1:+.1%} ({worst.layout}, "
+        f"recompute={worst.recompute}, {worst.link}, {worst.plan}).",
+        f"- Memory: largest error {memory:.1%}.",
+        f"- Order: {len(apart) - len(wrong)} of {len(apart)} pairs of layouts that differ by more than {APART:.0%} are "
+        "predicted in the right order.",
+    ]
+    for first, second in wrong:
+        names = [f"{row.layout} (recompute={row.recompute})" for row in (first, second)]
+        found.append(f"  - wrong: {names[0]} and {names[1]} at {first.link}, {first.plan}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
