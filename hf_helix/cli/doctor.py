@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hf_helix.cli.files import configuration_file
 from hf_helix.cli.options import add_parser
-from hf_helix.cli.simulate import add_model_and_cluster, cluster_of, scaled
+from hf_helix.cli.simulate import add_model_and_cluster, check_count, cluster_of, scaled
 from hf_helix.config import AUTO
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def run(options: argparse.Namespace) -> None:
     from hf_helix.tuning.progress import progress_bar
 
     tokens = parse_count(options.batch_tokens)
-    if options.top < 1:
-        raise ValueError(f"--top {options.top}: give 1 or more")
+    for name in ("top", "sequence_length"):
+        check_count(name, getattr(options, name))
     cluster = scaled(cluster_of(options), options.network, options.gpus)
     paper = OnPaper(configuration_file(options.model), cluster)
     with progress_bar() as progress:
@@ -79,8 +79,11 @@ def run(options: argparse.Namespace) -> None:
             progress=lambda share: progress("simulating layouts", share),
         ).run()
     if not ranking.steps:
-        reasons = "\n".join(dropped_lines(ranking.dropped[:12]))
-        raise ValueError(f"no layout of {options.model} fits {cluster.name}:\n{reasons}")
+        reasons = "\n".join(dropped_lines(ranking.dropped))
+        raise ValueError(
+            f"no layout of {options.model} fits {cluster.name}; more devices (--gpus), shorter sequences "
+            f"(--sequence_length) or more tokens in a step (--batch_tokens) may:\n{reasons}"
+        )
     best = ranking.steps[0]
     remember(paper.model, ranking, cluster)
     print(f"{paper.name} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step\n")
@@ -107,7 +110,7 @@ def parse_count(text: str) -> int:
     unit = text[-1:] if text[-1:] in UNITS else ""
     try:
         count = int(float(text.removesuffix(unit)) * UNITS[unit])
-    except ValueError:
+    except (ValueError, OverflowError):
         count = 0
     if count < 1:
         raise ValueError(f"--batch_tokens {text}: give a number of tokens, such as 512k or 4M")
@@ -131,7 +134,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
             f"# sequences of {case.length} tokens."
             + (f" On every machine, with its own RANK:\n#   {machine}" if cluster.nodes > 1 else ""),
             "compute_environment: LOCAL_MACHINE",
-            "distributed_type: MULTI_GPU",
+            f"distributed_type: {'MULTI_GPU' if cluster.devices > 1 else repr('NO')}",
             f"use_cpu: {str(not on_gpu).lower()}",
             f"num_machines: {cluster.nodes}",
             f"num_processes: {cluster.devices}",

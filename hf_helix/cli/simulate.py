@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from math import inf, isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,25 +112,45 @@ def scaled(cluster: Cluster, network: str | None, devices: int | None) -> Cluste
         devices: in all; None for the same.
 
     Raises:
-        ValueError: no factor, or devices that fill no whole nodes.
+        ValueError: no factor, no network, or devices that fill no whole nodes.
     """
-    if network is not None:
-        try:
-            factor = float(network.removeprefix("x"))
-        except ValueError:
-            factor = 0.0
-        if factor <= 0:
-            raise ValueError(f"--network {network}: give a factor above 0, such as x2 for twice the bandwidth")
-        link = replace(cluster.network, bandwidth=factor * cluster.network.bandwidth)
-        cluster = replace(cluster, network=link, name=f"{cluster.name}, network x{factor:g}")
-    if devices is None:
+    if devices is not None:
+        cluster = _resized(cluster, devices)
+    if network is None:
         return cluster
+    try:
+        factor = float(network.removeprefix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < inf:
+        raise ValueError(f"--network {network}: give a factor above 0, such as x2 for twice the bandwidth")
+    if cluster.nodes == 1:
+        raise ValueError(f"--network {network}: one node has no network; leave it out, or ask for more with --gpus")
+    link = replace(cluster.network, bandwidth=factor * cluster.network.bandwidth)
+    return replace(cluster, network=link, name=f"{cluster.name}, network x{factor:g}")
+
+
+def _resized(cluster: Cluster, devices: int) -> Cluster:
+    check_count("gpus", devices)
     per_node = min(devices, cluster.devices_per_node)
-    if devices < 1 or devices % per_node:
+    if devices % per_node:
         raise ValueError(
             f"--gpus {devices}: nodes have {per_node} devices each; give a multiple, such as {2 * per_node}"
         )
-    return replace(cluster, nodes=devices // per_node, devices_per_node=per_node)
+    if devices > per_node and isinf(cluster.network.bandwidth):
+        raise ValueError(
+            f"--gpus {devices}: {cluster.name} has no `network`, which more than {per_node} devices need; add one to "
+            "its file, such as network: {gb_per_s: 50, latency_us: 8, devices_per_link: 1}"
+        )
+    nodes = devices // per_node
+    name = f"{nodes} x {per_node} {cluster.device.name}"
+    return replace(cluster, nodes=nodes, devices_per_node=per_node, name=name)
+
+
+def check_count(name: str, count: int) -> None:
+    """Raises ValueError, naming the option, where a count is below 1."""
+    if count < 1:
+        raise ValueError(f"--{name} {count}: give 1 or more")
 
 
 def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
@@ -137,9 +158,8 @@ def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
     from hf_helix.simulation.step import Case
 
     given = {name: getattr(options, name) for name in SIZES}
-    for name, size in [*given.items(), ("batch_size", options.batch_size), ("microbatches", options.microbatches)]:
-        if size < 1:
-            raise ValueError(f"--{name} {size}: give 1 or more")
+    for name in (*SIZES, "batch_size", "microbatches", "sequence_length"):
+        check_count(name, getattr(options, name))
     tp, pp, cp, ep = given.values()
     if cluster.devices % (tp * pp * cp):
         raise ValueError(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from hf_helix.paper.published import MEGATRON, MODELS, Row
 from hf_helix.paper.runs import Runs, case_of
 from hf_helix.simulation.estimate import Sizes
-from hf_helix.simulation.layouts import layouts
+from hf_helix.simulation.layouts import check_sizes, layouts
 from hf_helix.simulation.step import Step, memory_of_case, simulate_step
 
 RECOMPUTE = ("none", "selective", "full")
@@ -20,10 +20,10 @@ RECOMPUTE = ("none", "selective", "full")
 
 def best_plain(runs: Runs, row: Row) -> tuple[str, float, float] | None:
     """Returns the fastest layout under `sequential` that fits: its name, its speed as the row counts it, and GB."""
-    cluster, shape = runs.cluster(row), MODELS[row.model]
+    has_experts = MODELS[row.model].experts > 1
     found = [
         step
-        for sizes in layouts(cluster, row.length, row.layers or shape.layers, max(1, shape.experts))
+        for sizes in layouts(runs.cluster(row), has_experts)
         if (step := _fitting(runs, replace(row, sizes=sizes))) is not None
     ]
     if not found:
@@ -43,10 +43,11 @@ def layout_name(sizes: Sizes) -> str:
 
 def _fitting(runs: Runs, row: Row) -> Step | None:
     """Returns the step with the least recomputation that fits."""
-    cluster = runs.cluster(row)
+    cluster, shape = runs.cluster(row), MODELS[row.model]
     for recompute in RECOMPUTE:
         case = replace(case_of(row, MEGATRON), recompute=recompute)
         try:
+            check_sizes(row.sizes, row.length, row.layers or shape.layers, max(1, shape.experts))
             amounts = runs.amounts(row, recompute)
             if memory_of_case(amounts, case).total <= cluster.device.memory:
                 return simulate_step(amounts, case, cluster)

@@ -8,15 +8,21 @@ Must hold: what is not counted is said; a layout that was dropped can be asked f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import fill
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Sizes
 from hf_helix.simulation.layouts import Dropped, Ranking, is_plain
+from hf_helix.simulation.memory import bytes_text
 from hf_helix.simulation.step import Case, Step
 
 CLOSE = 0.05
 """Layouts whose predictions differ by less are as good as each other: predictions are not more exact."""
+
+
+WIDTH = 116
+"""Columns of lists of layouts."""
 
 
 def size_text(sizes: Sizes) -> str:
@@ -52,11 +58,12 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
     yield f"  computation   {computing:10.3f} s     {computing / step.window:.0%} of the window, on the busiest rank"
     for kind, seconds in step.exposed.items():
         alone = step.loads[kind]
-        yield f"  {kind.value:<13} {alone:10.3f} s     {seconds:.3f} s of it exposed ({1 - seconds / alone:.0%} hidden)"
+        hidden = max(0.0, 1 - seconds / alone)
+        yield f"  {kind.value:<13} {alone:10.3f} s     {seconds:.3f} s of it exposed ({hidden:.0%} hidden)"
     room = cluster.device.memory
-    yield f"  memory        {step.memory.total / 1e9:10.1f} GB    of {room / 1e9:.1f} GB that a run may use"
+    yield f"  memory        {bytes_text(step.memory.total):>13}    of {bytes_text(room)} that a run may use"
     for name, count in step.memory.parts().items():
-        yield f"    {name:<11} {count / 1e9:10.1f} GB"
+        yield f"    {name:<11} {bytes_text(count):>13}"
     if step.memory.total > room:
         yield "  It does not fit."
 
@@ -76,8 +83,8 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     if plain is not None and plain not in shown:
         shown.append(plain)
     yield (
-        f"{'layout':<28}{'micro-batches':<34}{'tokens/s':>10}{'of best':>9}{'MFU':>7}{'bubble':>8}{'exposed':>9}"
-        f"{'sums':>7}{'memory':>9}"
+        f"{'layout':<28}{'micro-batches':<42}{'tokens/s':>10}{'of best':>9}{'MFU':>7}{'bubble':>8}{'exposed':>9}"
+        f"{'sums':>7}{'memory':>10}"
     )
     for step in shown:
         yield _row(step, best, cluster)
@@ -96,13 +103,17 @@ def _row(step: Step, best: Step, cluster: Cluster) -> str:
     exposed = sum(step.exposed.values()) / step.seconds
     share = step.tokens_per_second / best.tokens_per_second
     return (
-        f"{size_text(step.case.sizes):<28}{case_text(step.case):<34}{step.tokens_per_second:>10,.0f}{share:>8.0%} "
+        f"{size_text(step.case.sizes):<28}{case_text(step.case):<42}{step.tokens_per_second:>10,.0f}{share:>8.0%} "
         f"{step.tflops[0] / peak:>6.1%}{step.bubble:>8.1%}{exposed:>9.1%}{step.sums / step.seconds:>7.1%}"
-        f"{step.memory.total / 1e9:>6.1f} GB"
+        f"{bytes_text(step.memory.total):>10}"
     )
 
 
 def dropped_lines(dropped: Sequence[Dropped]) -> Iterator[str]:
-    """Yields why layouts are not proposed, those with the same reason in one line."""
+    """Yields why layouts are not proposed, each reason with all layouts that have it."""
+    layouts: dict[str, list[str]] = {}
     for each in dropped:
-        yield f"  {size_text(each.case.sizes):<28}{case_text(each.case):<34}{each.reason}"
+        layouts.setdefault(each.reason, []).append(size_text(each.case.sizes))
+    for reason, names in layouts.items():
+        named = fill(", ".join(names), WIDTH, initial_indent="    ", subsequent_indent="    ")
+        yield f"  {reason}:\n{named}"

@@ -287,8 +287,8 @@ def _contention(section: Section) -> dict[tuple[Kind, Kind], float]:
     for key in list(section.left):
         if key not in keys:
             raise ValueError(
-                f"{section.where}: contention.{key} is not known; name two of {', '.join(kind.value for kind in Kind)}, "
-                "such as compute_beside_intra_node: 1.2"
+                f"{section.where}: contention.{key} is not known; name two of "
+                f"{', '.join(kind.value for kind in Kind)}, such as compute_beside_intra_node: 1.2"
             )
         found[keys[key]] = section.number(key, least=1)
     return found

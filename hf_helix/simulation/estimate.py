@@ -8,6 +8,7 @@ bandwidth, all of them sending at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class Ring:
 
     Attributes:
         size: how many ranks it has.
-        inside: how many of them, one after the other, are on one node.
+        inside: how many of them are on one node.
         sharing: how many such groups a node has.
     """
 
@@ -68,38 +69,39 @@ class Ring:
         return self.inside < self.size
 
 
-def ring_of(cluster: Cluster, size: int, stride: int) -> Ring:
+def ring_of(cluster: Cluster, *dimensions: tuple[int, int]) -> Ring:
     """Returns where the ranks of an axis stand.
 
     Args:
         cluster: its devices are numbered node by node.
-        size: ranks of the axis.
-        stride: the distance between two neighbours of it.
+        dimensions: of the axis: for each, how many ranks it has, and the distance between two neighbours.
     """
     per_node = cluster.devices_per_node
-    inside = max(1, min(size, per_node // stride))
-    return Ring(size, inside, max(1, per_node // inside))
+    inside = math.prod(max(1, min(size, per_node // stride)) for size, stride in dimensions)
+    return Ring(math.prod(size for size, _ in dimensions), inside, max(1, per_node // inside))
 
 
 def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
-    """Returns the axes of a layout by name: tp, cp, experts, pp, and copies, over which gradients are summed."""
-    tp, cp, pp = sizes.tp, sizes.cp, sizes.pp
-    copy = tp * cp * (1 if sizes.stages_outermost else pp)  # from a rank to its neighbour in data parallelism
+    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, and copies, over which gradients are summed."""
+    copy = sizes.tp * sizes.cp * (1 if sizes.stages_outermost else sizes.pp)  # to the neighbour in data parallelism
+    stage = sizes.tp * sizes.cp * (sizes.dp if sizes.stages_outermost else 1)
+    tp, cp, ep = (sizes.tp, 1), (sizes.cp, sizes.tp), (sizes.ep, copy)
     return {
-        "tp": ring_of(cluster, tp, 1),
-        "cp": ring_of(cluster, cp, tp),
-        "experts": ring_of(cluster, tp, 1) if sizes.ep == 1 else ring_of(cluster, sizes.ep, copy),
-        "pp": ring_of(cluster, pp, tp * cp * (sizes.dp if sizes.stages_outermost else 1)),
-        "copies": ring_of(cluster, sizes.dp * cp, tp if cp > 1 else copy),
-        "expert_copies": ring_of(cluster, sizes.dp * cp // sizes.ep, copy * sizes.ep),
+        "tp": ring_of(cluster, tp),
+        "cp": ring_of(cluster, cp),
+        "experts": ring_of(cluster, tp, ep),
+        "pp": ring_of(cluster, (sizes.pp, stage)),
+        "dp": ring_of(cluster, (sizes.dp, copy)),
+        "copies": ring_of(cluster, cp, (sizes.dp, copy)),
+        "expert_copies": ring_of(cluster, cp, (sizes.dp // sizes.ep, copy * sizes.ep)),
     }
 
 
 def inter_node_axes(cluster: Cluster, sizes: Sizes) -> list[str]:
     """Returns the axes of a layout that leave a node, by the names that `HelixConfig` gives them."""
     found = rings(cluster, sizes)
-    crossing = {"tp": found["tp"], "cp": found["cp"], "ep": found["experts"] if sizes.ep > 1 else found["tp"]}
-    return [name for name, ring in crossing.items() if ring.crosses and (name != "ep" or sizes.ep > 1)]
+    crossing = {"tp": found["tp"], "cp": found["cp"], "ep": found["experts"] if sizes.ep > 1 else Ring(1, 1, 1)}
+    return [name for name, ring in crossing.items() if ring.crosses]
 
 
 def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
@@ -182,7 +184,8 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
     if dtype not in cluster.device.peaks:
         known = ", ".join(cluster.device.peaks)
         raise ValueError(
-            f"{cluster.name} has no device.peak_tflops for {dtype}; it has {known}: add {dtype} to its file"
+            f"{cluster.name} has no device.peak_tflops for {dtype}; it has {known}: add {dtype} to its file, or "
+            f"use --dtype with one of these"
         )
     axes = rings(cluster, sizes)
     times: dict[Name, float] = {}

@@ -39,7 +39,7 @@ class Transfer:
     """One use of a transport.
 
     Attributes:
-        axis: "tp", "cp", "experts", "pp", "copies" or "expert_copies".
+        axis: "tp", "cp", "experts", "pp", "dp", "copies" or "expert_copies".
         method: of the transport; "send" between stages, "all_reduce" of gradients.
         bytes: what a rank sends, or what it receives where that is more.
     """

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
+from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Sizes
+from hf_helix.simulation.memory import bytes_text
 from hf_helix.simulation.step import Case, Step, memory_of_case, simulate_step
 
 RECOMPUTE = ("none", "selective", "full")
@@ -23,7 +26,8 @@ BATCHES = (1, 2, 4, 8)
 """Sequences in a micro-batch that are tried."""
 
 SHORTEST_PART = 1024
-"""Tokens of a sequence that a context-parallel rank has at least; shorter parts only cost."""
+"""Tokens that each of the two parts of a sequence has at least that a context-parallel rank holds; shorter parts only
+cost."""
 
 AmountsOf = Callable[[Case], Amounts]
 
@@ -93,13 +97,13 @@ class Search:
     dropped: list[Dropped] = field(default_factory=list)
 
     def run(self) -> Ranking:
-        """Returns the layouts by speed.
+        """Returns the layouts by speed; none where nothing fits.
 
         Raises:
-            ValueError: the step is shorter than a sequence for every data-parallel rank could be, or nothing fits.
+            ValueError: the cluster has no rate for the type of matrix products.
         """
         found: list[Step] = []
-        candidates = list(layouts(self.cluster, self.length, self.layers, self.experts))
+        candidates = list(layouts(self.cluster, self.experts > 1))
         for place, sizes in enumerate(candidates):
             best = self._best(sizes)
             found += [best] if best is not None else []
@@ -114,61 +118,78 @@ class Search:
         for batch in BATCHES:
             microbatches = self.batch_tokens // (sizes.dp * batch * self.length)
             case = Case(sizes, batch, self.length, microbatches, self.plan, self.schedule, "none", False, self.dtype)
-            if microbatches < 1:
-                if batch == 1:
-                    self._drop(case, f"{sizes.dp} data-parallel ranks need {sizes.dp * self.length:,} tokens in a step")
-                break
             try:
-                fitting = self._fitting(case)
+                check_sizes(sizes, self.length, self.layers, self.experts, self.schedule)
+                if microbatches < 1:
+                    raise ValueError(f"{sizes.dp} data-parallel ranks need {sizes.dp * self.length:,} tokens in a step")
+                case = self._fitting(case, best.case if best is not None else case)
             except ValueError as error:
-                fitting = None
-                self._drop(case, str(error))
-            if fitting is None:
-                break  # a larger micro-batch needs more memory
-            step = simulate_step(self.amounts(fitting), fitting, self.cluster)
+                if best is None:
+                    self.dropped.append(Dropped(case, str(error)))
+                return best  # a larger micro-batch needs more memory
+            step = simulate_step(self.amounts(case), case, self.cluster)
             if best is not None and step.tokens_per_second <= best.tokens_per_second:
                 break
             best = step
         return best
 
-    def _fitting(self, case: Case) -> Case | None:
-        """Returns the case as it fits: with no more recomputation than needs be, and states kept whole if possible."""
+    def _fitting(self, case: Case, smaller: Case) -> Case:
+        """Returns the case as it fits: with no more recomputation than needs be, and states kept whole if possible.
+
+        Args:
+            case: without anything that saves memory.
+            smaller: needs no more memory, and fits as it is, or may.
+
+        Raises:
+            ValueError: the model cannot be cut like this, or does not fit.
+        """
         shards = (False, True) if case.sizes.dp > 1 and case.sizes.ep == 1 else (False,)
-        ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode in RECOMPUTE for shard in shards]
+        saving = [(mode, shard) for mode in RECOMPUTE for shard in shards]
+        saving = saving[saving.index((smaller.recompute, smaller.shard_optimizer)) :]
+        ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode, shard in saving]
         least = self._memory(ways[-1])
         if least > self.cluster.device.memory:
-            needed = f"needs {least / 1e9:.1f} GB of a device that has {self.cluster.device.memory / 1e9:.1f}"
-            self._drop(ways[-1], f"{needed}, with all that saves memory")
-            return None
+            room = f"of a device that has {bytes_text(self.cluster.device.memory)}"
+            raise ValueError(f"needs {bytes_text(least)} {room}, with all that saves memory")
         return next(way for way in ways if self._memory(way) <= self.cluster.device.memory)
 
     def _memory(self, case: Case) -> float:
         return memory_of_case(self.amounts(case), case).total
 
-    def _drop(self, case: Case, reason: str) -> None:
-        self.dropped.append(Dropped(case, reason))
 
-
-def layouts(cluster: Cluster, length: int, layers: int, experts: int = 1) -> Iterator[Sizes]:
-    """Yields parallel sizes that use every device: tensor parallelism inside a node, and what divides.
+def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:
+    """Checks what can be known of a layout before anything is counted.
 
     Args:
-        cluster: its devices.
+        sizes: of the layout.
         length: tokens in a sequence.
         layers: of the model.
         experts: of a layer; 1 for a dense model.
+        schedule: as in `HelixConfig`.
+
+    Raises:
+        ValueError: the layout cannot be built, or is never worth it; says why.
+    """
+    if sizes.cp > 1 and length // (2 * sizes.cp) < SHORTEST_PART:
+        raise ValueError(f"cp_size={sizes.cp} leaves less than {2 * SHORTEST_PART:,} of {length:,} tokens to a rank")
+    if experts > 1 and experts % (sizes.ep * sizes.tp):
+        raise ValueError(f"ep_size x tp_size = {sizes.ep * sizes.tp} does not divide the {experts} experts")
+    split_layers(layers, stage_ranks(Scheduler(schedule, sizes.pp).placement, sizes.pp))
+
+
+def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:
+    """Yields parallel sizes that use every device, with tensor parallelism inside a node.
+
+    Args:
+        cluster: its devices.
+        with_experts: whether the model has experts, which data-parallel ranks may share.
     """
     for tp in divisors(cluster.devices_per_node):
         for pp in divisors(cluster.devices // tp):
-            if pp > 1 and layers < 2 * pp:
-                continue
             for cp in divisors(cluster.devices // tp // pp):
-                if cp > 1 and length // (2 * cp) < SHORTEST_PART:
-                    continue
                 dp = cluster.devices // (tp * pp * cp)
-                for ep in divisors(dp) if experts > 1 else [1]:
-                    if experts == 1 or experts % (ep * tp) == 0:
-                        yield Sizes(tp, cp, pp, dp, ep)
+                for ep in divisors(dp) if with_experts else [1]:
+                    yield Sizes(tp, cp, pp, dp, ep)
 
 
 def divisors(number: int) -> list[int]:

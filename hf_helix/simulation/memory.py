@@ -58,6 +58,11 @@ class Memory:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
+def bytes_text(count: float) -> str:
+    """Returns bytes in a unit in which they can be read, such as "43.7 GB"."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
     """Returns the parameters of a pipeline rank. Weights that embedding and head share count once."""
     names = [layout.units[unit] for unit in layout.units_of(rank)]
@@ -68,9 +73,7 @@ def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
     return Weights(trained, sum(each.experts for each in found), sum(each.frozen for each in found))
 
 
-def memory_of(
-    amounts: Amounts, layout: Layout, rank: int, activations: float, copies: int, shard_optimizer: bool
-) -> Memory:
+def memory_of(amounts: Amounts, layout: Layout, rank: int, activations: float, shares: int, sums: bool) -> Memory:
     """Returns the memory of a pipeline rank.
 
     Args:
@@ -78,8 +81,8 @@ def memory_of(
         layout: of all ranks.
         rank: in the pipeline.
         activations: bytes that a window keeps and works with at most.
-        copies: data-parallel ranks that share the optimizer's states, if they do.
-        shard_optimizer: whether they do (ZeRO-1).
+        shares: data-parallel ranks that share the optimizer's states (ZeRO-1); 1 where each has all of them.
+        sums: whether gradients are summed over ranks.
     """
     held = held_weights(amounts, layout, rank)
     trained = held.trained + held.experts
@@ -87,10 +90,10 @@ def memory_of(
     return Memory(
         weights=PARAMETER * (trained + held.frozen),
         gradients=GRADIENT * trained,
-        states=STATES * trained / (copies if shard_optimizer else 1),
+        states=STATES * trained / shares,
         copies=sum(amounts.copies.get(name, 0) for name in names),
         activations=activations,
-        buffers=BUCKET if copies > 1 else 0,
+        buffers=BUCKET if sums else 0,
     )
 
 

@@ -38,13 +38,9 @@ from hf_helix.simulation.memory import (
     peak_of_program,
     peak_of_slots,
 )
-<<<<<<< HEAD
 from hf_helix.simulation.steady import costs_under, exposed_seconds, steady_layers
-=======
-from hf_helix.simulation.steady import costs_under, steady_layers
 from hf_helix.simulation.sums import exposed_sums
->>>>>>> predictions
-from hf_helix.simulation.window import usual_schedule, window_of
+from hf_helix.simulation.window import usual_schedules, window_of
 
 OPTIMIZER_BYTES = 32
 """Bytes that an optimizer's step moves for an element: gradient, weight and two states read, the latter written, the
@@ -168,16 +164,19 @@ def memory_of_case(amounts: Amounts, case: Case, layout: Layout | None = None) -
         ValueError: the layout cannot be built.
     """
     layout = layout or layout_of(amounts, case)
-    schedule = usual_schedule(case.schedule, case.sizes.pp, case.microbatches)
     two_strands = not runs_one_strand(case.plan)
-    peaks = [peak_of_slots(amounts, layout, slots, two_strands) for slots in schedule]
-    return _heaviest(amounts, layout, case, peaks)
+    peaks = [
+        [peak_of_slots(amounts, layout, slots, two_strands) for slots in schedule]
+        for schedule in usual_schedules(case.schedule, case.sizes.pp, case.microbatches)
+    ]
+    return _heaviest(amounts, layout, case, [max(of_rank) for of_rank in zip(*peaks, strict=True)])
 
 
 def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[int]) -> Memory:
     """Returns the memory of the rank that needs most, given the activations of each."""
-    copies = case.sizes.dp * case.sizes.cp
-    found = [memory_of(amounts, layout, rank, peak, copies, case.shard_optimizer) for rank, peak in enumerate(peaks)]
+    shares = case.sizes.dp if case.shard_optimizer else 1
+    sums = case.sizes.dp * case.sizes.cp > 1
+    found = [memory_of(amounts, layout, rank, peak, shares, sums) for rank, peak in enumerate(peaks)]
     return max(found, key=lambda memory: memory.total)
 
 
@@ -230,19 +229,10 @@ def simulate_plan(
         memory = _heaviest(amounts, layout, case, peaks)
     loads = _loads(profile, layout, window.busiest, case.microbatches)
     seconds = max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
-<<<<<<< HEAD
     exposed = {kind: loads[kind] * share for kind, share in layers.exposed.items() if loads[kind]}
     if drawn:
         exposed = {kind: found for kind, (_, found) in exposed_seconds(drawn[1], window.busiest).items()}
-    sums = _sums(amounts, layout, case, cluster, profile)
-=======
-    exposed = {
-        kind: seconds * layers.exposed.get(kind, 1.0)
-        for kind, seconds in loads.items()
-        if kind.communicates and seconds
-    }
     sums = exposed_sums(amounts, layout, rings(cluster, case.sizes), cluster, profile)
->>>>>>> predictions
     model, tokens = amounts.model, case.tokens / case.sizes.devices
     flops = [model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0)]
     return Step(
@@ -292,5 +282,5 @@ def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -
     if not case.shard_optimizer or copies == 1:
         return OPTIMIZER_BYTES * trained / bandwidth
     sent = int((copies - 1) / copies * trained * PARAMETER)
-    gathered = transfer_seconds(Transfer("copies", "all_gather", sent), rings(cluster, case.sizes)["copies"], cluster)
+    gathered = transfer_seconds(Transfer("dp", "all_gather", sent), rings(cluster, case.sizes)["dp"], cluster)
     return OPTIMIZER_BYTES * trained / copies / bandwidth + gathered

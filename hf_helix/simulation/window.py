@@ -8,6 +8,7 @@ more adds there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,15 +40,35 @@ class Window:
     bubble: float
 
 
-def usual_schedule(name: str, num_ranks: int, microbatches: int) -> Schedule:
-    """Returns the schedule that memory is counted for, of a window as long as memory depends on.
+@functools.lru_cache(maxsize=64)
+def schedule_of(name: str, num_ranks: int, microbatches: int) -> Schedule:
+    """Returns the schedule of a window, made once: many layouts have the same.
 
     Args:
-        name: of the schedule; for "auto" that of the paper, whose memory the others on the fold keep to.
+        name: of the schedule.
         num_ranks: of the pipeline.
         microbatches: of the window.
     """
-    return Scheduler(ON_ONE_RANK if name == AUTO else name, num_ranks)(min(microbatches, SHORT * num_ranks))
+    return Scheduler(name, num_ranks)(microbatches)
+
+
+def possible_names(name: str, num_ranks: int) -> Sequence[str]:
+    """Returns the names of the schedules that a name stands for: "auto" for those on the fold, without a search."""
+    if name != AUTO:
+        return [name]
+    return FOLDED if num_ranks > 1 else [ON_ONE_RANK]
+
+
+def usual_schedules(name: str, num_ranks: int, microbatches: int) -> list[Schedule]:
+    """Returns the schedules that memory is counted for, of a window as long as memory depends on.
+
+    Args:
+        name: of the schedule; "auto" may take any on the fold.
+        num_ranks: of the pipeline.
+        microbatches: of the window.
+    """
+    count = min(microbatches, SHORT * num_ranks)
+    return [schedule_of(each, num_ranks, count) for each in possible_names(name, num_ranks)]
 
 
 def window_of(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) -> Window:
@@ -60,16 +81,15 @@ def window_of(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) 
         costs: of the virtual stages.
     """
     num_ranks = max(ranks) + 1
-    names = [name] if name != AUTO else FOLDED if num_ranks > 1 else [ON_ONE_RANK]
-    return min((_window(each, ranks, microbatches, costs) for each in names), key=lambda window: window.seconds)
+    windows = [_window(each, ranks, microbatches, costs) for each in possible_names(name, num_ranks)]
+    return min(windows, key=lambda window: window.seconds)
 
 
 def _window(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) -> Window:
     num_ranks = max(ranks) + 1
-    scheduler = Scheduler(name, num_ranks)
 
     def simulated(count: int) -> Simulated:
-        return simulate_schedule(scheduler(count), ranks, costs)
+        return simulate_schedule(schedule_of(name, num_ranks, count), ranks, costs)
 
     long = simulated(min(microbatches, LONG * num_ranks))
     seconds, busy = long.seconds, list(long.busy)

@@ -1,0 +1,63 @@
+"""Clusters, cases and small models for what is simulated: on the meta device, in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_helix.config import HelixConfig
+from hf_helix.engine.on_paper import amounts_of
+from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.cluster import Cluster, parse_cluster
+from hf_helix.simulation.estimate import Sizes
+from hf_helix.simulation.step import Case
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "tie_word_embeddings": False,
+}
+
+
+def on_meta(model_type: str = "llama", **options: Any) -> Any:
+    """A model of random weights that take no memory; small, as `LLAMA` is, but for the options."""
+    config = AutoConfig.for_model(model_type, **{**LLAMA, **options})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def counted(model: Any, batch: int = 2, length: int = 32, bf16: bool = False, **helix: Any) -> Amounts:
+    """What a rank does for a micro-batch of a model, on a layout of these options of `HelixConfig`."""
+    return amounts_of(model, HelixConfig(**helix), batch, length, torch.bfloat16 if bf16 else None)
+
+
+def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Cluster:
+    """A cluster on which times can be worked out by hand: 100 TFLOP/s, 1000 GB/s, links of 100 and of 10 GB/s."""
+    device = {
+        "name": "X",
+        "memory_gb": 80,
+        "peak_tflops": {"bf16": 100, "fp32": 50},
+        "memory_gb_per_s": 1000,
+    }
+    found = {
+        "name": "by hand",
+        "nodes": nodes,
+        "devices_per_node": devices_per_node,
+        "device": device | keys.pop("device", {}),
+        "node": {"gb_per_s": 100},
+        "network": {"gb_per_s": 10},
+        **keys,
+    }
+    return parse_cluster(found, "by hand")
+
+
+def case_of(microbatches: int = 8, batch: int = 1, length: int = 64, **options: Any) -> Case:
+    """A case of `counted` amounts: sizes by their short names, and what else `Case` takes."""
+    sizes = {name: options.pop(name) for name in ("tp", "cp", "pp", "dp", "ep") if name in options}
+    return Case(Sizes(**sizes), batch, length, microbatches, **options)

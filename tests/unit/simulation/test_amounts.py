@@ -1,0 +1,215 @@
+"""What operators on the meta device are counted with equals what they are by hand, and what really runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from support.on_paper import LLAMA, counted, on_meta
+
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.profile import named_operators
+from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.kernels import ATTENTION, MATMUL
+
+BATCH, LENGTH = 2, 32
+TOKENS = BATCH * LENGTH
+HIDDEN, MLP, VOCABULARY = LLAMA["hidden_size"], LLAMA["intermediate_size"], LLAMA["vocab_size"]
+HEADS, KV_HEADS, HEAD = 4, 2, 16
+QKV = HEAD * (HEADS + 2 * KV_HEADS)
+
+
+def flops(amounts: Amounts, unit: str, entry: str, sort: str = MATMUL) -> float:
+    """Floating-point operations of an operator in kernels of a sort."""
+    return sum(kernel.flops for kernel in amounts.operators[unit, entry].kernels if kernel.sort == sort)
+
+
+def linear(rows: int, columns: int, depth: int) -> float:
+    return 2.0 * rows * columns * depth
+
+
+def linears(ranks: int) -> Mapping[tuple[str, str], float]:
+    """Forward of every linear of a rank, of which `ranks` share the model or the tokens."""
+    found = {
+        ("layer", "attn.qkv"): linear(TOKENS, QKV, HIDDEN),
+        ("layer", "attn.out"): linear(TOKENS, HIDDEN, HEAD * HEADS),
+        ("layer", "mlp.up"): 2 * linear(TOKENS, MLP, HIDDEN),
+        ("layer", "mlp.down"): linear(TOKENS, HIDDEN, MLP),
+        ("head", "head"): linear(TOKENS, VOCABULARY, HIDDEN),
+    }
+    return {name: count / ranks for name, count in found.items()}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return on_meta()
+
+
+LAYOUTS = {
+    "whole": ({}, 1),
+    "tp2": ({"tp_size": 2}, 2),
+    "cp2": ({"cp_size": 2}, 2),
+    "tp2 cp2": ({"tp_size": 2, "cp_size": 2}, 4),
+    "bf16": ({"tp_size": 2, "bf16": True}, 2),
+    "selective": ({"tp_size": 2, "recompute": "selective"}, 2),
+    "full": ({"tp_size": 2, "recompute": "full"}, 2),
+}
+
+
+@pytest.mark.parametrize(("options", "ranks"), LAYOUTS.values(), ids=LAYOUTS)
+def test_linears_compute_what_their_shapes_say(options: dict[str, Any], ranks: int, llama: Any):
+    amounts = counted(llama, BATCH, LENGTH, **options)
+    for (unit, name), expected in linears(ranks).items():
+        for entry in (f"F.{name}", f"B.{name}.I", f"B.{name}.W"):
+            assert flops(amounts, unit, entry) == expected, entry
+    total = sum(kernel.flops for each in amounts.operators.values() for kernel in each.kernels if kernel.sort == MATMUL)
+    again = sum(flops(amounts, unit, name) for unit, name in amounts.operators if name.endswith(".again"))
+    assert total == 3 * sum(linears(ranks).values()) + again
+    # Whole layers are computed again up to what backward needs; selective recomputation keeps the products.
+    whole_layer = sum(count for (unit, _), count in linears(ranks).items() if unit == "layer")
+    assert 0 < again <= whole_layer if options.get("recompute") == "full" else again == 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_attention_computes_half_of_the_products_under_a_causal_mask(tp: int, llama: Any):
+    amounts = counted(llama, BATCH, LENGTH, tp_size=tp)
+    product = linear(LENGTH, LENGTH, HEAD) * BATCH * HEADS / tp / 2
+    assert flops(amounts, "layer", "F.attention", ATTENTION) == 2 * product
+    assert flops(amounts, "layer", "B.attention", ATTENTION) == 5 * product, "backward computes one of them again"
+
+
+def test_the_parts_of_ring_attention_are_those_of_the_whole(llama: Any):
+    amounts = counted(llama, BATCH, LENGTH, cp_size=2)
+    names = [name for unit, name in amounts.operators if unit == "layer"]
+    product = linear(LENGTH, LENGTH, HEAD) * BATCH * HEADS / 2
+    for letter, products in (("F", 2), ("B", 5)):
+        counts = [flops(amounts, "layer", name, ATTENTION) for name in names if name.startswith(letter)]
+        assert sum(counts) == products * product / 2
+        assert len([count for count in counts if count]) == 2, "a block of its own keys, and one of the other rank's"
+
+
+def test_attention_is_computed_again_under_selective_recomputation(llama: Any):
+    amounts = counted(llama, BATCH, LENGTH, recompute="selective")
+    again = flops(amounts, "layer", "B.attention.again", ATTENTION)
+    assert again == flops(amounts, "layer", "F.attention", ATTENTION) > 0
+
+
+def test_half_precision_moves_half_the_bytes(llama: Any):
+    whole, half = counted(llama, tp_size=2), counted(llama, tp_size=2, bf16=True)
+
+    def of(amounts: Amounts, entry: str) -> tuple[int, int]:
+        found = amounts.operators["layer", entry]
+        return sum(kernel.bytes for kernel in found.kernels), sum(each.bytes for each in found.transfers)
+
+    assert of(whole, "F.mlp.gather")[1] == 2 * of(half, "F.mlp.gather")[1]
+    products = [k.bytes for k in whole.operators["layer", "F.mlp.down"].kernels if k.sort == MATMUL]
+    halves = [k.bytes for k in half.operators["layer", "F.mlp.down"].kernels if k.sort == MATMUL]
+    assert products == [2 * each for each in halves]
+    copied = half.copies["layer"] - whole.copies["layer"]  # beside what is made once for all positions
+    assert copied == 2 * (half.weights["layer"].trained - 2 * HIDDEN), "of all weights but those of the two norms"
+
+
+def test_every_operator_computes_or_sends_or_says_that_it_does_nothing(llama: Any):
+    for options in ({"tp_size": 2}, {"cp_size": 2, "recompute": "full"}):
+        amounts = counted(llama, **options)
+        kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
+        assert amounts.operators.keys() == kinds.keys()
+        for name, found in amounts.operators.items():
+            if kinds[name].communicates:
+                assert not found.kernels, name
+                assert found.transfers, name
+            else:
+                assert not found.transfers, name
+                # The gradient of a sum is that of both its parts, and that of the loss needs nothing of other ranks.
+                assert bool(found.kernels) != (name[1] in ("B.attn.add", "B.mlp.add", "B.loss.gather")), name
+            assert found.peak >= max(0, found.delta), name
+        assert sum(found.delta for found in amounts.operators.values()) == pytest.approx(0, abs=4096)
+
+
+def test_bytes_of_collectives_are_those_of_their_shapes(llama: Any):
+    amounts = counted(llama, BATCH, LENGTH, tp_size=2)
+    handed_on = TOKENS * HIDDEN * 4 // 2
+    assert amounts.handed_on == handed_on
+    for entry, method in (("F.attn.gather", "all_gather"), ("F.mlp.scatter", "reduce_scatter")):
+        (sent,) = amounts.operators["layer", entry].transfers
+        assert (sent.axis, sent.method, sent.bytes) == ("tp", method, handed_on), "half of the tokens, to one other"
+    ring = counted(llama, BATCH, LENGTH, cp_size=2)
+    (sent,) = ring.operators["layer", "F.attention.ring1"].transfers
+    assert (sent.axis, sent.method, sent.bytes) == ("cp", "shift", 2 * TOKENS // 2 * KV_HEADS * HEAD * 4)
+
+
+def test_weights_are_those_of_a_rank(llama: Any):
+    layer = QKV * HIDDEN + HIDDEN * HEADS * HEAD + 3 * HIDDEN * MLP
+    for tp in (1, 2):
+        found = counted(llama, tp_size=tp).weights
+        assert found["layer"].trained == layer // tp + 2 * HIDDEN
+        assert found["embedding"].trained == VOCABULARY * HIDDEN // tp
+        assert found["head"].trained == VOCABULARY * HIDDEN // tp + HIDDEN
+        assert not any(each.frozen or each.experts for each in found.values())
+
+
+def test_the_model_is_as_before(llama: Any):
+    before = {name: (p, p.data_ptr(), p.shape, p.grad) for name, p in llama.named_parameters()}
+    buffers = {name: (buffer, buffer.shape) for name, buffer in llama.named_buffers()}
+    counted(llama, tp_size=2, recompute="full", bf16=True)
+    with pytest.raises(ValueError, match="tp_size"):
+        counted(llama, tp_size=3)
+    assert {name: (p, p.data_ptr(), p.shape, p.grad) for name, p in llama.named_parameters()} == before
+    assert {name: (buffer, buffer.shape) for name, buffer in llama.named_buffers()}.keys() == buffers.keys()
+    assert all(p.grad is None and p.is_meta for p in llama.parameters())
+    assert llama.training
+
+
+def test_adapters_are_counted_and_frozen_weights_get_no_gradients():
+    peft = pytest.importorskip("peft")
+    base = on_meta()
+    whole = counted(base, tp_size=2)
+    config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        model = peft.get_peft_model(base, config)
+    found = counted(model, tp_size=2)
+    assert found.weights["layer"].frozen == whole.weights["layer"].trained
+    assert 0 < found.weights["layer"].trained < whole.weights["layer"].trained // 4
+    assert found.weights["head"].trained == 0
+    assert ("layer", "B.mlp.down.W") not in found.operators or not flops(found, "layer", "B.mlp.down.W")
+    forward = [name for name in found.operators if name[0] == "layer" and name[1].startswith("F.")]
+    more = sum(flops(found, *name) for name in forward)
+    more -= sum(flops(whole, *name) for name in whole.operators if name in forward)
+    # The second product of the adapters of queries and values is cut; the first is of the rank's tokens, or of all.
+    second = linear(TOKENS, HEAD * (HEADS + KV_HEADS) // 2, 8)
+    assert more - second in (linear(TOKENS, 8, HIDDEN), 2 * linear(TOKENS, 8, HIDDEN))
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def test_rows_of_experts_are_even():
+    model = on_meta("mixtral", **EXPERTS)
+    alone, shared = counted(model), counted(model, ep_size=2)
+    layer = 3 * HIDDEN * MLP
+    assert alone.weights["layer"].experts == 4 * layer
+    assert shared.weights["layer"].experts == 2 * layer, "two of four experts"
+    rows = TOKENS * EXPERTS["num_experts_per_tok"]
+    for amounts in (alone, shared):
+        counts = [flops(amounts, *name) for name in amounts.operators if name[1].startswith("F.") and "exp" in name[1]]
+        assert sum(counts) == pytest.approx(3 * linear(rows, MLP, HIDDEN), rel=0.01), "as many rows arrive as leave"
+    sent = {
+        each.axis: each
+        for name, found in shared.operators.items()
+        for each in found.transfers
+        if each.bytes > rows * HIDDEN  # not the counts
+    }
+    assert sent["experts"].bytes == rows * HIDDEN * 4 // 2, "half of the rows go to the other rank"
+
+
+@pytest.mark.parametrize("family", ["gemma", "phi3"])
+def test_derived_families_are_counted_too(family: str):
+    special = {"gemma": {"head_dim": HEAD}, "phi3": {"pad_token_id": 0}}
+    found = counted(on_meta(family, **special[family]), BATCH, LENGTH, tp_size=2)
+    forward = sum(flops(found, *name) for name in found.operators if name[0] == "layer" and name[1].startswith("F."))
+    assert forward == sum(count for (unit, _), count in linears(2).items() if unit == "layer")
+    attention = [flops(found, *name, ATTENTION) for name in found.operators if name[1].startswith("F.")]
+    assert sum(attention) == 2 * linear(LENGTH, LENGTH, HEAD) * BATCH * HEADS / 2 / 2
+    assert {op.kind for _, op in named_operators(found.layout)} == {Kind.COMPUTE, Kind.INTRA_NODE}

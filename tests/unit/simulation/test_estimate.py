@@ -1,0 +1,151 @@
+"""Times by hand: kernels, collectives inside a node and between nodes, shared links, contention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.on_paper import cluster_with, counted, on_meta
+
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.profile import named_operators
+from hf_helix.simulation.estimate import (
+    Ring,
+    Sizes,
+    estimate_profile,
+    inter_node_axes,
+    kernel_seconds,
+    ring_of,
+    rings,
+    transfer_seconds,
+)
+from hf_helix.simulation.kernels import ATTENTION, MATMUL, OTHER, Kernel, Transfer
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "expected"),
+    [
+        (Kernel(MATMUL, 1e12, GB), {}, 0.01),
+        (Kernel(MATMUL, 1e12, 100 * GB), {}, 0.1),
+        (Kernel(OTHER, 0.0, GB), {}, 0.001),
+        (Kernel(OTHER, 0.0, GB), {"memory_efficiency": [[1e3, 0.5]]}, 0.002),
+        (Kernel(MATMUL, 1e12, GB), {"matmul": [[1e12, 0.5]]}, 0.02),
+        (Kernel(OTHER, 0.0, GB, exponentials=4e6), {"exponentials_per_ns": 1}, 0.004),
+        (Kernel(OTHER, 0.0, 0), {"kernel_us": 2}, 2e-6),
+        (Kernel(ATTENTION, 1e12, GB, (512, 512, 64)), {"attention": [[512, 0.5]]}, 0.02),
+        # A causal mask spares whole blocks alone: of 4 x 4 blocks 10 are computed, not 8.
+        (Kernel(ATTENTION, 1e12, GB, (512, 512, 64), causal=True), {"attention_block": 128}, 0.0125),
+    ],
+)
+def test_a_kernel_takes_what_its_operations_or_its_bytes_take(kernel: Kernel, device: dict[str, Any], expected: float):
+    assert kernel_seconds(kernel, cluster_with(device=device), "bf16") == pytest.approx(expected)
+
+
+def test_products_take_the_peak_of_their_type():
+    kernel, cluster = Kernel(MATMUL, 1e12, 0), cluster_with()
+    assert kernel_seconds(kernel, cluster, "fp32") == pytest.approx(2 * kernel_seconds(kernel, cluster, "bf16"))
+
+
+LINKS: dict[str, Any] = {
+    "node": {"gb_per_s": 100, "latency_us": 100},
+    "network": {"gb_per_s": 10, "latency_us": 1000, "devices_per_link": 2},
+}
+TWO_NODES = {"nodes": 2, "devices_per_node": 4, **LINKS}
+
+
+@pytest.mark.parametrize(
+    ("method", "ring", "expected"),
+    [
+        # Inside a node: the bytes of a rank over its own link, with a latency for every message.
+        ("all_gather", Ring(4, 4, 1), 3 * 1e-4 + 0.06),
+        ("reduce_scatter", Ring(4, 4, 1), 3 * 1e-4 + 0.06),
+        ("all_reduce", Ring(4, 4, 1), 6 * 1e-4 + 0.06),
+        ("exchange", Ring(4, 4, 1), 3 * 1e-4 + 0.06),
+        ("shift", Ring(4, 4, 1), 1e-4 + 0.06),
+        # A ring over both nodes passes an edge once; the node has two links, and one such group.
+        ("all_gather", Ring(8, 4, 1), 7 * 1e-3 + 6 / (2 * 10)),
+        ("shift_back", Ring(8, 4, 1), 1e-3 + 6 / (2 * 10)),
+        # With one rank of a group on a node, four groups share its two links.
+        ("all_gather", Ring(2, 1, 4), 1e-3 + 4 * 6 / (2 * 10)),
+        ("send", Ring(2, 1, 4), 1e-3 + 4 * 6 / (2 * 10)),
+        # An exchange has something of its own for each of the four ranks on the other node.
+        ("exchange", Ring(8, 4, 1), 4 * 1e-3 + 4 * (6 / 7 * 4) / (2 * 10)),
+        ("exchange_rows", Ring(8, 4, 1), 4 * 1e-3 + 4 * (6 / 7 * 4) / (2 * 10)),
+        ("all_gather", Ring(1, 1, 4), 0.0),
+    ],
+)
+def test_what_a_transfer_of_6_gb_takes(method: str, ring: Ring, expected: float):
+    cluster = cluster_with(**TWO_NODES)
+    assert transfer_seconds(Transfer("tp", method, 6 * GB), ring, cluster) == pytest.approx(expected)
+    assert transfer_seconds(Transfer("tp", method, 0), ring, cluster) == 0.0
+
+
+def test_efficiency_goes_by_the_bytes_of_a_message():
+    efficiency = [[1e9, 0.25], [2e9, 0.5]]
+    cluster = cluster_with(devices_per_node=4, node={"gb_per_s": 100, "efficiency": efficiency})
+    taken = transfer_seconds(Transfer("tp", "all_gather", 6 * GB), Ring(4, 4, 1), cluster)
+    assert taken == pytest.approx(6 / 50), "three messages of 2 GB"
+
+
+def test_axes_stand_as_the_mesh_numbers_its_ranks():
+    cluster = cluster_with(nodes=4, devices_per_node=8)
+    assert ring_of(cluster, (8, 1)) == Ring(8, 8, 1)
+    assert ring_of(cluster, (2, 8)) == Ring(2, 1, 8)
+    assert ring_of(cluster, (16, 1)) == Ring(16, 8, 1)
+    # tp 2 and cp 2 of a node, then the two stages of the pipeline, and data parallelism between the nodes.
+    found = rings(cluster, Sizes(tp=2, cp=2, pp=2, dp=4))
+    assert found["tp"] == found["cp"] == found["pp"] == Ring(2, 2, 4)
+    assert found["dp"] == Ring(4, 1, 8)
+    assert found["copies"] == Ring(8, 2, 4), "neighbours of a sequence are on a node, other batches are not"
+    assert rings(cluster, Sizes(tp=2, dp=16))["copies"] == Ring(16, 4, 2)
+
+
+def test_experts_stand_over_tensor_and_data_parallelism():
+    cluster = cluster_with(nodes=4, devices_per_node=8)
+    found = rings(cluster, Sizes(tp=2, pp=4, dp=4, ep=2))
+    assert found["experts"] == Ring(4, 2, 4), "two ranks of a node, and two of the next"
+    assert found["expert_copies"] == Ring(2, 1, 8)
+    assert inter_node_axes(cluster, Sizes(tp=2, pp=4, dp=4, ep=2)) == ["ep"]
+    assert inter_node_axes(cluster, Sizes(tp=2, dp=16, ep=2)) == []
+    assert inter_node_axes(cluster, Sizes(tp=8, cp=2, dp=2)) == ["cp"]
+    assert inter_node_axes(cluster, Sizes(dp=32)) == []
+
+
+@pytest.fixture(scope="module")
+def amounts() -> Any:
+    return counted(on_meta(), batch=8, tp_size=2)
+
+
+def test_a_profile_covers_every_operator(amounts: Any):
+    profile = estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with())
+    kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
+    assert profile.times.keys() == kinds.keys()
+    assert profile.bytes.keys() == {name for name, kind in kinds.items() if kind.communicates}
+    found = amounts.operators["layer", "F.mlp.gather"]
+    assert profile.times["layer", "F.mlp.gather"] == pytest.approx(found.transfers[0].bytes / 100e9)
+
+
+def test_the_host_of_a_cpu_adds_what_it_takes(amounts: Any):
+    ahead, beside = (
+        estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with(device=device))
+        for device in ({"issue_us": 50}, {"issue_us": 50, "host_runs_ahead": False})
+    )
+    assert beside.times["layer", "F.mlp.up"] == pytest.approx(ahead.times["layer", "F.mlp.up"] + 50e-6)
+    assert beside.times["layer", "F.mlp.gather"] == ahead.times["layer", "F.mlp.gather"]
+
+
+def test_contention_holds_for_all_operators_of_two_kinds(amounts: Any):
+    contention = {"compute_beside_intra_node": 1.5, "intra_node_beside_compute": 2.0}
+    profile = estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with(contention=contention))
+    for name, op in named_operators(amounts.layout):
+        other = ("layer", "F.mlp.gather") if op.kind is Kind.COMPUTE else ("layer", "F.mlp.up")
+        assert profile.slowdown(name, other) == pytest.approx(1.5 if op.kind is Kind.COMPUTE else 2.0)
+    assert not estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with()).pairs
+
+
+def test_a_type_without_a_rate_is_named_with_those_there_are(amounts: Any):
+    cluster = cluster_with(device={"peak_tflops": {"bf16": 100}})
+    with pytest.raises(ValueError, match=r"no device.peak_tflops for fp32; it has bf16: add fp32 to its file"):
+        estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster, "fp32")
