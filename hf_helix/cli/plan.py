@@ -52,14 +52,14 @@ def add_command(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Predict every rule, print the table, save one plan."""
-    from hf_helix.planning.plans.registry import predict_plan
     from hf_helix.planning.plans.search import lower_bound
+    from hf_helix.planning.predict import predict_seconds
 
     profile = profile_of(options)
     schedule = schedule_for(profile, options.microbatches, options.schedule)
     limit = lower_bound(profile, schedule)
     plans = {rule: plan_by(rule, profile, schedule) for rule in RULES}
-    predicted = {rule: predict_plan(plan, profile, schedule)[1].seconds for rule, plan in plans.items()}
+    predicted = {rule: predict_seconds(plan, profile, schedule) for rule, plan in plans.items()}
     fastest = min(predicted, key=lambda rule: predicted[rule])
     saved = fastest if options.rule == FASTEST else options.rule
     print(f"a window of {options.microbatches} micro-batches; no plan can beat {limit * 1e3:,.1f} ms")

@@ -1,55 +1,120 @@
 """Programs: everything one rank issues for a window, in one flat list.
 
 In:   a schedule, the units of every virtual stage, and a plan.
-Out:  per rank the instructions in the order of issue, with what may be freed after each.
+Out:  the instructions of a rank in the order of issue, with what may be freed after each.
 Must hold: every operator of every micro-batch once, each after what it reads; a value is freed with its last reader,
 so what is alive follows from the program alone; what is sent over one way between two ranks arrives in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Key, Layout
 from hf_helix.planning.pipeline.actions import Schedule, Slot
 from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.steady_state import order_window
+
+COPIES = (2, 6, 14)  # of a stretch, among which one is looked for that frees what all later ones free
 
 
-def build_programs(
-    schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
-) -> list[list[Instruction]]:
-    """The instructions of a window, rank by rank.
+@dataclass(frozen=True, eq=False)
+class Program(Sequence[Instruction]):
+    """What one rank issues for a window; of a long window the steady state is there once.
+
+    Attributes:
+        once: the instructions of a window in which nothing is left out.
+        period: the part of it, from one place to another, that a longer window runs again right after it.
+        repeats: how many more times.
+        shift: micro-batches of a period; every time they are so many later, and so are those of what comes after.
+        slots: of the window `once`.
+    """
+
+    once: list[Instruction]
+    period: tuple[int, int] = (0, 0)
+    repeats: int = 0
+    shift: int = 0
+    slots: Sequence[Slot] = ()
+
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """Yields parts of `once` in the order of issue: begin, end, and by how many micro-batches they are later."""
+        yield 0, self.period[1], 0
+        for number in range(1, self.repeats + 1):
+            yield *self.period, number * self.shift
+        yield self.period[1], len(self.once), self.repeats * self.shift
+
+    def __len__(self) -> int:
+        return len(self.once) + self.repeats * (self.period[1] - self.period[0])
+
+    def __iter__(self) -> Iterator[Instruction]:
+        for begin, end, later in self.parts():
+            for place in range(begin, end):
+                instruction = self.once[place]
+                yield instruction.of(instruction.microbatch + later) if later and instruction.operator else instruction
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+
+def build_program(
+    schedule: Schedule, layout: Layout, plan: Plan, rank: int, keep: Collection[Key] = (), slots_ahead: int = 1
+) -> Program:
+    """What a rank issues for a window. The steady state of a long window is ordered once and repeated.
 
     Args:
         schedule: the window.
         layout: what the ranks hold, with the graphs that the plan orders.
         plan: the order of issue.
+        rank: of the pipeline.
         keep: values that are never freed.
-        slots_ahead: see `Plan.programs`.
+        slots_ahead: see `Plan.issue`.
     """
+    ordered = order_window(plan, schedule, layout, slots_ahead, rank)
+    for copies in (*COPIES, ordered.repeats):
+        made = ordered.lengthened(min(copies, ordered.repeats), rank)
+        once = _complete(_free(made.issued.program(rank), keep), layout)
+        if not made.repeats:
+            break
+        begin, end = made.stretches[rank]
+        if _repeats(once, begin, end):
+            return Program(once, (begin, end), made.repeats, made.shift, made.schedule[rank])
+    return Program(once, slots=made.schedule[rank])
+
+
+def _repeats(program: Sequence[Instruction], begin: int, end: int) -> bool:
+    """Whether the stretch behind one frees and ends the same."""
+    return all(
+        (one.frees, one.ends, one.completes) == (other.frees, other.ends, other.completes)
+        for one, other in zip(program[begin:end], program[end : 2 * end - begin], strict=True)
+    )
+
+
+def build_programs(
+    schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
+) -> list[list[Instruction]]:
+    """The instructions of a window, rank by rank, each of them ordered; arguments as of `build_program`."""
     return [_complete(_free(program, keep), layout) for program in plan.programs(schedule, layout, slots_ahead)]
 
 
 def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction]:
     """The program with, on each instruction, the values that nothing after it uses."""
-    last: dict[tuple[int, Key], int] = {}
-    end: dict[int, int] = {}
-    for place, instruction in enumerate(program):
+    freed: list[Instruction] = []
+    used: dict[int, set[Key]] = {}
+    for instruction in reversed(program):
         if instruction.operator is not None:
-            end[instruction.microbatch] = place
-            for key in (*instruction.writes, *instruction.needs):
-                last[instruction.microbatch, key] = place
-    frees: dict[int, list[Key]] = {}
-    for (_, key), place in last.items():
-        if key not in keep:
-            frees.setdefault(place, []).append(key)
-    return [
-        replace(instruction, frees=tuple(frees.get(place, ())), ends=end.get(instruction.microbatch) == place)
-        for place, instruction in enumerate(program)
-    ]
+            ends = instruction.microbatch not in used
+            known = used.setdefault(instruction.microbatch, set(keep))
+            keys = dict.fromkeys((*instruction.writes, *instruction.needs))
+            frees = tuple([key for key in keys if key not in known])
+            known.update(frees)
+            if frees or ends:
+                instruction = replace(instruction, frees=frees, ends=ends)
+        freed.append(instruction)
+    return freed[::-1]
 
 
 def _complete(program: list[Instruction], layout: Layout) -> list[Instruction]:

@@ -96,6 +96,7 @@ class Window:
         calls: of each instruction, the call of the pattern.
         microbatches: of each instruction, its micro-batch.
         at: of each micro-batch and call, the place of the instruction; `ABSENT` where the window does not have it.
+        slots: of each rank and slot, the place of its first instruction; one more for the end of the rank.
     """
 
     def __init__(self, schedule: Schedule, layout: Layout) -> None:
@@ -105,13 +106,17 @@ class Window:
         self.calls: list[int] = []
         self.microbatches: list[int] = []
         self.at = [[ABSENT] * len(pattern.calls) for _ in range(num_microbatches_of(schedule))]
+        self.slots: list[list[int]] = []
         parts: dict[tuple[int, str], Sequence[int]] = {}
         for slots in schedule:
+            self.slots.append([])
             for slot in slots:
+                self.slots[-1].append(len(self.calls))
                 for (microbatch, unit), action in slot_passes(slot, layout):
                     key = unit, action.computation_type
                     calls = parts[key] if key in parts else parts.setdefault(key, pattern.of(*key))
                     self._add(NumberedPass(microbatch, *key, len(self.calls), calls))
+            self.slots[-1].append(len(self.calls))
 
     def __len__(self) -> int:
         return len(self.calls)

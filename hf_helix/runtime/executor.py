@@ -21,11 +21,15 @@ from hf_helix.operators.unit import Unit
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Key
+from hf_helix.planning.program import Program
 from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.step import Step
 from hf_helix.runtime.streams import Event, Streams
 
 Kept = Mapping[int, Mapping[Key, Tensor]]
+
+Bound = list[tuple[list[Step], int]]
+"""The steps of the parts of a program, each with by how many micro-batches they are later than they say."""
 
 MAX_PROGRAMS = 16
 """How many programs stay bound to their operators. There is one for each number of micro-batches in a window."""
@@ -47,7 +51,7 @@ class Executor:
         self._seed = seed
         self._precision = precision
         self._sent: deque[tuple[Event, Tensor]] = deque()
-        self._bound: dict[int, tuple[Sequence[Instruction], list[Step]]] = {}
+        self._bound: dict[int, tuple[Sequence[Instruction], Bound]] = {}
 
     def run(
         self,
@@ -71,23 +75,28 @@ class Executor:
         Returns:
             By micro-batch, the values that were never freed.
         """
-        steps = self._bind(program)
+        bound = self._bind(program)
         with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
-            return self._run(steps, microbatches, sources, training, completed, at_barrier)
+            return self._run(bound, microbatches, sources, training, completed, at_barrier)
 
-    def _bind(self, program: Sequence[Instruction]) -> list[Step]:
-        """Returns the steps of a program, which stay the same from window to window."""
+    def _bind(self, program: Sequence[Instruction]) -> Bound:
+        """Returns the steps of a program, which stay the same from window to window; a period has its steps once."""
         found = self._bound.get(id(program))
         if found is None:
             if len(self._bound) == MAX_PROGRAMS:
                 del self._bound[next(iter(self._bound))]
+            once = program.once if isinstance(program, Program) else program
+            parts = program.parts() if isinstance(program, Program) else [(0, len(once), 0)]
+            steps = [Step(each, self.units) for each in once]
+            stretches: dict[tuple[int, int], list[Step]] = {}
+            bound = [(stretches.setdefault((begin, end), steps[begin:end]), later) for begin, end, later in parts]
             # The program is kept, so that no other one gets its id.
-            found = self._bound[id(program)] = program, [Step(each, self.units) for each in program]
+            found = self._bound[id(program)] = program, bound
         return found[1]
 
     def _run(
         self,
-        steps: Sequence[Step],
+        bound: Bound,
         microbatches: Sequence[MicroBatch],
         sources: Mapping[Key, Tensor],
         training: bool,
@@ -96,15 +105,16 @@ class Executor:
     ) -> Kept:
         strands: dict[int, Strand] = {}
         kept: dict[int, Mapping[Key, Tensor]] = {}
-        for step in steps:
+        for step, later in ((step, later) for steps, later in bound for step in steps):
             if step.op is None:
                 self._barrier(strands)
                 if at_barrier is not None:
                     at_barrier()
                 continue
-            strand = strands.get(step.microbatch)
+            microbatch = step.microbatch + later
+            strand = strands.get(microbatch)
             if strand is None:
-                strand = strands[step.microbatch] = self.strand(microbatches[step.microbatch], sources, training)
+                strand = strands[microbatch] = self.strand(microbatches[microbatch], sources, training)
             if step.communicates:
                 self._communicate(step, step.op, strand)
             else:
@@ -115,7 +125,7 @@ class Executor:
                     strand.events.pop(key, None)
             if step.ends:
                 self._drain(strand)
-                kept[step.microbatch] = strands.pop(step.microbatch).values
+                kept[microbatch] = strands.pop(microbatch).values
             if completed is not None:
                 for unit in step.completes:
                     completed(unit)

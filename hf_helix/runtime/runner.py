@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.base import Precision
-from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Key
 from hf_helix.planning.pipeline.actions import Schedule, Slot
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.program import build_programs, validate_program
+from hf_helix.planning.program import Program, build_program, validate_program
 from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.executor import Executor
@@ -66,7 +65,7 @@ class Runner:
         self.precision = Precision(mesh.device.type, autocast_dtype)
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
         self.executor = Executor(issued.units, streams, seed * world_size() + rank(), self.precision)
-        self._programs: dict[object, list[Instruction]] = {}
+        self._programs: dict[object, Program] = {}
         head = self.stage.head
         (loss,) = self.layout.graphs[self.layout.units[head]].forward.outputs
         self._loss: Key = (head, loss)
@@ -122,19 +121,18 @@ class Runner:
         """What every micro-batch starts with: the gradient of its loss."""
         return {self._loss_gradient: torch.ones((), device=self.mesh.device)}
 
-    def program(self, num_microbatches: int) -> list[Instruction]:
+    def program(self, num_microbatches: int) -> Program:
         """What this rank issues for a window of so many micro-batches."""
         if num_microbatches not in self._programs:
-            schedule, mine = self.scheduler(num_microbatches), self.stage.rank
-            program = self.build_program(schedule, (self._loss,))
-            validate_program(program, [self._loss_gradient], self.layout, schedule[mine])
+            program = self.build_program(self.scheduler(num_microbatches), (self._loss,))
+            validate_program(program.once, [self._loss_gradient], self.layout, program.slots)
             self._programs[num_microbatches] = program
         return self._programs[num_microbatches]
 
-    def build_program(self, schedule: Schedule, keep: Collection[Key]) -> list[Instruction]:
-        """What this rank issues for a schedule, see `build_programs`."""
+    def build_program(self, schedule: Schedule, keep: Collection[Key]) -> Program:
+        """What this rank issues for a schedule, see `planning.program.build_program`."""
         ahead = self.executor.streams.slots_ahead
-        return build_programs(schedule, self.layout, self.plan, keep, ahead)[self.stage.rank]
+        return build_program(schedule, self.layout, self.plan, self.stage.rank, keep, ahead)
 
     def _everywhere(self, losses: Sequence[Tensor], count: int) -> Tensor:
         """What the ranks of the head found of their tokens, together and on every rank."""

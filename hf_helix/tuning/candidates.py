@@ -14,7 +14,8 @@ import torch.distributed as dist
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.files import parse_plan
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import make_plan, predict_plan
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.predict import predict_seconds
 from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import rank
@@ -108,4 +109,4 @@ def make_plans(
 
 def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> float:
     """Returns the seconds that the cost function predicts for a window, without the gradient sums at its end."""
-    return predict_plan(runner.plan, profile, runner.scheduler(num_microbatches))[1].seconds
+    return predict_seconds(runner.plan, profile, runner.scheduler(num_microbatches))

@@ -259,7 +259,6 @@ def add_derived(name: str, where: str, slow: bool = False, **changes: Any) -> No
 
 
 add_derived("gemma3", "tp2:packed")
-add_derived("phi3 selective", "tp2:left", recompute="selective")
 for name in ("gemma2", "gemma3", "phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen2_moe"):
     add_derived(name, "tp2 pp2 tp2+pp2:left", slow=True)
     for mode in ("selective", "full"):

@@ -23,7 +23,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("derived, fused",)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CASES])
 def test_what_is_saved_is_the_stock_checkpoint(case: str, cluster_of: Any, tmp_path: Path) -> None:
     model, helix = CASES[case]
     ours, theirs = tmp_path / "helix", tmp_path / "stock"

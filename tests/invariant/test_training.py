@@ -67,7 +67,7 @@ def runs() -> list[Any]:
         (SHORTER, 1, {"tp_size": 1}, True),
         *((case, 2, {"tp_size": 2}, True) for case in list(CASES)[1:5] if case != SHORTER),
         ("derived gemma2", 2, {"tp_size": 2, "plan": "greedy"}, False),
-        ("derived olmo2", 2, {"pp_size": 2, "plan": "greedy"}, False),
+        ("derived olmo2", 2, {"pp_size": 2, "plan": "greedy"}, True),
         *((f"derived {name}", 2, {"tp_size": 2, "plan": "auto"}, True) for name in ("gemma3", "phi3", "olmo2")),
         ("derived deepseek_v3", 4, {"tp_size": 2, "pp_size": 2, "plan": "greedy"}, True),
     ]

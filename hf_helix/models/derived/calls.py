@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_helix.models.derived.leaves import MaskOf
-from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable
+from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Underivable, reason_of
 
 _MASKS = {
     "create_causal_mask": lambda config: None,
@@ -260,8 +260,7 @@ class LayerCalls:
         except Underivable:
             raise
         except Exception as error:
-            text = (str(error).strip().splitlines() or [""])[0]
-            raise Underivable(f"its forward cannot run without its layers: {type(error).__name__}: {text}") from error
+            raise Underivable(f"its forward cannot run without its layers: {reason_of(error)}") from error
         if len(found) != len(self.decoder.layers):
             raise Underivable("its forward does not call every layer once")
         return found

@@ -45,7 +45,7 @@ def partial_writes(graph: Graph) -> Iterator[Node]:
     """Yields operations that write over a part of a tensor which is read later: a rewritten graph has lost them."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        if not _name_in_place(node):
             continue
         written: Any = node.args[0]
         shown = [written]
@@ -66,11 +66,17 @@ def _shows_the_same(node: Node) -> bool:
     return [getattr(size, "expr", size) for size in before] == [getattr(size, "expr", size) for size in after]
 
 
+def _name_in_place(node: Node) -> str:
+    """Returns the name of an operation that writes over its first argument, such as `add_`; else an empty text."""
+    name = str(getattr(getattr(node.target, "overloadpacket", None), "__name__", ""))
+    return name if name.endswith("_") and not name.startswith("_") else ""
+
+
 def _write_elsewhere(graph: Graph, node: Node) -> None:
     """Replaces an operation that writes over its first argument by the one that gives a new tensor."""
     target: Any = node.target
-    name = getattr(getattr(target, "overloadpacket", None), "__name__", "")
-    plain = getattr(aten, name[:-1], None) if name.endswith("_") and not name.startswith("_") else None
+    name = _name_in_place(node)
+    plain = getattr(aten, name[:-1], None) if name else None
     if plain is None or node.target is aten.copy_.default:
         return
     if any(f"aten.{part}." in str(getattr(node.args[0], "target", "")) for part in PARTS):

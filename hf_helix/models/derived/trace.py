@@ -16,7 +16,7 @@ from torch import nn
 from torch.export import Dim
 from torch.fx import Node
 
-from hf_helix.models.derived.leaves import DTYPE, LEAF_OPS, Leaf, Leaves
+from hf_helix.models.derived.leaves import DTYPE, LEAF_OPS, Leaf, Leaves, MaskOf
 from hf_helix.models.derived.rewrite import partial_writes, rewrite
 from hf_helix.models.derived.rope import ropes_as_operators
 
@@ -177,9 +177,17 @@ def trace(
     except Underivable:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise Underivable(f"torch.export cannot trace it: {type(error).__name__}: {lines[0]}") from error
+        raise Underivable(f"torch.export cannot trace it: {reason_of(error)}") from error
     return _trace_of(program, leaves, given)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns what an error of a model's code says about the model."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    what = f"{type(error).__name__}: {lines[0]}"
+    if MaskOf.__name__ not in what:
+        return what
+    return "its code computes with the attention mask itself, and does not hand it to Transformers' attention interface"
 
 
 def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:

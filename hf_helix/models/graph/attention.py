@@ -201,7 +201,8 @@ def _shared_form(attention: Attention, cp_size: int, device: torch.device) -> tu
     if implementation == "eager" and _is_one_of(eager, CAPPED) and not tensors:
         return Exact(averages=True, cap=cap), None
     if implementation == "eager" and _is_one_of(eager, WITH_SINKS) and tensors <= {SINKS}:
-        return kernel_for("sdpa", device), attention.tensors.get(SINKS)
+        # With a sink, a query that may see nothing gets zeros, as of `sdpa`; without, the mean, as of other `eager`.
+        return kernel_for("sdpa" if tensors else "eager", device), attention.tensors.get(SINKS)
     unknown = sorted(name for name, value in attention.options.items() if name not in KNOWN and value is not None)
     special = [*sorted(tensors), *unknown, *(["softcap"] if cap is not None and implementation in FLASH else [])]
     if implementation == "eager" or special:

@@ -86,8 +86,9 @@ class RouterMeter:
         with torch.no_grad():
             load = torch.zeros(self.num_experts, device=chosen.device)
             load.index_add_(0, chosen.flatten(), counted.float().repeat_interleave(chosen.shape[1]))
-            squares = load.new_full((), torch.nan)
-            if logits is not None:
+            if logits is None:
+                squares = load.new_full((), torch.nan)
+            else:
                 squares = logits.float().logsumexp(-1).square().mul(counted).sum()
             self._add(torch.cat((load, torch.stack((squares, counted.sum().float(), squares.new_zeros(()))))))
 

@@ -9,22 +9,19 @@ knows nothing of the rules that make orders.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_helix.planning.graph.operator import Graph, Operator
 from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair
-from hf_helix.planning.instructions import (
-    BARRIER_INSTRUCTION,
-    Instruction,
-    action_instructions,
-    blocks_of,
-    transfers_of,
-)
+from hf_helix.planning.instructions import Place, blocks_of, transfers_of
+from hf_helix.planning.issued import Issued
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule, Slot
+from hf_helix.planning.pipeline.periodic import Gates
 from hf_helix.planning.plans.plan import Plan, check_known, graphs_digest
 from hf_helix.planning.profile import Profile
+from hf_helix.planning.window import ABSENT, Window
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
@@ -97,36 +94,20 @@ class BlockPlan(Plan):
         """The order of the block in which these two units meet."""
         return self.orders[Block(forward, backward)]
 
-    def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
+    def issue(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        slots_ahead: int = 1,
+        rank: int | None = None,
+        gates: Gates = (),
+    ) -> Issued:
         """Slot by slot, block by block. What a slot receives is awaited from `slots_ahead` slots before it on; what it
-        sends leaves at its end."""
-        return [self._program(slots, layout, slots_ahead) for slots in schedule]
-
-    def _program(self, slots: Sequence[Slot], layout: Layout, slots_ahead: int) -> list[Instruction]:
-        program: list[Instruction] = []
-        issued = 0
-        for number, slot in enumerate(slots):
-            for coming in slots[issued : number + 1 + slots_ahead]:
-                program += _transfers(coming, layout, receives=True)
-            issued = number + 1 + slots_ahead
-            program += self._slot(slot, layout)
-            program += _transfers(slot, layout, receives=False)
-        return program
-
-    def _slot(self, slot: Slot, layout: Layout) -> list[Instruction]:
-        program: list[Instruction] = []
-        for forward, backward in blocks_of(slot, layout):
-            made: dict[str, Instruction] = {}
-            for letter, place, action in (("F", forward, slot.forward), ("B", backward, slot.backward)):
-                for instruction in action_instructions(layout, place, action) if place and action else ():
-                    assert instruction.operator is not None
-                    made[f"{letter}.{instruction.operator.name}"] = instruction
-            unit = (forward or backward or (0, -1))[1]
-            made[BARRIER] = replace(BARRIER_INSTRUCTION, unit=unit)
-            names = (layout.units[place[1]] if place else None for place in (forward, backward))
-            # Where the schedule halves a backward, only one half is there.
-            program += [made[entry] for entry in self.order(*names) if entry in made]
-        return program
+        sends leaves at its end. A rank's order does not depend on the other ranks."""
+        asked = [slots if rank in (None, number) else [] for number, slots in enumerate(schedule)]
+        window = Window(asked, layout)
+        blocks = _Blocks(self, window)
+        return Issued(window, [_order(slots, window, blocks, slots_ahead) for slots in asked])
 
     def data(self) -> Any:
         """The entries of every block."""
@@ -140,10 +121,64 @@ class BlockPlan(Plan):
         return cls(rule, model, dict(mesh), graphs, orders_from(data, pairs))
 
 
-def _transfers(slot: Slot, layout: Layout, receives: bool) -> list[Instruction]:
+def _order(slots: Sequence[Slot], window: Window, blocks: _Blocks, slots_ahead: int) -> list[int]:
+    """The order of a rank, see `Issued`."""
+    order: list[int] = []
+    issued = 0
+    for number, slot in enumerate(slots):
+        for coming in slots[issued : number + 1 + slots_ahead]:
+            order += _transfers(coming, window, receives=True)
+        issued = number + 1 + slots_ahead
+        for forward, backward in blocks_of(slot, window.layout):
+            order += blocks.order(slot, forward, backward)
+        order += _transfers(slot, window, receives=False)
+    return order
+
+
+def _transfers(slot: Slot, window: Window, receives: bool) -> list[int]:
     """What a slot receives from other ranks, or sends to them."""
-    passes = transfers_of(slot, layout, receives)
-    return [made for place, action in passes for made in action_instructions(layout, place, action)]
+    return [
+        window.at[microbatch][call]
+        for (microbatch, unit), action in transfers_of(slot, window.layout, receives)
+        for call in window.pattern.of(unit, action.computation_type)
+    ]
+
+
+class _Blocks:
+    """The orders of blocks as places in a window.
+
+    Args:
+        plan: what orders them.
+        window: of the ranks.
+    """
+
+    def __init__(self, plan: BlockPlan, window: Window) -> None:
+        self._plan, self._window = plan, window
+        self._known: dict[tuple[int | None, int | None, str], list[tuple[bool, int]]] = {}
+
+    def order(self, slot: Slot, forward: Place | None, backward: Place | None) -> list[int]:
+        """The order of a block of a slot."""
+        at, unit = self._window.at, (forward or backward or (0, -1))[1]
+        sides = [at[place[0]] if place else [] for place in (backward, forward)]
+        return [
+            ~unit if call == ABSENT else sides[is_forward][call]
+            for is_forward, call in self._calls(slot, forward, backward)
+        ]
+
+    def _calls(self, slot: Slot, forward: Place | None, backward: Place | None) -> list[tuple[bool, int]]:
+        """The calls of a block in order, each with whether it is of forward; `ABSENT` stands for a barrier."""
+        halves = slot.backward.computation_type if slot.backward else ""
+        key = forward[1] if forward else None, backward[1] if backward else None, halves
+        if key not in self._known:
+            pattern, made = self._window.pattern, {BARRIER: (False, ABSENT)}
+            for letter, place, kind in (("F", forward, "F"), ("B", backward, halves)):
+                for call in pattern.of(place[1], kind) if place else ():
+                    made[pattern.names[call][1]] = letter == "F", call
+            units = self._window.layout.units
+            names = (units[place[1]] if place else None for place in (forward, backward))
+            # Where the schedule halves a backward, only one half is there.
+            self._known[key] = [made[entry] for entry in self._plan.order(*names) if entry in made]
+        return self._known[key]
 
 
 def orders_of(order_block: OrderBlock, profile: Profile) -> dict[Block, Order]:

@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_helix.link_speed import LinkSpeed, parse_link
-from hf_helix.planning.cost import work_of
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.instructions import window_instructions
-from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.pipeline.actions import Schedule, num_microbatches_of, without_microbatches
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.priority_plan import PriorityPlan
-from hf_helix.planning.plans.registry import make_plan, predict_plan
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.predict import predict_seconds
 from hf_helix.planning.profile import Name, Pair, Profile
+from hf_helix.planning.window import Window
 
 NO_LINK = LinkSpeed(None)
 """No link: collectives as fast as they were measured, or would have been without the emulation."""
@@ -110,7 +110,7 @@ def _predict(profile: Profile, schedule: Schedule, plans: Mapping[str, Plan]) ->
         searched = isinstance(plan, PriorityPlan)
         anew = make_plan("greedy" if searched else rule, profile, model=plan.model, mesh=plan.mesh)
         candidates = [anew, plan] if searched else [anew]
-        seconds[rule] = min(predict_plan(each, profile, schedule)[1].seconds for each in candidates)
-    loads = work_of(window_instructions(schedule, profile.layout), profile.layout, profile.times).loads()
-    computing = loads.pop(Kind.COMPUTE)
-    return Predicted(link_of(profile), computing, sum(loads.values()), seconds)
+        seconds[rule] = min(predict_seconds(each, profile, schedule) for each in candidates)
+    loads = Window(without_microbatches(schedule, 1), profile.layout).work(profile.times).loads()
+    computing, count = loads.pop(Kind.COMPUTE), num_microbatches_of(schedule)
+    return Predicted(link_of(profile), count * computing, count * sum(loads.values()), seconds)

@@ -17,14 +17,16 @@ issued as soon as its input is; the next computation is the one with the smalles
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from hf_helix.planning.cost import COMPUTE, Times
-from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.issued import Issued
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.pipeline.periodic import Gates
 from hf_helix.planning.plans.activation_memory import ActivationMemory, activation_memory, peak_layers, shares_of
 from hf_helix.planning.plans.precedence import Precedence
 from hf_helix.planning.profile import Name
@@ -89,21 +91,30 @@ class ListScheduler:
             for need in needs:
                 self.readers[need].append(place)
 
-    def programs(self, priority: Priority) -> list[list[Instruction]]:
-        """The instructions of every rank in the order of issue."""
-        programs: list[list[Instruction]] = [[] for _ in self.limits]
-        for place in self.order(priority):
-            programs[self.work.ranks[place]].append(self.window.instruction(place))
-        return programs
+    def issue(self, priority: Priority, gates: Gates = ()) -> Issued:
+        """The window in the order of issue, rank by rank; arguments as of `order`."""
+        ends = [0.0] * len(self.work)
+        orders: list[list[int]] = [[] for _ in self.limits]
+        for place in self.order(priority, ends, gates):
+            orders[self.work.ranks[place]].append(place)
+        return Issued(self.window, orders, ends)
 
-    def order(self, priority: Priority) -> list[int]:
-        """The order of issue, as indices of the program; what counts is the order among the instructions of a rank."""
+    def order(self, priority: Priority, ends: list[float] | None = None, gates: Gates = ()) -> list[int]:
+        """The order of issue, as indices of the program; what counts is the order among the instructions of a rank.
+
+        Args:
+            priority: see `Priority`.
+            ends: takes up when each instruction ends.
+            gates: of each rank, slots that it begins only once it has issued all that comes before them.
+        """
         known = [priority.get(name, 0.0) for name in self.work.names]
         weight = [known[entry] for entry in self.work.entries]
         waits = [len(needs) for needs in self.needs]
         arrives = [0.0] * len(self.work)
         free = [0.0] * (max(self._queues, default=0) + 1)
         ranks = [_Rank(limit) for limit in self.limits]
+        for rank, slots, closed in zip(ranks, self.window.slots, gates or [()] * len(ranks), strict=True):
+            rank.close([(slots[slot], slots[slot] - slots[0]) for slot in closed])
         left = [
             *self._after.layers,
             0.0,
@@ -138,6 +149,11 @@ class ListScheduler:
             rank.recomputed += self.recomputed.alloc[chosen] - self.recomputed.free[chosen]
             if self.kept.alloc[chosen]:
                 left[self._after.action[chosen]] -= self.kept.alloc[chosen]
+            if ends is not None:
+                ends[chosen] = end
+            rank.issued += 1
+            if rank.issued == rank.opens:
+                rank.open()
             changed = {of[chosen]}
             order.append(chosen)
             for reader in self.readers[chosen]:
@@ -189,6 +205,11 @@ class _Rank:
         recomputed: layers whose recomputed activations are alive.
         chosen: what it issues next; -1 for nothing.
         start: when that begins.
+        issued: how many instructions it has issued.
+        gates: what it has not come to, the last one first; see `close`.
+        gate: the place from which on it issues nothing yet.
+        opens: with how many instructions issued it may go on.
+        behind: what it could issue were it not for the gate.
     """
 
     limit: float
@@ -199,7 +220,31 @@ class _Rank:
     recomputed: float = 0.0
     chosen: int = -1
     start: float = math.inf
+    issued: int = 0
+    gates: list[tuple[int, int]] = field(default_factory=list)
+    gate: int = sys.maxsize
+    opens: int = -1
+    behind: list[tuple[int, bool]] = field(default_factory=list)
 
     def add(self, place: int, computes: bool) -> None:
         """Note an instruction that it could issue from now on."""
-        (self.computing if computes else self.moving).append(place)
+        if place >= self.gate:
+            self.behind.append((place, computes))
+        else:
+            (self.computing if computes else self.moving).append(place)
+
+    def close(self, gates: list[tuple[int, int]]) -> None:
+        """Keep back what comes behind gates.
+
+        Args:
+            gates: of each, the place behind it, and how many instructions come before it.
+        """
+        self.gates = gates[::-1]
+        self.open()
+
+    def open(self) -> None:
+        """Let pass what comes before the next gate."""
+        self.gate, self.opens = self.gates.pop() if self.gates else (sys.maxsize, -1)
+        behind, self.behind = self.behind, []
+        for place, computes in behind:
+            self.add(place, computes)

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hf_helix.planning.graph.operator import digest
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.issued import Issued
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.pipeline.periodic import Gates
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.text import format_json
 
@@ -40,9 +42,11 @@ class Plan(ABC):
         mesh: the sizes of the mesh that it is for.
         graphs: a digest of the model's graphs, see `graphs_digest`.
         KEY: what a plan file calls the part that only this kind of plan has.
+        BY_TIMES: whether the order depends on when all ranks are done with what.
     """
 
     KEY: ClassVar[str]
+    BY_TIMES: ClassVar[bool] = False
 
     rule: str
     model: str
@@ -50,14 +54,29 @@ class Plan(ABC):
     graphs: str
 
     @abstractmethod
-    def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
-        """The instructions of a window in the order of issue, rank by rank.
+    def issue(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        slots_ahead: int = 1,
+        rank: int | None = None,
+        gates: Gates = (),
+    ) -> Issued:
+        """A window in the order of issue.
 
         Args:
             schedule: the window.
             layout: what the ranks hold, with the graphs that `graphs_for` gives.
             slots_ahead: how many slots before the one that reads it a receive is issued, where the plan does not say.
+            rank: the only one whose order is asked for; None for all.
+            gates: of each rank, slots that it begins only once it has issued all that comes before them; a plan that
+                orders slot by slot needs none.
         """
+
+    def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
+        """The instructions of a window in the order of issue, rank by rank; arguments as of `issue`."""
+        issued = self.issue(schedule, layout, slots_ahead)
+        return [issued.program(rank) for rank in range(len(schedule))]
 
     @abstractmethod
     def data(self) -> Any:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.issued import Issued
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.pipeline.periodic import Gates
 from hf_helix.planning.plans.block_plan import entries
 from hf_helix.planning.plans.list_scheduler import ListScheduler, Priorities
 from hf_helix.planning.plans.plan import Plan, check_known
@@ -34,14 +35,22 @@ class PriorityPlan(Plan):
     """
 
     KEY: ClassVar[str] = "priorities"
+    BY_TIMES: ClassVar[bool] = True
 
     priorities: Priorities
 
-    def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
-        """The window as the list scheduler orders it. A receive is issued when, by the times of the plan, the other
-        rank has sent, so `slots_ahead` means nothing here."""
+    def issue(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        slots_ahead: int = 1,
+        rank: int | None = None,
+        gates: Gates = (),
+    ) -> Issued:
+        """The window as the list scheduler orders it, all ranks together. A receive is issued when, by the times of the
+        plan, the other rank has sent, so `slots_ahead` means nothing here."""
         found = self.priorities
-        return ListScheduler(schedule, layout, found.times, found.extra_live_layers).programs(found.priority)
+        return ListScheduler(schedule, layout, found.times, found.extra_live_layers).issue(found.priority, gates)
 
     def data(self) -> Any:
         """Milliseconds of every operator, and the layers that may be alive."""

@@ -8,9 +8,9 @@ cost function, than `greedy` on the same profile by more than `CLOSE`.
 The search anneals over the priorities, on one rank: first on a chain of layers, the forward of one micro-batch beside
 the backward of another, where only the steady state counts; then, from the best so far, on a short window with warm-up,
 cool-down and the boundaries between its units. It keeps whichever of these results and of `greedy` is best on the whole
-window on all ranks. The cost function judges candidates, contention included. Measured times drift. An order that
-delays collectives looks free while compute is the bottleneck, and is expensive once it is not; so candidates are also
-judged with compute 20 % faster.
+window on all ranks, of a long window on `JUDGED` periods. The cost function judges candidates, contention included.
+Measured times drift. An order that delays collectives looks free while compute is the bottleneck, and is expensive once
+it is not; so candidates are also judged with compute 20 % faster.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hf_helix.planning.annealing import anneal
-from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate, work_of
+from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate
 from hf_helix.planning.graph.operator import Graph, Part
-from hf_helix.planning.instructions import window_instructions
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Schedule, Slot, num_microbatches_of, without_microbatches
 from hf_helix.planning.pipeline.named import build_schedule
+from hf_helix.planning.pipeline.periodic import Periodic
 from hf_helix.planning.plans.list_scheduler import EXTRA_LIVE_LAYERS, ListScheduler, Priorities, Priority
 from hf_helix.planning.profile import Name, Profile, named_operators
+from hf_helix.planning.window import Window
 
 EFFORT = 1_800_000  # of one annealing: instructions ordered and simulated, see `_Cost.effort`
 MAX_STEPS = 6000
@@ -38,6 +39,7 @@ HEAT = 0.001  # by which part a change may make a window longer at first
 CHAIN_LAYERS, CHAIN_STARTS = 10, 2
 SHORT_LAYERS, SHORT_MICROBATCHES = 3, 5  # of a chunk, and of the window; more of the same need no search of their own
 USUAL_MICROBATCHES = 8
+JUDGED = 16  # periods of the schedule of the window on which results are compared
 COMPUTE_TIME_FACTORS = (1.0, 0.8)  # seconds of computations over their measured seconds; the first is as measured
 CLOSE = 1.005  # windows whose measured-time predictions differ by less are judged by all factors
 
@@ -88,7 +90,8 @@ def search(
     """
     num_ranks = profile.layout.num_ranks
     name = "folded_1f1b" if len(profile.layout.chunks) > num_ranks else "1f1b"
-    usual = schedule or build_schedule(name, num_ranks, USUAL_MICROBATCHES)
+    periodic = Periodic(schedule or build_schedule(name, num_ranks, USUAL_MICROBATCHES))
+    usual = periodic.keep(min(JUDGED, periodic.periods)) if periodic.periods else periodic.schedule
 
     first = greedy(profile, extra_live_layers)
     cost = _Cost(first, profile, profile.layout, usual)
@@ -200,9 +203,9 @@ def predict(priorities: Priorities, profile: Profile, schedule: Schedule) -> Tim
 
 
 def lower_bound(profile: Profile, schedule: Schedule) -> float:
-    """Seconds that no order of this window can beat, see `bound`."""
-    made = window_instructions(schedule, profile.layout)
-    return bound(work_of(made, profile.layout, profile.times), profile.layout)
+    """Seconds that no order of this window can beat, see `bound`. Every micro-batch adds the same to it."""
+    one = Window(without_microbatches(schedule, 1), profile.layout)
+    return num_microbatches_of(schedule) * bound(one.work(profile.times), profile.layout)
 
 
 def bound(work: Work, layout: Layout) -> float:

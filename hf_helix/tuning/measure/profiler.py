@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, slowdown_of
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
@@ -96,7 +97,7 @@ def _without_link(bench: Bench) -> dict[Name, float]:
 
 def _measure_computation(runner: Runner, window: Sequence[MicroBatch]) -> dict[Name, list[float]]:
     """Seconds of every computation in a running window."""
-    program = runner.program(len(window))
+    program: Sequence[Instruction] = runner.program(len(window))
     if isinstance(runner.executor.streams, CudaStreams):
         program = apart(program)
     names = {unit.label: unit.name for unit in runner.stage.model.values()}

@@ -197,7 +197,9 @@ def test_tensorboard(cluster_of: Any, tmp_path: Path) -> None:
         ({"tp_size": 2}, {}),
         ({"pp_size": 2}, {}),
         ({"cp_size": 2}, {}),
-        ({"tp_size": 2}, {"family": f"{HOME}olmo2", "num_hidden_layers": 1}),
+        pytest.param(
+            {"tp_size": 2}, {"family": f"{HOME}olmo2", "num_hidden_layers": 1}, marks=pytest.mark.slow, id="derived"
+        ),
     ],
     ids=str,
 )

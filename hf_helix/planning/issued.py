@@ -1,0 +1,73 @@
+"""Windows in the order of issue: what a plan makes of a window.
+
+In:   a window, and the order of issue on every rank.
+Out:  an `Issued`: the ranks' instructions, and the same as numbers.
+Must hold: every instruction of the ranks once, each after what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hf_helix.planning.cost import COMPUTE, STREAMS, Times, Work
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction
+from hf_helix.planning.window import ABSENT, Window
+
+PIPELINE = STREAMS.index(Kind.PIPELINE)
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A window in the order of issue.
+
+    Attributes:
+        window: what the ranks run.
+        orders: rank by rank, the places of the instructions in the window; ~u stands for a barrier beside unit u.
+        ends: of each instruction, when it ends by the clock that the plan ordered it with; None where the order does
+            not depend on times.
+    """
+
+    window: Window
+    orders: Sequence[Sequence[int]]
+    ends: Sequence[float] | None = None
+
+    def program(self, rank: int) -> list[Instruction]:
+        """The instructions of a rank."""
+        window = self.window
+        return [
+            window.instruction(place) if place >= 0 else replace(BARRIER_INSTRUCTION, unit=~place)
+            for place in self.orders[rank]
+        ]
+
+    def work(self, times: Times) -> tuple[Work, list[int]]:
+        """The window as numbers, with its barriers behind its instructions, and the order of issue.
+
+        Raises:
+            KeyError: `times` lacks an operator.
+        """
+        work, order = self.window.work(times), []
+        for rank, places in enumerate(self.orders):
+            moving: list[int] = []
+            for place in places:
+                if place >= 0:
+                    if work.streams[place] not in (COMPUTE, PIPELINE):
+                        moving.append(place)
+                    order.append(place)
+                else:
+                    order.append(len(work))
+                    _add_barrier(work, rank, moving)
+                    moving = []
+        return work, order
+
+
+def _add_barrier(work: Work, rank: int, moving: list[int]) -> None:
+    """Add a barrier at which a rank waits for these instructions."""
+    work.streams.append(COMPUTE)
+    work.seconds.append(0.0)
+    work.needs.append(moving)
+    work.entries.append(ABSENT)
+    work.ranks.append(rank)
+    work.lanes.append(0)
+    work.hosts.append(ABSENT)

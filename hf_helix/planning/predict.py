@@ -1,0 +1,71 @@
+"""Predictions of whole windows: the seconds of a window under a plan.
+
+In:   a plan, a profile, and the schedule of a window.
+Out:  seconds.
+Must hold: those of `planning.cost.simulate`, but for the rounding of floats, where the window falls into a rhythm: all
+ranks take as long for some stretches as for as many before them. Where it does not, a further stretch of a long window
+takes what the last half of those that were simulated took on average.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hf_helix.planning.cost import simulate
+from hf_helix.planning.pipeline.actions import Schedule
+from hf_helix.planning.plans.plan import Plan
+from hf_helix.planning.profile import Profile
+from hf_helix.planning.steady_state import Ordered, order_window
+
+COPIES = (3, 7, 15, 31)  # of a stretch that are simulated; more where fewer do not fall into a rhythm
+MICROBATCHES = 48  # in all copies, unless they are the fewest
+NEAR = 1e-9  # two times that differ by a smaller part are equal
+
+
+def predict_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
+    """The predicted seconds of a window under a plan; of a long window the steady state is predicted once.
+
+    Args:
+        plan: the order of issue.
+        profile: the times of the operators of the model's own graphs.
+        schedule: of the window.
+    """
+    profile = plan.profile_for(profile)
+    ordered = order_window(plan, schedule, profile.layout)
+    if not ordered.repeats:
+        return _simulated(ordered, 0, profile)[0]
+    for copies in (min(copies, ordered.repeats) for copies in COPIES):
+        if copies > COPIES[0] and copies * ordered.shift > MICROBATCHES:
+            break
+        seconds, stretches = _simulated(ordered, copies, profile)
+        left, rhythm = ordered.repeats - copies, _rhythm(stretches)
+        if rhythm:
+            if left % rhythm:  # where in the rhythm the window ends decides how long its end takes
+                seconds, stretches = _simulated(ordered, copies + left % rhythm, profile)
+            return seconds + left // rhythm * sum(stretches[0][-rhythm:])
+    half = len(stretches[0]) // 2
+    return seconds + left * max(sum(each[-half:]) / half for each in stretches)
+
+
+def _simulated(ordered: Ordered, copies: int, profile: Profile) -> tuple[float, list[list[float]]]:
+    """Returns the seconds of a window that has so many copies of its stretch, and of each rank those that it takes from
+    each to the next."""
+    made = ordered.lengthened(copies)
+    work, order = made.issued.work(profile.times)
+    timeline = simulate(work, profile.slowdown if profile.pairs else None, order)
+    found = []
+    for places, (begin, end) in zip(made.issued.orders, ordered.stretches, strict=False):
+        times = [timeline.ends[places[begin + number * (end - begin)]] for number in range(copies + 2)]
+        found.append([later - time for time, later in pairwise(times)])
+    return timeline.seconds, found
+
+
+def _rhythm(stretches: list[list[float]]) -> int:
+    """After how many stretches all ranks take the same again; 0 where they do not."""
+    for count in range(1, len(stretches[0]) // 2 + 1):
+        total = sum(stretches[0][-count:])
+        pairs = [(each[-number], each[-number - count]) for each in stretches for number in range(1, count + 1)]
+        pairs += [(sum(each[-count:]), total) for each in stretches]
+        if all(abs(one - other) <= NEAR * total for one, other in pairs):
+            return count
+    return 0
