@@ -137,7 +137,7 @@ TORCH: tuple[Used, ...] = tuple(
             "hf-helix simulate and hf-helix doctor are errors",
         ),
         used(
-            "torch._ops:OpOverload",
+            "torch:ops.aten.mm.default",
             "_schema",
             "tells which operations write to what they read",
             "hf-helix simulate and hf-helix doctor are errors",
