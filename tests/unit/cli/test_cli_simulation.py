@@ -120,7 +120,13 @@ def test_what_is_malformed_is_refused(words: list[str], message: str, small: Pat
 
 
 def test_counts():
-    assert [parse_count(text) for text in ("512", "512k", "4M", "0.5M", "1e6")] == [512, 512_000, 4_000_000, 500_000, 10**6]
+    assert [parse_count(text) for text in ("512", "512k", "4M", "0.5M", "1e6")] == [
+        512,
+        512_000,
+        4_000_000,
+        500_000,
+        10**6,
+    ]
 
 
 def test_simulate_shows_all_plans_and_draws(small: Path, capsys: Any, tmp_path: Path, monkeypatch: Any):
