@@ -25,7 +25,7 @@ PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: weights and gradients in fp32, and the two states of Adam."""
 
 BUCKET = 25 * 2**20
-"""Bytes of the bucket in which gradients are summed."""
+"""Bytes of the bucket in which gradients are summed, at most."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, activations: float, s
         states=STATES * trained / shares,
         copies=sum(amounts.copies.get(name, 0) for name in names),
         activations=activations,
-        buffers=BUCKET if sums else 0,
+        buffers=min(BUCKET, GRADIENT * trained) if sums else 0,
     )
 
 

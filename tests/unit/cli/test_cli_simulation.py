@@ -1,0 +1,163 @@
+"""`hf-helix simulate` and `hf-helix doctor` on a small model and clusters written here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from support.paths import ROOT
+
+from hf_helix.cli.doctor import parse_count
+from hf_helix.cli.main import main
+from hf_helix.config import HelixConfig
+from hf_helix.planning.plans import search
+from hf_helix.planning.plans.baselines import dhelix as pairing
+
+TINY = ROOT / "recipes" / "models" / "tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two CPU processes over a slow link."""
+    return cluster_file(tmp_path_factory.mktemp("cluster") / "small.yaml")
+
+
+def cluster_file(path: Path, memory_gb: float = 4, **keys: Any) -> Path:
+    device = {
+        "name": "CPU",
+        "memory_gb": memory_gb,
+        "peak_tflops": {"fp32": 0.05},
+        "memory_gb_per_s": 5,
+        "host_runs_ahead": False,
+    }
+    found = {"name": "two CPUs", "nodes": 1, "devices_per_node": 2, "backend": "gloo", "device": device}
+    path.write_text(yaml.safe_dump({**found, "node": {"gb_per_s": 0.1, "latency_us": 100}, **keys}))
+    return path
+
+
+def words_of(command: str, cluster: object, *words: object) -> list[str]:
+    options = ["--model", TINY, "--cluster", cluster, "--sequence_length", 128, "--dtype", "fp32"]
+    return [command, *map(str, [*options, *words])]
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(small: Path, capsys: Any, tmp_path: Path):
+    file = tmp_path / "helix.yaml"
+    main(words_of("doctor", small, "--batch_tokens", "8k", "--why", "--write", file))
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert lines[0] == "LlamaForCausalLM on two CPUs, 2 devices, 8,000 tokens a step"
+    assert lines[2] == "Plain data parallelism is the fastest: no layer has to be cut."
+    assert lines[4].split()[:2] == ["dp", "2"]
+    assert "tp 2 " in said
+    assert "cp_size=2 leaves less than 2,048 of 128 tokens to a rank:\n    cp 2" in said
+    assert "of it exposed" not in said, "the best sends nothing in its window"
+    loaded = load_config_from_file(str(file))
+    assert (loaded.num_processes, loaded.use_cpu, loaded.mixed_precision) == (2, True, "no")
+    assert loaded.distributed_type.value == "MULTI_GPU"
+    assert HelixConfig.from_file(file) == HelixConfig()
+    assert "--config_file" in lines[-1]
+
+
+def test_the_file_of_a_cut_layout_is_taken_by_helix(capsys: Any, tmp_path: Path):
+    size = memory_for_one(capsys, cluster_file(tmp_path / "roomy.yaml"))
+    scarce = cluster_file(tmp_path / "scarce.yaml", memory_gb=0.7 * size)
+    file = tmp_path / "helix.yaml"
+    main(words_of("doctor", scarce, "--batch_tokens", "8k", "--write", file))
+    said = capsys.readouterr().out
+    assert "Plain data parallelism does not work: needs " in said
+    config = HelixConfig.from_file(file)
+    assert config.tp_size * config.pp_size == 2
+    assert load_config_from_file(str(file)).num_processes == 2
+
+
+def memory_for_one(capsys: Any, cluster: Path) -> float:
+    """GB that one process needs which holds the whole model."""
+    main(words_of("simulate", cluster, "--gpus", 1, "--recompute", "full"))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  memory"))
+    number, unit = line.split()[1:3]
+    return float(number) * {"GB": 1, "MB": 1e-3}[unit]
+
+
+def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, tmp_path: Path):
+    tiny = cluster_file(tmp_path / "tiny.yaml", memory_gb=0.0001)
+    said = refused(capsys, words_of("doctor", tiny, "--batch_tokens", "8k"))
+    assert "fits two CPUs; more devices (--gpus), shorter sequences" in said
+    assert "of a device that has 0.1 MB, with all that saves memory:\n    dp 2" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch_tokens", "much"], "--batch_tokens much: give a number of tokens, such as 512k or 4M"),
+        (["--batch_tokens", "inf"], "--batch_tokens inf: give a number"),
+        (["--batch_tokens", "0"], "--batch_tokens 0: give a number"),
+        (["--top", "0"], "--top 0: give 1 or more"),
+        (["--sequence_length", "0"], "--sequence_length 0: give 1 or more"),
+        (["--network", "fast"], "--network fast: give a factor above 0, such as x2"),
+        (["--network", "nan"], "--network nan: give a factor above 0"),
+        (["--network", "x2"], "--network x2: one node has no network"),
+        (["--gpus", "0"], "--gpus 0: give 1 or more"),
+        (["--gpus", "3"], "--gpus 3: nodes have 2 devices each; give a multiple, such as 4"),
+        (["--gpus", "4"], "--gpus 4: two CPUs has no `network`, which more than 2 devices need"),
+        (["--dtype", "bf16"], "two CPUs has no device.peak_tflops for bf16; it has fp32"),
+        (["--model", "nowhere/at-all"], "nowhere/at-all: there is no such folder or file here"),
+        (["--cluster", "h101x8"], "cluster='h101x8' is neither a file nor a cluster that hf_helix brings"),
+    ],
+)
+def test_what_is_malformed_is_refused(words: list[str], message: str, small: Path, capsys: Any):
+    given = words_of("doctor", small, *(["--batch_tokens", "8k"] if "--batch_tokens" not in words else []), *words)
+    assert message in refused(capsys, given)
+
+
+def test_counts():
+    assert [parse_count(text) for text in ("512", "512k", "4M", "0.5M", "1e6")] == [
+        512,
+        512_000,
+        4_000_000,
+        500_000,
+        10**6,
+    ]
+
+
+def test_simulate_shows_all_plans_and_draws(small: Path, capsys: Any, tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setattr(search, "EFFORT", 2000)  # plans need not be good
+    monkeypatch.setattr(pairing, "STATES", 30)
+    picture = tmp_path / "window.svg"
+    options = ["--tp_size", 2, "--microbatches", 4, "--plan", "all", "--output", picture]
+    main(words_of("simulate", small, *options))
+    said = capsys.readouterr().out
+    assert said.startswith("tp 2 on two CPUs: 4 x 1, 128 tokens a sequence\n")
+    rows = {line.split()[0]: line for line in said.splitlines() if line.endswith("x")}
+    assert rows.keys() == {"sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search"}
+    assert rows["sequential"].endswith("1.00x")
+    assert float(rows["greedy"].split()[-1].removesuffix("x")) > 1.0
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tp_size", "4"], "two CPUs has 2 devices, which tp_size x pp_size x cp_size = 4 does not divide"),
+        (["--ep_size", "4"], "--ep_size 4 does not divide the 2 data-parallel ranks"),
+        (["--microbatches", "0"], "--microbatches 0: give 1 or more"),
+        (["--schedule", "zigzag"], "schedule='zigzag' is neither the name of a schedule nor an existing file"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(words: list[str], message: str, small: Path, capsys: Any):
+    assert message in refused(capsys, words_of("simulate", small, *words))
+
+
+def test_more_devices_and_a_faster_network(capsys: Any, tmp_path: Path):
+    file = cluster_file(tmp_path / "two.yaml", nodes=2, network={"gb_per_s": 0.01})
+    main(words_of("simulate", file, "--gpus", 8, "--tp_size", 2, "--network", "x2"))
+    assert capsys.readouterr().out.startswith("tp 2 x dp 4 on 4 x 2 CPU, network x2: 16 x 1")

@@ -1,0 +1,114 @@
+"""The doctor's search: what cannot be cut or does not fit is not proposed, and the best comes first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.on_paper import cluster_with, on_meta
+
+from hf_helix.engine.on_paper import OnPaper
+from hf_helix.simulation.cluster import Cluster
+from hf_helix.simulation.estimate import Sizes
+from hf_helix.simulation.layouts import Ranking, Search, check_sizes, divisors, is_plain, layouts
+
+# Four devices joined by links that are slow for them.
+CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
+LENGTH = 64
+
+
+def search(model: Any, cluster: Cluster = CLUSTER, sequences: int = 32, **options: Any) -> Ranking:
+    paper = OnPaper(model, cluster)
+    tokens = sequences * LENGTH
+    return Search(paper.amounts, cluster, tokens, LENGTH, paper.layers, paper.experts, **options).run()
+
+
+@pytest.fixture(scope="module")
+def ranking() -> Ranking:
+    return search(on_meta(num_hidden_layers=4, hidden_size=96, num_attention_heads=6))
+
+
+def reasons(ranking: Ranking) -> dict[Sizes, str]:
+    return {each.case.sizes: each.reason for each in ranking.dropped}
+
+
+def test_every_layout_is_proposed_or_dropped_with_a_reason(ranking: Ranking):
+    proposed = [step.case.sizes for step in ranking.steps]
+    assert {*proposed, *reasons(ranking)} == set(layouts(CLUSTER))
+    assert len(proposed) + len(ranking.dropped) == len(list(layouts(CLUSTER)))
+    assert all(sizes.devices == 4 for sizes in proposed)
+
+
+def test_the_fastest_comes_first_and_uses_no_more_tokens_than_asked_for(ranking: Ranking):
+    speeds = [step.tokens_per_second for step in ranking.steps]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(step.case.tokens == 32 * LENGTH for step in ranking.steps)
+
+
+def test_plain_data_parallelism_is_judged_by_the_same_rules(ranking: Ranking):
+    plain = ranking.plain()
+    assert plain is not None
+    assert is_plain(plain.case)
+    assert plain.case.sizes == Sizes(dp=4)
+    assert plain is ranking.steps[0], "a small model communicates least without being cut"
+
+
+def test_what_cannot_be_cut_is_dropped_with_the_reason(ranking: Ranking):
+    found = reasons(ranking)
+    assert "tp_size=4 must divide the model's 6 attention heads and 2 key-value heads" in found[Sizes(tp=4)]
+    assert (
+        found[Sizes(pp=4)]
+        == "the model has 4 layers and pp_size=4 needs at least 8; the largest pp_size that fits is 2"
+    )
+    assert found[Sizes(cp=2, dp=2)] == "cp_size=2 leaves less than 2,048 of 64 tokens to a rank"
+    short = search(on_meta(), sequences=2)
+    assert reasons(short)[Sizes(dp=4)] == "4 data-parallel ranks need 256 tokens in a step"
+    assert all(step.case.sizes.dp <= 2 for step in short.steps)
+
+
+def test_memory_is_saved_before_a_layout_is_dropped():
+    model = on_meta(num_hidden_layers=4, hidden_size=128)
+    free = search(model)
+    plain = free.plain()
+    assert plain is not None
+    assert (plain.case.recompute, plain.case.shard_optimizer) == ("none", False)
+    kept = plain.memory.total - plain.memory.activations / 2
+
+    def with_room(count: float) -> Ranking:
+        return search(model, replace(CLUSTER, device=replace(CLUSTER.device, memory=count)))
+
+    scarce = with_room(kept)
+    assert all(step.memory.total <= kept for step in scarce.steps)
+    saved = scarce.plain()
+    assert saved is not None
+    assert saved.case.recompute != "none" or saved.case.shard_optimizer or saved.case.batch < plain.case.batch
+    weights = plain.memory.weights + plain.memory.gradients
+    cut = with_room(weights)
+    assert cut.plain() is None
+    assert cut.steps, "a cut model needs less"
+    assert reasons(cut)[Sizes(dp=4)].endswith("with all that saves memory")
+    assert reasons(cut)[Sizes(dp=4)].startswith("needs ")
+    none = with_room(1e5)
+    assert not none.steps
+    assert len(none.dropped) == len(list(layouts(CLUSTER)))
+
+
+def test_experts_are_shared_where_they_divide():
+    found = search(on_meta("mixtral", num_local_experts=6, num_experts_per_tok=2))
+    assert Sizes(dp=4, ep=2) in [step.case.sizes for step in found.steps]
+    assert reasons(found)[Sizes(dp=4, ep=4)] == "ep_size x tp_size = 4 does not divide the 6 experts"
+    assert not [step for step in found.steps if step.case.sizes.ep > 1 and step.case.shard_optimizer]
+
+
+def test_sizes_are_checked_before_anything_is_counted():
+    check_sizes(Sizes(tp=2, cp=2, pp=2), 8192, 4)
+    with pytest.raises(ValueError, match="cp_size=8 leaves less than 2,048 of 8,192 tokens"):
+        check_sizes(Sizes(cp=8), 8192, 4)
+    check_sizes(Sizes(pp=4), 8192, 4, schedule="1f1b")
+    with pytest.raises(ValueError, match="pp_size=4 needs at least 8"):
+        check_sizes(Sizes(pp=4), 8192, 4)
+
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
