@@ -246,7 +246,9 @@ def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: ar
         for plan, found in plan_runners(runner, options.plans, profile, case.microbatches).items():
             step = simulate_step(amounts, replace(case, plan=plan), cluster, whole=True)
             assert step.drawn is not None
-            peaks = [peak_of_program(amounts, units, step.drawn[0], rank) for rank in range(units.num_ranks)]
+            ran = [made for made in step.drawn[0] if made.operator is not None]
+            programs = [[made for made in ran if units.rank_of(made.unit) == rank] for rank in range(units.num_ranks)]
+            peaks = [peak_of_program(amounts, units, program) for program in programs]
             steps[speed, plan] = step, max(peaks)
             runners[speed, plan] = found
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runners}
