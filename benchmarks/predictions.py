@@ -4,9 +4,9 @@ Two processes (or as many as `--ranks` says) measure their device as `hf-helix c
 emulated link (docs/emulated_link.md) what they carry over it. From these numbers alone every window is predicted, as
 `hf-helix simulate` does: each layout, with and without recomputation, under each plan. Then the same windows run under
 the same plans, all speeds and plans in turn, and the median of the slowest rank counts. A step here is forward,
-backward and gradient sums of a window, without the optimizer; every layout trains on the same tokens, and how
-unevenly a router loads the ranks is counted beforehand. Memory is that of
-activations, counted storage by storage. Nothing else should run on the machine.
+backward and gradient sums of a window, without the optimizer; every layout trains on the same tokens, and how unevenly
+routers load the ranks is counted beforehand. Memory is that of activations, counted storage by storage. Nothing else
+should run on the machine.
 
     python -m benchmarks.predictions --ranks 2 4 --markdown table.md
 """
@@ -53,7 +53,7 @@ from hf_helix.tuning.measure.memory import peak_bytes
 from hf_helix.tuning.measure.overlap import forget_gradients, time_steps, transports
 
 CPU = torch.device("cpu")
-DENSE, EXPERTS = "llama", "mixtral"
+MODELS = DENSE, EXPERTS = "llama", "mixtral"
 SCHEDULE = "folded_1f1b"
 APART = 0.1
 """Layouts whose steps differ by more than this part must be predicted in the right order."""
@@ -246,7 +246,9 @@ def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: ar
         for plan, found in plan_runners(runner, options.plans, profile, case.microbatches).items():
             step = simulate_step(amounts, replace(case, plan=plan), cluster, whole=True)
             assert step.drawn is not None
-            peaks = [peak_of_program(amounts, units, step.drawn[0], rank) for rank in range(units.num_ranks)]
+            ran = [made for made in step.drawn[0] if made.operator is not None]
+            programs = [[made for made in ran if units.rank_of(made.unit) == rank] for rank in range(units.num_ranks)]
+            peaks = [peak_of_program(amounts, units, program) for program in programs]
             steps[speed, plan] = step, max(peaks)
             runners[speed, plan] = found
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runners}
@@ -322,14 +324,16 @@ def summary(rows: Sequence[Row]) -> list[str]:
     """Returns what a table says: the errors, and whether the order of layouts is right."""
     errors = [abs(row.ratio - 1) for row in rows]
     worst = max(rows, key=lambda row: abs(row.ratio - 1))
-    memory = max(abs(row.memory / row.counted - 1) for row in rows)
+    memory = {model: [abs(row.memory / row.counted - 1) for row in rows if row.model == model] for model in MODELS}
     apart = list(pairs(rows))
     wrong = [(a, b) for a, b in apart if (a.measured < b.measured) != (a.predicted < b.predicted)]
     found = [
         f"- Step times: mean absolute error {statistics.fmean(errors):.1%}, {sum(e <= APART for e in errors)} of "
         f"{len(rows)} within {APART:.0%}, the worst {worst.ratio - 1:+.1%} ({worst.layout}, "
         f"recompute={worst.recompute}, {worst.link}, {worst.plan}).",
-        f"- Memory: largest error {memory:.1%}.",
+        "- Memory: largest error "
+        + ", ".join(f"{max(found):.1%} ({model})" for model, found in memory.items() if found)
+        + "; with experts, routers load every layer differently.",
         f"- Order: {len(apart) - len(wrong)} of {len(apart)} pairs of layouts that differ by more than {APART:.0%} are "
         "predicted in the right order.",
     ]
