@@ -50,7 +50,8 @@ class Reading:
 
 
 class Assumed:
-    """Numbers of rows where nothing is computed, on the meta device: every expert gets as many.
+    """Numbers of rows where nothing is computed, on the meta device: every expert gets as many, the first ones what is
+    left over.
 
     Attributes:
         imbalance: how many times as many the experts of this rank get.
@@ -59,8 +60,10 @@ class Assumed:
     imbalance = 1.0
 
     def __init__(self, num_rows: int, ranks: int, experts: int) -> None:
-        even = [num_rows // (ranks * experts)] * experts
-        self.numbers = [[even] * ranks, [[int(count * self.imbalance) for count in even]] * ranks]
+        each, over = divmod(num_rows, ranks * experts)
+        counts = [each + (place < over) for place in range(ranks * experts)]
+        given = [counts[rank * experts : (rank + 1) * experts] for rank in range(ranks)]
+        self.numbers = [given, [[int(count * self.imbalance) for count in given[0]]] * ranks]
 
 
 @contextmanager
