@@ -67,11 +67,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("helix", "bar"), LAYOUTS.values(), ids=LAYOUTS)
+QUICK = ("tp2", "pp2")
+
+
+@pytest.mark.parametrize(
+    ("helix", "bar"),
+    [pytest.param(*each, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, each in LAYOUTS.items()],
+)
 def test_memory_on_paper_is_what_ranks_count(helix: dict[str, Any], bar: float, cluster_of: Any):
     assert_near(cluster_of, helix, "llama", bar)
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="rows are spread evenly on paper, and 0.68 to 0.88 of what is counted is found")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_memory_of_experts_on_paper_is_what_ranks_count(recompute: str, cluster_of: Any):

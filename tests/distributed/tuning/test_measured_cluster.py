@@ -47,6 +47,7 @@ def measure(link: str | None, apart: bool) -> dict[str, Any]:
             forget_meshes()
 
 
+@pytest.mark.slow
 def test_an_emulated_link_is_found_and_the_file_can_be_used(cluster_of: Callable[[int], Cluster], tmp_path: Path):
     first, second = cluster_of(2).run(measure, link="50mbit,2ms", apart=False)
     assert first == second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_helix.engine.advice import better_layout, remember
 from hf_helix.engine.on_paper import OnPaper
-from hf_helix.simulation.cluster import load_cluster
+from hf_helix.simulation.cluster import Cluster, load_cluster
 from hf_helix.simulation.layouts import Ranking, Search
 
-MESH = {"dp": 8, "pp": 1, "cp": 1, "tp": 1, "ep": 1}
+MESH = {"dp": 2, "pp": 1, "cp": 1, "tp": 1, "ep": 1}
 
 
 def a_model(layers: int) -> Any:
@@ -25,14 +26,18 @@ def a_model(layers: int) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-@pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ranking]:
-    monkeypatch.setenv("HELIX_CACHE", str(tmp_path))
-    cluster = load_cluster("h100x8")
+@pytest.fixture(scope="module")
+def found() -> tuple[Any, Ranking, Cluster]:
+    cluster = replace(load_cluster("h100x8"), devices_per_node=2)
     paper = OnPaper(a_model(2), cluster)
-    ranking = Search(paper.amounts, cluster, 2**17, 2048, paper.layers).run()
-    remember(paper.model, ranking, cluster)
-    return paper.model, ranking
+    return paper.model, Search(paper.amounts, cluster, 2**17, 2048, paper.layers).run(), cluster
+
+
+@pytest.fixture
+def known(found: tuple[Any, Ranking, Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ranking]:
+    monkeypatch.setenv("HELIX_CACHE", str(tmp_path))
+    remember(*found)
+    return found[:2]
 
 
 def test_says_what_is_clearly_faster(known: tuple[Any, Ranking]) -> None:
@@ -51,7 +56,7 @@ def test_says_nothing_otherwise(known: tuple[Any, Ranking]) -> None:
     best = ranking.steps[0].case.sizes
     mesh = {"dp": best.dp, "pp": best.pp, "cp": best.cp, "tp": best.tp, "ep": best.ep}
     device = load_cluster("h100x8").device.name
-    slow = {**MESH, "dp": 1, "tp": 8}
+    slow = {**MESH, "dp": 1, "tp": 2}
     assert better_layout(model, mesh, device) is None
     assert better_layout(model, slow, "another device") is None
     assert better_layout(a_model(3), slow, device) is None
@@ -63,4 +68,4 @@ def test_a_damaged_file_is_as_good_as_none(known: tuple[Any, Ranking], tmp_path:
     (file,) = (tmp_path / "layouts").iterdir()
     for text in ("", "{}", '{"format": "hf_helix.layouts/1", "device": "NVIDIA H100 80GB HBM3", "layouts": 3}'):
         file.write_text(text)
-        assert better_layout(model, {**MESH, "dp": 1, "tp": 8}, load_cluster("h100x8").device.name) is None
+        assert better_layout(model, {**MESH, "dp": 1, "tp": 2}, load_cluster("h100x8").device.name) is None

@@ -48,7 +48,7 @@ def step_of(paper: OnPaper, whole: bool = False, cluster: Cluster = CLUSTER, **c
     return simulate_step(paper.amounts(wanted), wanted, cluster, whole)
 
 
-@pytest.mark.parametrize("plan", ["sequential", "greedy", "dhelix"])
+@pytest.mark.parametrize("plan", ["sequential", "greedy", pytest.param("dhelix", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SIZES)
 def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: OnPaper):
     case = {**SIZES[name], "plan": plan, "microbatches": 16, "schedule": "folded_1f1b"}
