@@ -59,7 +59,7 @@ EXACT, NEAR = 0.03, 0.08
 LAYOUTS = {
     "tp2": ({"tp_size": 2}, EXACT),
     "tp2 selective": ({"tp_size": 2, "recompute": "selective"}, EXACT),
-    "tp2 full": ({"tp_size": 2, "recompute": "full"}, EXACT),
+    "tp2 full": ({"tp_size": 2, "recompute": "full"}, NEAR),  # 0.955 under greedy
     "pp2": ({"pp_size": 2}, EXACT),
     "pp2 full": ({"pp_size": 2, "recompute": "full"}, NEAR),  # 0.94 under greedy
     "cp2": ({"cp_size": 2}, EXACT),

@@ -166,7 +166,7 @@ def test_the_page_keeps_its_promises() -> None:
 
 def test_the_page_quotes_what_is_said() -> None:
     """Every sentence in the table of what cannot be derived is one of the code's."""
-    page, code = PAGE.read_text(), "\n".join(path.read_text() for path in DERIVED.glob("*.py"))
+    page, code = PAGE.read_text(), "\n".join(path.read_text() for path in DERIVED.rglob("*.py"))
     rows = page.split("| what | for example | the sentence |")[1].split("\n\n")[0].splitlines()[2:]
     quoted = {text for row in rows for text in re.findall(r"`([^`]* [^`]*)`", row.split("|")[3])}
     assert len(quoted) > 6
