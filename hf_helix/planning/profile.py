@@ -116,9 +116,8 @@ def rough_profile(layout: Layout) -> Profile:
 def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
     """Every operator of the units, once."""
     for unit, pair in layout.graphs.items():
-        for letter, graph in (("F", pair.forward), ("B", pair.backward)):
-            for op in graph.operators:
-                yield (unit, f"{letter}.{op.name}"), op
+        for entry, op in pair.entries():
+            yield (unit, entry), op
 
 
 def slowdown_of(alone: float, beside: float, other: float) -> float:

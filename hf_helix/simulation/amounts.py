@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_helix.operators.unit import EXPERTS
-from hf_helix.planning.graph.operator import Graph, Kind
-from hf_helix.planning.graph.pair import GraphPair
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import Name, named_operators
 from hf_helix.runtime.microbatch import MicroBatch
@@ -174,19 +173,17 @@ def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, model: Mode
     side = batch.prepare()
     batch = replace(batch, prepare=lambda: dict(side))
     with runner.precision.weights.kept():  # as in a window, in which they are cast once
-        first = _run(
-            runner, batch, streams, Meter(list(runner.stage.placements))
-        )  # makes gradients and copies of weights
+        # The first window makes gradients and copies of weights, which are there in every further one.
+        first = _run(runner, batch, streams, Meter(list(runner.stage.placements)))
         streams.sent.clear()
         held = [tensor for p in runner.stage.placements for tensor in (p, p.grad) if tensor is not None]
         held += [value for value in side.values() if isinstance(value, Tensor)]
         second = _run(runner, batch, streams, Meter(held, first))
     layout = runner.layout
     labels = {
-        (layout.units[index], f"{letter}.{op.name}"): runner.executor.label(batch.key[1], index, op)
+        (layout.units[index], entry): runner.executor.label(batch.key[1], index, op)
         for index in layout.units_of(0)
-        for letter, graph in _halves(layout.graphs[layout.units[index]])
-        for op in graph.operators
+        for entry, op in layout.graphs[layout.units[index]].entries()
     }
     names = {label: name for name, label in labels.items()}
     ran = [names[label] for label in second.found]  # in the order in which they ran, which memory depends on
@@ -197,10 +194,6 @@ def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, model: Mode
         if name[1].startswith("F."):
             copies[name[0]] += max(0, first.found[label].delta - second.found[label].delta)
     return Amounts(model, layout, operators, _weights(runner), handed_on, copies)
-
-
-def _halves(pair: GraphPair) -> list[tuple[str, Graph]]:
-    return [("F", pair.forward), ("B", pair.backward)]
 
 
 def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> Meter:

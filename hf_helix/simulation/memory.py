@@ -19,13 +19,11 @@ from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.profile import named_operators
+from hf_helix.runtime.grad_reduce import BUCKET_BYTES
 from hf_helix.simulation.amounts import Amounts, Weights
 
 PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: weights and gradients in fp32, and the two states of Adam."""
-
-BUCKET = 25 * 2**20
-"""Bytes of the bucket in which gradients are summed, at most."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, activations: float, s
         states=STATES * trained / shares,
         copies=sum(amounts.copies.get(name, 0) for name in names),
         activations=activations,
-        buffers=min(BUCKET, GRADIENT * trained) if sums else 0,
+        buffers=min(BUCKET_BYTES, GRADIENT * trained) if sums else 0,
     )
 
 

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_helix.planning.cost import COMPUTE, STREAMS, Timeline
-from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Slot
-from hf_helix.planning.pipeline.costs import Costs, stage_costs
+from hf_helix.planning.pipeline.costs import Costs, part_of, stage_costs
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import predict_plan, runs_one_strand
 from hf_helix.planning.profile import Profile
+from hf_helix.runtime.trace import Interval, common, merge
 
 CHAIN = (6, 10)
 """Layers of the two chains whose difference is what a layer takes."""
@@ -43,23 +44,23 @@ class Layers:
 def steady_layers(plan: Plan, profile: Profile, names: Sequence[str]) -> Layers:
     """Returns what a plan makes of the layers of these names."""
     forward, backward = Action(0, "F", 1), Action(0, "B", 0)
-    slots = {"forward": Slot(forward=forward), "backward": Slot(backward=backward), "fused": Slot(forward, backward)}
-    if runs_one_strand(plan.rule):
-        slots["fused"] = slots["forward"]  # nothing runs beside anything
+    slots = {"forward": Slot(forward=forward), "backward": Slot(backward=backward)}
+    seen = list(slots)  # the parts in which communication is as exposed as it will be
+    if not runs_one_strand(plan.rule):
+        slots["fused"] = Slot(forward, backward)
+        seen = ["fused"]
     found: dict[str, dict[str, float]] = {part: {} for part in slots}
     totals: dict[Kind, tuple[float, float]] = {}
     for name in dict.fromkeys(names):
         for part, slot in slots.items():
             short, long = (_chain(plan, profile, name, slot, length) for length in CHAIN)
             found[part][name] = (long.seconds - short.seconds) / (CHAIN[1] - CHAIN[0])
-            wanted = part in ("forward", "backward") if runs_one_strand(plan.rule) else part == "fused"
-            for kind, (alone, exposed) in exposed_seconds(long).items() if wanted else ():
+            for kind, (alone, exposed) in exposed_seconds(long).items() if part in seen else ():
                 before = totals.get(kind, (0.0, 0.0))
                 totals[kind] = before[0] + alone, before[1] + exposed
-    if runs_one_strand(plan.rule):
-        found["fused"] = {name: found["forward"][name] + found["backward"][name] for name in found["forward"]}
+    one_after_the_other = {name: found["forward"][name] + found["backward"][name] for name in found["forward"]}
     shares = {kind: exposed / alone for kind, (alone, exposed) in totals.items() if alone}
-    return Layers(found["forward"], found["backward"], found["fused"], shares)
+    return Layers(found["forward"], found["backward"], found.get("fused", one_after_the_other), shares)
 
 
 def _chain(plan: Plan, profile: Profile, name: str, slot: Slot, length: int) -> Timeline:
@@ -70,30 +71,21 @@ def _chain(plan: Plan, profile: Profile, name: str, slot: Slot, length: int) -> 
 def exposed_seconds(timeline: Timeline, rank: int = 0) -> dict[Kind, tuple[float, float]]:
     """Returns, for each kind of communication, its seconds, and those that run beside no computation of the rank."""
     work = timeline.work
-    spans: dict[int, list[tuple[float, float]]] = {}
-    for place, entry in enumerate(work.entries):
-        if entry >= 0 and work.rank(place) == rank and timeline.ends[place] > timeline.starts[place]:
-            spans.setdefault(work.streams[place], []).append((timeline.starts[place], timeline.ends[place]))
-    computing = sorted(spans.pop(COMPUTE, []))
-    found = {}
-    for stream, mine in spans.items():
-        alone = sum(end - start for start, end in mine)
-        hidden = _common(sorted(mine), computing)
-        found[STREAMS[stream]] = alone, alone - hidden
+    spans: dict[int, list[Interval]] = {}  # of each queue, which runs one instruction after the other
+    streams: dict[int, int] = {}
+    for place, queue in enumerate(work.queues()):
+        if work.entries[place] >= 0 and work.rank(place) == rank and timeline.ends[place] > timeline.starts[place]:
+            spans.setdefault(queue, []).append((timeline.starts[place], timeline.ends[place]))
+            streams[queue] = work.streams[place]
+    computing = merge(span for queue, mine in spans.items() if streams[queue] == COMPUTE for span in mine)
+    found: dict[Kind, tuple[float, float]] = {}
+    for queue, mine in spans.items():
+        if streams[queue] != COMPUTE:
+            alone = sum(end - start for start, end in mine)
+            hidden = sum(end - start for start, end in common(merge(mine), computing))
+            before = found.get(STREAMS[streams[queue]], (0.0, 0.0))
+            found[STREAMS[streams[queue]]] = before[0] + alone, before[1] + alone - hidden
     return found
-
-
-def _common(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> float:
-    """Returns the seconds that two sorted lists of disjoint intervals have in common."""
-    total, place = 0.0, 0
-    for start, end in first:
-        while place < len(second) and second[place][1] <= start:
-            place += 1
-        at = place
-        while at < len(second) and second[at][0] < end:
-            total += min(end, second[at][1]) - max(start, second[at][0])
-            at += 1
-    return total
 
 
 def costs_under(profile: Profile, layers: Layers) -> Costs:
@@ -110,10 +102,8 @@ def costs_under(profile: Profile, layers: Layers) -> Costs:
             if name not in layers.forward:
                 continue
             parts = dict.fromkeys("FIW", 0.0)
-            for letter, graph in (("F", layout.graphs[name].forward), ("B", layout.graphs[name].backward)):
-                for op in graph.operators:
-                    part = "F" if letter == "F" else "W" if op.part is Part.W else "I"
-                    parts[part] += profile.times[name, f"{letter}.{op.name}"]
+            for entry, op in layout.graphs[name].entries():
+                parts[part_of(op)] += profile.times[name, entry]
             ratio = layers.backward[name] / (parts["I"] + parts["W"])
             forward[stage] += layers.forward[name] - parts["F"]
             inputs[stage] += (ratio - 1) * parts["I"]

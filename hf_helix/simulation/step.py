@@ -11,7 +11,7 @@ more of each takes is added as often as there are more; a layout that is looked 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_helix.planning.cost import Timeline
@@ -216,9 +216,8 @@ def simulate_plan(
     costs = costs_under(profile, layers)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
     seconds, drawn = window.seconds, None
-    memory = memory_of_case(amounts, case, layout)
     if whole:
-        is_short = _num_operators(layout) * case.microbatches <= WHOLE
+        is_short = _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
         scheduler = Scheduler(case.schedule if is_short else window.name, case.sizes.pp, costs)
         schedule = scheduler(case.microbatches)
         if is_short:
@@ -227,6 +226,8 @@ def simulate_plan(
         programs = build_programs(schedule if is_short else scheduler(2 * case.sizes.pp + 2), layout, plan)
         peaks = [peak_of_program(amounts, layout, program) for program in programs]
         memory = _heaviest(amounts, layout, case, peaks)
+    else:
+        memory = memory_of_case(amounts, case, layout)
     loads = _loads(profile, layout, window.busiest, case.microbatches)
     seconds = max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
     exposed = {kind: loads[kind] * share for kind, share in layers.exposed.items() if loads[kind]}
@@ -252,11 +253,9 @@ def simulate_plan(
 def _loads(profile: Profile, layout: Layout, rank: int, microbatches: int) -> dict[Kind, float]:
     found = dict.fromkeys(Kind, 0.0)
     for name in (layout.units[unit] for unit in layout.units_of(rank)):
-        pair = layout.graphs[name]
-        for letter, graph in (("F", pair.forward), ("B", pair.backward)):
-            for op in graph.operators:
-                if not op.receives:
-                    found[op.kind] += microbatches * profile.times[name, f"{letter}.{op.name}"]
+        for entry, op in layout.graphs[name].entries():
+            if not op.receives:
+                found[op.kind] += microbatches * profile.times[name, entry]
     return found
 
 
@@ -264,14 +263,12 @@ def _host_seconds(layout: Layout, rank: int, microbatches: int, cluster: Cluster
     """Returns what a host needs to issue a window, where it issues while the device computes."""
     if not cluster.device.host_runs_ahead:
         return 0.0
-    pairs = [layout.graphs[layout.units[unit]] for unit in layout.units_of(rank)]
-    count = sum(len(pair.forward.operators) + len(pair.backward.operators) for pair in pairs)
-    return count * microbatches * cluster.device.issue_seconds
+    return _num_operators(layout, layout.units_of(rank)) * microbatches * cluster.device.issue_seconds
 
 
-def _num_operators(layout: Layout) -> int:
-    pairs = [layout.graphs[name] for name in layout.units]
-    return sum(len(pair.forward.operators) + len(pair.backward.operators) for pair in pairs)
+def _num_operators(layout: Layout, units: Iterable[int]) -> int:
+    """Returns how many operators a micro-batch runs in some units, forward and backward."""
+    return sum(len(list(layout.graphs[layout.units[unit]].entries())) for unit in units)
 
 
 def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:

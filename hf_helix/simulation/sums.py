@@ -12,11 +12,12 @@ from collections.abc import Mapping
 
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import Profile
+from hf_helix.runtime.grad_reduce import BUCKET_BYTES
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Ring, transfer_seconds
 from hf_helix.simulation.kernels import Transfer
-from hf_helix.simulation.memory import BUCKET, GRADIENT
+from hf_helix.simulation.memory import GRADIENT
 
 COPIES, EXPERT_COPIES = "copies", "expert_copies"
 
@@ -65,8 +66,8 @@ class _Buckets:
 
     def add(self, count: int) -> float:
         """Returns the seconds for which the buckets are summed that so many more elements fill."""
-        full, self._filled = divmod(self._filled + count * GRADIENT, BUCKET)
-        return full * self._seconds(BUCKET)
+        full, self._filled = divmod(self._filled + count * GRADIENT, BUCKET_BYTES)
+        return full * self._seconds(BUCKET_BYTES)
 
     def rest(self) -> float:
         """Returns the seconds for which the last bucket is summed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_helix.planning.graph.backward import derive_backward
@@ -19,6 +20,12 @@ class GraphPair:
     def of(cls, forward: Graph) -> GraphPair:
         """Returns a declared graph with its derived backward."""
         return cls(forward, derive_backward(forward))
+
+    def entries(self) -> Iterator[tuple[str, Operator]]:
+        """Yields every operator with its entry in a plan, such as "B.mlp.down.W"."""
+        for letter, graph in (("F", self.forward), ("B", self.backward)):
+            for op in graph.operators:
+                yield f"{letter}.{op.name}", op
 
 
 SEND, RECEIVE = "send", "receive"

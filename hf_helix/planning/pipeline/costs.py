@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.graph.pair import SEND
 from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.profile import Profile
@@ -88,6 +88,11 @@ class Costs:
         return max(sum(alone) / self.gain, *alone) if slot.fused else sum(alone)
 
 
+def part_of(op: Operator) -> str:
+    """Returns the part of a stage's work that an operator belongs to: "F", "I" or "W"."""
+    return "F" if op.part is Part.F else "W" if op.part is Part.W else "I"
+
+
 def stage_costs(profile: Profile) -> Costs:
     """Returns the costs of the virtual stages of a profile's layout: its operators' times, one after the other.
 
@@ -101,13 +106,10 @@ def stage_costs(profile: Profile) -> Costs:
             if layout.transfers(unit):
                 continue
             name = layout.units[unit]
-            pair = layout.graphs[name]
-            for letter, graph in (("F", pair.forward), ("B", pair.backward)):
-                for op in graph.operators:
-                    part = "F" if op.part is Part.F else "W" if op.part is Part.W else "I"
-                    seconds = profile.times[name, f"{letter}.{op.name}"]
-                    totals[stage, part] = totals.get((stage, part), 0.0) + seconds
-                    loads[op.kind] += seconds
+            for entry, op in layout.graphs[name].entries():
+                part, seconds = part_of(op), profile.times[name, entry]
+                totals[stage, part] = totals.get((stage, part), 0.0) + seconds
+                loads[op.kind] += seconds
     forward, inputs, weights = ([totals.get((stage, part), 0.0) for stage in layout.chunks] for part in "FIW")
     transfer = profile.times.get((SEND, "F.transfer"), 0.0)
     return Costs(forward, inputs, weights, transfer, sum(loads.values()) / max(loads.values()))

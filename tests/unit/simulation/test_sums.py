@@ -34,11 +34,11 @@ def test_what_fits_in_one_bucket_is_summed_once_backward_is_over():
 
 
 def test_full_buckets_are_summed_beside_backward(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sums, "BUCKET", HELD // 8)
+    monkeypatch.setattr(sums, "BUCKET_BYTES", HELD // 8)
     last = seconds_of(HELD % (HELD // 8) or HELD // 8)
     assert last <= exposed(ACROSS) < seconds_of(HELD)
 
 
 def test_sums_wait_for_what_backward_sends_over_the_same_link(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sums, "BUCKET", HELD // 8)
+    monkeypatch.setattr(sums, "BUCKET_BYTES", HELD // 8)
     assert exposed(INSIDE) > exposed(ACROSS)
