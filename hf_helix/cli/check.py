@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import configuration_file
-from hf_helix.cli.options import add_parser
+from hf_helix.cli.options import SIZES, add_parser
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,13 +42,6 @@ divide. Figures are relative: of a loss to itself (equal up to 1e-5), of a gradi
 largest (1e-4). Of the model only the configuration is read, and made small; --as_is keeps its sizes.
 """
 
-SIZES = {
-    "tp_size": "ranks that share every layer; with none of these sizes given, the usual layouts are checked",
-    "pp_size": "ranks of the pipeline",
-    "cp_size": "ranks that share every sequence",
-    "ep_size": "data-parallel ranks that share the experts",
-}
-
 
 def add_command(commands: Commands) -> None:
     """Declare the command and its options."""
@@ -57,7 +50,8 @@ def add_command(commands: Commands) -> None:
     model = "a folder with a config.json, such a file, a name on the Hugging Face Hub, or a class of Transformers"
     parser.add_argument("model", metavar="MODEL", help=model)
     for name, meaning in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, help=meaning)
+        usual = "; with none of these sizes given, the usual layouts are checked" if name == "tp_size" else ""
+        parser.add_argument(f"--{name}", type=int, help=meaning + usual)
     families = "modules that register families of your own, such as starcoder2 for a file starcoder2.py here"
     parser.add_argument("--imports", nargs="+", default=[], metavar="MODULE", help=families)
     parser.add_argument("--as_is", action="store_true", help="keep the sizes of the configuration")

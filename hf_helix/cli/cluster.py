@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from hf_helix.cli.options import add_parser
+from hf_helix.cli.processes import join, start
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -68,30 +67,19 @@ def _launch(options: argparse.Namespace) -> None:
     count = options.processes or torch.cuda.device_count() or CPU_PROCESSES
     if count < 1:
         raise ValueError(f"--processes {count}: at least one must run, such as --processes 2")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     words = [f"--output={options.output}", *([f"--link={options.link}"] if options.link else [])]
-    code = subprocess.call([*launcher, "-m", "hf_helix", "cluster", *words], env={"OMP_NUM_THREADS": "1", **os.environ})
-    if code:
-        sys.exit(code)
+    start(["cluster", *words], count)
 
 
 def _measure(options: argparse.Namespace) -> None:
     """One process of the measurement."""
-    import torch
     import torch.distributed as dist
 
-    from hf_helix.runtime.environment import check_environment
     from hf_helix.simulation.cluster import parse_cluster
     from hf_helix.simulation.measured.machine import measure_cluster
     from hf_helix.tuning.progress import progress_bar
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        for notice in check_environment(1):
-            print(notice, file=sys.stderr)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = join()
     with progress_bar(dist.get_rank() == 0) as progress:
         found = measure_cluster(device, options.link, progress)
     if dist.get_rank() == 0:

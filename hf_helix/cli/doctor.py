@@ -56,8 +56,9 @@ def run(options: argparse.Namespace) -> None:
 
     from hf_helix.engine.advice import remember
     from hf_helix.engine.on_paper import OnPaper
-    from hf_helix.report.step import dropped_lines, ranking_lines, size_text, step_lines
+    from hf_helix.report.step import dropped_lines, ranking_lines, step_lines
     from hf_helix.simulation.layouts import Search
+    from hf_helix.simulation.sizes import size_text
     from hf_helix.simulation.step import simulate_step
     from hf_helix.tuning.progress import progress_bar
 

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
+SIZES = {
+    "tp_size": "ranks that share every layer (tensor and sequence parallelism)",
+    "pp_size": "ranks of the pipeline, each with layers of its own (pipeline parallelism)",
+    "cp_size": "ranks that share every sequence (context parallelism)",
+    "ep_size": "data-parallel ranks that share the experts of a mixture of experts (expert parallelism)",
+}
+"""What the sizes of a mesh mean, by the options of `HelixConfig`."""
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows defaults where there are any, and keeps the line breaks of descriptions and examples."""
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import configuration_file
-from hf_helix.cli.options import add_parser
+from hf_helix.cli.options import SIZES, add_parser
+from hf_helix.cli.processes import join, start
 from hf_helix.config import AUTO, AXES, RECOMPUTE
 from hf_helix.planning.profile_file import save_profile
 
@@ -45,13 +44,6 @@ HANDED_ON = (
     *("batch_size", "sequence_length", "microbatches", "output", "trace"),
 )
 """The options that the processes of the measurement are started with."""
-
-SIZES = {
-    "tp_size": "ranks that share every layer (tensor and sequence parallelism)",
-    "pp_size": "ranks of the pipeline, each with layers of its own (pipeline parallelism)",
-    "cp_size": "ranks that share every sequence (context parallelism)",
-    "ep_size": "data-parallel ranks that share the experts of a mixture of experts (expert parallelism)",
-}
 
 
 def add_command(commands: Commands) -> None:
@@ -100,13 +92,7 @@ def _launch(options: argparse.Namespace) -> None:
     if options.inter_node_axes:
         words += ["--inter_node_axes", *options.inter_node_axes]
     processes = options.tp_size * options.pp_size * options.cp_size * options.ep_size
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    code = subprocess.call(
-        [*launcher, "-m", "hf_helix", "profile", *words],
-        env={"OMP_NUM_THREADS": "1", **os.environ},
-    )
-    if code:
-        sys.exit(code)
+    start(["profile", *words], processes)
 
 
 def _measure(options: argparse.Namespace) -> None:
@@ -116,19 +102,10 @@ def _measure(options: argparse.Namespace) -> None:
 
     from hf_helix.config import HelixConfig
     from hf_helix.engine.synthetic import Workload
-    from hf_helix.runtime.environment import check_environment, load_eagerly
     from hf_helix.tuning.measure.profiler import measure_profile
     from hf_helix.tuning.progress import progress_bar
 
-    if options.pp_size > 1:
-        load_eagerly()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-        for notice in check_environment(options.pp_size):
-            print(notice, file=sys.stderr)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    device = join(options.pp_size)
     config = HelixConfig(**{name: getattr(options, name) for name in OF_CONFIG})
     work = Workload(options.model, config, device, autocast_dtype=torch.bfloat16 if options.bf16 else None)
     window = work.window(options.microbatches, options.batch_size, options.sequence_length)

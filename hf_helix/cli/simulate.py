@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import configuration_file
-from hf_helix.cli.options import add_parser
+from hf_helix.cli.options import SIZES, add_parser
 from hf_helix.config import AUTO, RECOMPUTE, RULES
 
 if TYPE_CHECKING:
@@ -33,13 +33,6 @@ examples:
 The rates of a cluster stand in a file; those that hf_helix brings go by their names, and `hf-helix cluster` measures
 the machine it is started on. What operators compute, move and keep is counted by running them on torch's meta device.
 """
-
-SIZES = {
-    "tp_size": "ranks that share every layer",
-    "pp_size": "ranks of the pipeline",
-    "cp_size": "ranks that share every sequence",
-    "ep_size": "data-parallel ranks that share the experts",
-}
 
 
 def add_command(commands: Commands) -> None:
@@ -154,7 +147,7 @@ def check_count(name: str, count: int) -> None:
 
 
 def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
-    from hf_helix.simulation.estimate import Sizes
+    from hf_helix.simulation.sizes import Sizes
     from hf_helix.simulation.step import Case
 
     given = {name: getattr(options, name) for name in SIZES}
