@@ -69,12 +69,12 @@ def work(rank: int, options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace, tp_size: int, length: int, cluster: Any) -> tuple[dict[Any, float], Any]:
     """Seconds of every operator, measured and estimated."""
-    from transformers import AutoModelForCausalLM
 
     from hf_helix.config import HelixConfig
     from hf_helix.engine.on_paper import amounts_of
-    from hf_helix.engine.synthetic import Workload
-    from hf_helix.simulation.estimate import Sizes, estimate_profile
+    from hf_helix.engine.synthetic import Workload, model_on_meta
+    from hf_helix.simulation.estimate import estimate_profile
+    from hf_helix.simulation.sizes import Sizes
     from hf_helix.tuning.measure.profiler import measure_profile
 
     config, shape = HelixConfig(tp_size=tp_size, link=options.link), model_config(options)
@@ -83,9 +83,7 @@ def compare(options: argparse.Namespace, tp_size: int, length: int, cluster: Any
     window = workload.window(4, 1, length)
     profiles = [measure_profile(workload.runner, window, pairs=False) for _ in range(options.repeats)]
     measured = {name: statistics.median(profile.times[name] for profile in profiles) for name in profiles[0].times}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32).train()
-    amounts = amounts_of(model, config, 1, length, dtype, backend="gloo")
+    amounts = amounts_of(model_on_meta(shape), config, 1, length, dtype, backend="gloo")
     sizes = Sizes(tp=tp_size, dp=RANKS // tp_size)
     profile = estimate_profile(amounts, amounts.layout, sizes, cluster, "bf16" if options.bf16 else "fp32")
     return measured, profile

@@ -16,7 +16,7 @@ from paper_rows import ROWS, row_profile
 
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair, transfer_graphs
-from hf_helix.planning.layout import Layout
+from hf_helix.planning.layout import Layout, place_names
 from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.plans.registry import make_plan
@@ -40,20 +40,8 @@ def pipeline_profile(num_layers: int, num_ranks: int, schedule: str, contention:
         **transfer_graphs(),
     }
     ranks = stage_ranks(PLACEMENT_OF[schedule], num_ranks)
-    units: list[str] = []
-    chunks = {}
-    for stage, layers in enumerate(split_layers(num_layers, ranks)):
-        names = ["layer"] * len(layers)
-        if stage == 0:
-            names.insert(0, "embedding")
-        elif ranks[stage - 1] != ranks[stage]:
-            names.insert(0, RECEIVE)
-        if stage == len(ranks) - 1:
-            names.append("head")
-        elif ranks[stage + 1] != ranks[stage]:
-            names.append(SEND)
-        chunks[stage] = range(len(units), len(units) + len(names))
-        units += names
+    layers = split_layers(num_layers, ranks)
+    units, chunks = place_names(["embedding", *["layer"] * num_layers, "head"], ranks, layers)
     layout = Layout(units, chunks, graphs, ranks=ranks)
     whole = sum(known.times.values())
     times = {

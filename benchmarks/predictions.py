@@ -43,9 +43,10 @@ from hf_helix.runtime.distributed.mesh import build_mesh
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.simulation.cluster import Cluster, parse_cluster
-from hf_helix.simulation.estimate import Sizes, estimate_profile
+from hf_helix.simulation.estimate import estimate_profile
 from hf_helix.simulation.measured.machine import measure_cluster, measure_links
 from hf_helix.simulation.memory import peak_of_program
+from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case, Step, layout_of, simulate_step
 from hf_helix.tuning.candidates import plan_runners
 from hf_helix.tuning.measure.machine import describe_device

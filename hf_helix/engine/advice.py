@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_helix.planning.text import format_json
-from hf_helix.report.step import size_text
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.notices import say
-from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import Sizes
-from hf_helix.simulation.layouts import Ranking
+from hf_helix.simulation.sizes import Sizes, size_text
 from hf_helix.tuning.cache import cache_root, write_file
 from hf_helix.tuning.fingerprint import model_digest
 from hf_helix.tuning.measure.machine import describe_device
+
+if TYPE_CHECKING:
+    from hf_helix.simulation.cluster import Cluster
+    from hf_helix.simulation.layouts import Ranking
 
 CLEARLY = 1.1
 """How many times as fast another layout must be predicted to be."""

@@ -8,16 +8,16 @@ Must hold: the units are declared as for training; one layer of each kind runs, 
 from __future__ import annotations
 
 from collections.abc import Collection
-from os import PathLike
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from torch import nn
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import declare
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.recompute import modes_of
+from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.moe.row_counts import assuming
@@ -48,12 +48,7 @@ class OnPaper:
     """
 
     def __init__(self, model: Any, cluster: Cluster) -> None:
-        if isinstance(model, (str, PathLike)):
-            model = AutoConfig.from_pretrained(model)
-        if isinstance(model, PreTrainedConfig):
-            with torch.device(META):
-                model = AutoModelForCausalLM.from_config(model, dtype=torch.float32).train()
-        self.model = model
+        self.model = model if isinstance(model, nn.Module) else model_on_meta(model)
         self.cluster = cluster
         self._found: dict[object, Amounts | ValueError] = {}
 

@@ -7,6 +7,7 @@ Must hold: the same units, cuts and side inputs as in training; the same weights
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 import torch
@@ -20,6 +21,19 @@ from hf_helix.models.registry import family_of
 from hf_helix.runtime.distributed.mesh import Mesh, mesh_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.tuning.fingerprint import fingerprint
+
+
+def model_on_meta(model_config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Returns a model whose weights take no memory, in training mode.
+
+    Args:
+        model_config: the Transformers configuration of the model, or the path of one.
+        dtype: the type of its weights.
+    """
+    if isinstance(model_config, (str, PathLike)):
+        model_config = AutoConfig.from_pretrained(model_config)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype).train()
 
 
 class Workload:
@@ -47,10 +61,7 @@ class Workload:
         mesh: Mesh | None = None,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
-        if isinstance(model_config, str):
-            model_config = AutoConfig.from_pretrained(model_config)
-        with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).train()
+        self.model = model_on_meta(model_config)
         self.mesh = mesh or mesh_of(config, device)
         modes = modes_of(family_of(self.model).layers(self.model), None, config)
         self.about = fingerprint(self.model, self.mesh, autocast_dtype, modes)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hf_helix.config import RECOMPUTE
 from hf_helix.paper.draw import Series, draw_cells, draw_stacks
 from hf_helix.paper.published import (
     DHELIX,
@@ -36,6 +37,7 @@ from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.profile import Pair, named_operators
 from hf_helix.report.strands import draw_strips, strips
 from hf_helix.simulation.cluster import Cluster
+from hf_helix.simulation.memory import GRADIENT
 from hf_helix.simulation.step import memory_of_case
 
 AXES = {"tp": "TP", "cp": "CP", "experts": "EP", "pp": "PP"}
@@ -155,7 +157,7 @@ def largest(runs: Runs) -> Artifact:
     """Returns section 6.5: the largest model that fits with tp 8, pp 2 and dp 4."""
     row = replace(FIGURE_11[1], sizes=replace(FIGURE_11[1].sizes, pp=2, dp=4))
     cells = []
-    for recompute in ("none", "selective", "full"):
+    for recompute in RECOMPUTE:
         ours = {name: _largest(runs, row, name, recompute) for name in LARGEST}
         for name, printed in LARGEST.items():
             shares = [f"{100 * each[name] / each[MEGATRON]:.1f} %" for each in (LARGEST, ours)]
@@ -278,7 +280,8 @@ def _volumes(runs: Runs, row: Row) -> tuple[tuple[float, float], tuple[float, fl
     local = sent["tp"] * layers * row.microbatches
     copies = row.sizes.dp * row.sizes.cp
     trained = amounts.weights[amounts.model.units[1]].trained * layers
-    cross = (sent["cp"] * layers + 2 * amounts.handed_on) * row.microbatches + 2 * (copies - 1) / copies * trained * 4
+    summed = 2 * (copies - 1) / copies * trained * GRADIENT
+    cross = (sent["cp"] * layers + 2 * amounts.handed_on) * row.microbatches + summed
     rates = _rates(cluster)
     return (local / 2**30, local / rates["node"]), (cross / 2**30, cross / rates["network"])
 

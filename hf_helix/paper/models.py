@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.paper.published import MODELS, Shape
 
 HEAD = 128
@@ -30,8 +31,7 @@ def build_model(name: str, layers: int | None = None) -> Any:
     shape = MODELS[name]
     count = shape.layers if layers is None else layers
     config = AutoConfig.for_model(shape.family, vocab_size=VOCABULARY[shape.family], **_sizes(shape, count))
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    return model_on_meta(config, torch.bfloat16)
 
 
 def _sizes(shape: Shape, layers: int) -> dict[str, Any]:

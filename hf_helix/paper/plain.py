@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hf_helix.config import RECOMPUTE
 from hf_helix.paper.published import MEGATRON, MODELS, Row
-from hf_helix.paper.runs import Runs, case_of
-from hf_helix.simulation.estimate import Sizes
+from hf_helix.paper.runs import Runs, case_of, speed_of
 from hf_helix.simulation.layouts import check_sizes, layouts
+from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Step, memory_of_case, simulate_step
-
-RECOMPUTE = ("none", "selective", "full")
 
 
 def best_plain(runs: Runs, row: Row) -> tuple[str, float, float] | None:
@@ -29,10 +28,9 @@ def best_plain(runs: Runs, row: Row) -> tuple[str, float, float] | None:
     if not found:
         return None
     best = max(found, key=lambda step: step.tokens_per_second)
-    speed = best.tokens_per_second if row.counts_tokens else best.tflops[1]
     case = best.case
     name = layout_name(case.sizes) + ("" if case.recompute == "none" else f", recompute {case.recompute}")
-    return name, speed, best.memory.total / 1e9
+    return name, speed_of(row, best), best.memory.total / 1e9
 
 
 def layout_name(sizes: Sizes) -> str:

@@ -73,8 +73,8 @@ class Run:
 
     @property
     def speed(self) -> float:
-        """Returns TFLOP/s of a GPU with full attention, or tokens a second, as the row counts."""
-        return self.step.tokens_per_second if self.row.counts_tokens else self.step.tflops[1]
+        """Returns the speed as the row counts it."""
+        return speed_of(self.row, self.step)
 
 
 class Runs:
@@ -150,6 +150,11 @@ class Runs:
             times = tile_seconds(amounts, profile, plan.tiles, row, self.cluster(row))
             return TiledOnPaper(plan.rule, plan.model, plan.mesh, plan.graphs, plan.orders, plan.tiles, times)
         return plan
+
+
+def speed_of(row: Row, step: Step) -> float:
+    """Returns TFLOP/s of a GPU with full attention, or tokens a second, as a row counts."""
+    return step.tokens_per_second if row.counts_tokens else step.tflops[1]
 
 
 def case_of(row: Row, method: str) -> Case:

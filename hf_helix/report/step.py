@@ -12,9 +12,9 @@ from textwrap import fill
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import Sizes
 from hf_helix.simulation.layouts import Dropped, Ranking, is_plain
 from hf_helix.simulation.memory import bytes_text
+from hf_helix.simulation.sizes import size_text
 from hf_helix.simulation.step import Case, Step
 
 CLOSE = 0.05
@@ -23,13 +23,6 @@ CLOSE = 0.05
 
 WIDTH = 116
 """Columns of lists of layouts."""
-
-
-def size_text(sizes: Sizes) -> str:
-    """Returns parallel sizes above 1, such as "tp 8 x pp 2 x dp 4"."""
-    named = {"tp": sizes.tp, "cp": sizes.cp, "pp": sizes.pp, "dp": sizes.dp}
-    text = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one device"
-    return text + (f" (ep {sizes.ep})" if sizes.ep > 1 else "")
 
 
 def case_text(case: Case) -> str:

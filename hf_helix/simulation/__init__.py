@@ -6,8 +6,14 @@ mesh        one rank of a layout, whose axes send nothing
 amounts     what every operator of a rank computes, moves and keeps
 cluster     what devices compute and links carry, from a YAML file                           (no torch)
 section     a mapping of that file, whose keys are taken one by one                          (no torch)
-estimate    amounts and a cluster -> a profile                                              (no torch)
+sizes       the parallel sizes of a layout                                                   (no torch)
+estimate    amounts and a cluster -> a profile
+memory      what a rank holds, by part
+steady      what a plan makes of layers that repeat themselves
+window      how long a window is, from what the stages of a pipeline cost
 sums        how long sums of gradients last after backward
+step        a whole optimizer step: time, throughput, memory
+layouts     every layout that can be built and fits, by its predicted speed
 clusters/   files of known clusters
 measured/   this machine, for such a file
 """

@@ -164,6 +164,11 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
 
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, the smallest first."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
 def shipped_clusters() -> dict[str, Path]:
     """Returns the files that the package brings, by name."""
     folder = Path(str(resources.files("hf_helix.simulation"))) / "clusters"
@@ -268,7 +273,7 @@ def _link(section: Section, devices: int = 1) -> Link:
 def _sharing(section: Section, per_node: int) -> int:
     found = section.count("devices_per_link", per_node)
     if per_node % found:
-        works = [size for size in range(1, per_node + 1) if per_node % size == 0]
+        works = divisors(per_node)
         raise ValueError(
             f"{section.where}: network.devices_per_link: {found} must divide devices_per_node: {per_node}; values that "
             f"work: {', '.join(map(str, works))}"
@@ -278,7 +283,7 @@ def _sharing(section: Section, per_node: int) -> int:
 
 def contention_key(first: Kind, second: Kind) -> str:
     """Returns the key of how much longer an operator of the first kind takes beside one of the second."""
-    return f"{first.value} beside {second.value}".replace(" ", "_")
+    return "_".join((first.value, "beside", second.value))
 
 
 def _contention(section: Section) -> dict[tuple[Kind, Kind], float]:

@@ -18,35 +18,10 @@ from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.simulation.amounts import Amounts, OperatorAmounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.kernels import ATTENTION, MATMUL, Kernel, Transfer
+from hf_helix.simulation.sizes import Sizes
 
 LEAST = 1e-7
 """Seconds of an operator that does nothing on the device."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The parallel sizes of a layout; tensor parallelism is the innermost dimension, data parallelism the outermost.
-
-    Attributes:
-        tp: tensor parallelism.
-        cp: context parallelism.
-        pp: the pipeline.
-        dp: data parallelism.
-        ep: experts.
-        stages_outermost: whether the pipeline is the outermost dimension instead, as in Megatron-LM; never here.
-    """
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    stages_outermost: bool = False
-
-    @property
-    def devices(self) -> int:
-        """All ranks."""
-        return self.tp * self.cp * self.pp * self.dp
 
 
 @dataclass(frozen=True)

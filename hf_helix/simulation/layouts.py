@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from hf_helix.config import RECOMPUTE
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.simulation.amounts import Amounts
-from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import Sizes
+from hf_helix.simulation.cluster import Cluster, divisors
 from hf_helix.simulation.memory import bytes_text
+from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case, Step, memory_of_case, simulate_step
-
-RECOMPUTE = ("none", "selective", "full")
-"""Modes of recomputation, the fastest first; the next is tried where one does not fit."""
 
 BATCHES = (1, 2, 4, 8)
 """Sequences in a micro-batch that are tried."""
@@ -190,8 +188,3 @@ def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:
                 dp = cluster.devices // (tp * pp * cp)
                 for ep in divisors(dp) if with_experts else [1]:
                     yield Sizes(tp, cp, pp, dp, ep)
-
-
-def divisors(number: int) -> list[int]:
-    """Returns the divisors of a number, the smallest first."""
-    return [each for each in range(1, number + 1) if number % each == 0]

@@ -28,7 +28,7 @@ from hf_helix.planning.profile import Profile
 from hf_helix.planning.program import build_programs
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import Sizes, estimate_profile, rings, transfer_seconds
+from hf_helix.simulation.estimate import estimate_profile, rings, transfer_seconds
 from hf_helix.simulation.kernels import Transfer
 from hf_helix.simulation.memory import (
     PARAMETER,
@@ -38,6 +38,7 @@ from hf_helix.simulation.memory import (
     peak_of_program,
     peak_of_slots,
 )
+from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.steady import costs_under, exposed_seconds, steady_layers
 from hf_helix.simulation.sums import exposed_sums
 from hf_helix.simulation.window import usual_schedules, window_of

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
 from hf_helix.config import RECOMPUTE, RULES
 from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
-from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair, transfer_graphs
+from hf_helix.planning.graph.pair import GraphPair, transfer_graphs
 from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.layout import Layout
+from hf_helix.planning.layout import Layout, place_names
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.plans.baselines.dhelix import dhelix
@@ -137,21 +138,8 @@ def schedule_of(num_microbatches: int) -> Schedule:
 
 def pipeline_of(graphs: Mapping[str, GraphPair], counts: Sequence[int], ranks: Sequence[int]) -> Layout:
     """What the ranks of a pipeline hold: so many layers on each virtual stage, and the ways between the ranks."""
-    units: list[str] = []
-    chunks: dict[int, list[int]] = {}
-    last = len(counts) - 1
-    for stage, count in enumerate(counts):
-        names = ["layer"] * count
-        if stage == 0:
-            names.insert(0, "embedding")
-        elif ranks[stage - 1] != ranks[stage]:
-            names.insert(0, RECEIVE)
-        if stage == last:
-            names.append("head")
-        elif ranks[stage + 1] != ranks[stage]:
-            names.append(SEND)
-        chunks[stage] = list(range(len(units), len(units) + len(names)))
-        units += names
+    ranges = [range(first, last) for first, last in pairwise(accumulate(counts, initial=0))]
+    units, chunks = place_names(["embedding", *["layer"] * sum(counts), "head"], ranks, ranges)
     return Layout(units, chunks, {**graphs, **transfer_graphs()}, ranks=ranks)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.on_paper import amounts_of
+from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, parse_cluster
-from hf_helix.simulation.estimate import Sizes
+from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case
 
 LLAMA: dict[str, Any] = {
@@ -27,9 +28,7 @@ LLAMA: dict[str, Any] = {
 
 def on_meta(model_type: str = "llama", **options: Any) -> Any:
     """A model of random weights that take no memory; small, as `LLAMA` is, but for the options."""
-    config = AutoConfig.for_model(model_type, **{**LLAMA, **options})
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    return model_on_meta(AutoConfig.for_model(model_type, **{**LLAMA, **options}))
 
 
 def counted(model: Any, batch: int = 2, length: int = 32, bf16: bool = False, **helix: Any) -> Amounts:

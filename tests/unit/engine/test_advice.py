@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from support.on_paper import on_meta
 
 from hf_helix.engine.advice import better_layout, remember
 from hf_helix.engine.on_paper import OnPaper
@@ -18,18 +17,10 @@ from hf_helix.simulation.layouts import Ranking, Search
 MESH = {"dp": 2, "pp": 1, "cp": 1, "tp": 1, "ep": 1}
 
 
-def a_model(layers: int) -> Any:
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=8, vocab_size=128
-    )
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
 @pytest.fixture(scope="module")
 def found() -> tuple[Any, Ranking, Cluster]:
     cluster = replace(load_cluster("h100x8"), devices_per_node=2)
-    paper = OnPaper(a_model(2), cluster)
+    paper = OnPaper(on_meta(num_key_value_heads=4), cluster)
     return paper.model, Search(paper.amounts, cluster, 2**17, 2048, paper.layers).run(), cluster
 
 
@@ -59,7 +50,7 @@ def test_says_nothing_otherwise(known: tuple[Any, Ranking]) -> None:
     slow = {**MESH, "dp": 1, "tp": 2}
     assert better_layout(model, mesh, device) is None
     assert better_layout(model, slow, "another device") is None
-    assert better_layout(a_model(3), slow, device) is None
+    assert better_layout(on_meta(num_hidden_layers=3), slow, device) is None
     assert better_layout(model, {**MESH, "dp": 4}, device) is None
 
 

@@ -9,9 +9,9 @@ import pytest
 from support.on_paper import cluster_with, on_meta
 
 from hf_helix.engine.on_paper import OnPaper
-from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import Sizes
-from hf_helix.simulation.layouts import Ranking, Search, check_sizes, divisors, is_plain, layouts
+from hf_helix.simulation.cluster import Cluster, divisors
+from hf_helix.simulation.layouts import Ranking, Search, check_sizes, is_plain, layouts
+from hf_helix.simulation.sizes import Sizes
 
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})

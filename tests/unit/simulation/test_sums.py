@@ -8,7 +8,8 @@ import pytest
 from support.on_paper import cluster_with, counted, on_meta
 
 from hf_helix.simulation import sums
-from hf_helix.simulation.estimate import Ring, Sizes, estimate_profile
+from hf_helix.simulation.estimate import Ring, estimate_profile
+from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.sums import exposed_sums
 
 CLUSTER = cluster_with(nodes=2, devices_per_node=2, node={"gb_per_s": 100}, network={"gb_per_s": 100})

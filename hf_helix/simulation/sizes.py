@@ -1,0 +1,43 @@
+"""The parallel sizes of a layout, and what people call it.
+
+In:   nothing.
+Out:  `Sizes`, and their text.
+Must hold: nothing here imports more than the standard library: every run reads the name of its layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The parallel sizes of a layout; tensor parallelism is the innermost dimension, data parallelism the outermost.
+
+    Attributes:
+        tp: tensor parallelism.
+        cp: context parallelism.
+        pp: the pipeline.
+        dp: data parallelism.
+        ep: experts.
+        stages_outermost: whether the pipeline is the outermost dimension instead, as in Megatron-LM; never here.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    stages_outermost: bool = False
+
+    @property
+    def devices(self) -> int:
+        """All ranks."""
+        return self.tp * self.cp * self.pp * self.dp
+
+
+def size_text(sizes: Sizes) -> str:
+    """Returns parallel sizes above 1, such as "tp 8 x pp 2 x dp 4"."""
+    named = {"tp": sizes.tp, "cp": sizes.cp, "pp": sizes.pp, "dp": sizes.dp}
+    text = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one device"
+    return text + (f" (ep {sizes.ep})" if sizes.ep > 1 else "")
