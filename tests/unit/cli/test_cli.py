@@ -396,6 +396,6 @@ def test_windows_have_micro_batches(count: int, file: Path, tmp_path: Path, caps
 def test_an_unknown_schedule_is_refused_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(profile_command.subprocess, "call", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(profile_command, "start", lambda *_, **__: pytest.fail("a process was started"))
     text = said(capsys, "profile", "--model", tmp_path, "--tp_size", 1, "--pp_size", 2, "--schedule", "1f2b")
     assert "schedule='1f2b' is neither the name of a schedule nor an existing file" in text
