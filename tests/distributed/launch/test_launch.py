@@ -114,7 +114,8 @@ GREEDY_PIPELINE = "pp_size: 2\nplan: greedy\n"
         ),
         *(
             pytest.param(PIPELINE_SCRIPT, GREEDY_PIPELINE, victim, how, marks=SLOW)
-            for victim, how in ((0, "kill"), (1, "kill"), (0, "raise"), (1, "raise"))
+            for how in ("kill", "raise")
+            for victim in range(2)
         ),
     ],
 )
