@@ -106,8 +106,10 @@ class Amounts:
 
 
 class _Done(Event):
-    def __init__(self, kind: Kind, label: str) -> None:
-        self.kind, self.label = kind, label
+    """The end of a communication, which keeps what that reads and writes alive until it is waited for."""
+
+    def __init__(self, kind: Kind, label: str, keep: object) -> None:
+        self.kind, self.label, self.keep = kind, label, keep
 
 
 class _Labels(Trace):
@@ -118,7 +120,9 @@ class _Labels(Trace):
         self._meter = meter
 
     def note(self, verb: str, label: str) -> None:
-        if verb != "wait":
+        if verb == "wait":
+            self._meter.wait()
+        else:
             self._meter.begin(label)
 
 
@@ -141,13 +145,13 @@ class PaperStreams(Streams):
         self._log.clear()
         work()
         self.sent.setdefault(label, []).extend(self._log)
-        return _Done(kind, label)
+        return _Done(kind, label, (work, after))
 
     def is_over(self, event: Any) -> bool:
         return True
 
     def wait(self, event: Any) -> None:
-        pass
+        event.keep = None
 
     def compute(self, work: Callable[[], Any], label: str) -> Any:
         return work()
