@@ -63,22 +63,13 @@ class Meter(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._now: Metered | None = None
         self._start = 0
-        self._waiting: int | None = None
 
     def begin(self, label: str | None) -> None:
         """Counts what follows under a label, until the next call; None counts nothing."""
         live = self.live()
-        if self._waiting is not None and label is not None:
-            live = self._waiting  # what was freed since then is of this label
         if self._now is not None:
             self._now.delta += live - self._start
-        self._now, self._start, self._waiting = None if label is None else self.found[label], live, None
-
-    def wait(self) -> None:
-        """Counts what is freed from now on under the label that comes next: that is what waits. A communication keeps
-        what it reads until then, whatever else runs meanwhile."""
-        if self._waiting is None:
-            self._waiting = self.live()
+        self._now, self._start = None if label is None else self.found[label], live
 
     def note(self, kernel: Kernel) -> None:
         """Counts a kernel that torch is not called for."""

@@ -67,7 +67,7 @@ class Case:
         dtype: the type of matrix products.
         imbalance: rows that the experts of the busiest rank get, in parts of the mean. What routers choose depends on
             the data, so it is given, not predicted; time and memory are those of a rank that gets so many in every
-            layer: an upper estimate of a run in which no rank ever gets more.
+            layer. Not compared with what real ranks count.
     """
 
     sizes: Sizes
