@@ -192,7 +192,7 @@ def _kind(ring: Ring) -> Kind:
     return Kind.INTER_NODE if ring.crosses else Kind.INTRA_NODE
 
 
-def _parameters(amounts: Amounts) -> tuple[int, int]:
+def _model_size(amounts: Amounts) -> tuple[int, int]:
     """Returns how many parameters the model has, and how many of them are trained."""
     held = [amounts.weights[name] for name in amounts.model.units]
     trained = sum(each.trained + each.experts for each in held)
@@ -200,7 +200,7 @@ def _parameters(amounts: Amounts) -> tuple[int, int]:
 
 
 def _optimizer(amounts: Amounts, case: Case, cluster: Cluster) -> float:
-    _, trained = _parameters(amounts)
+    _, trained = _model_size(amounts)
     mine = trained / case.sizes.dp
     bandwidth = cluster.device.bandwidth * cluster.device.memory_efficiency.at(max(1.0, PARAMETER * mine))
     return OPTIMIZER_BYTES * mine / bandwidth
@@ -211,7 +211,7 @@ def _memory(
 ) -> Memory:
     """Returns the memory of a device: its parts of all that is kept, two layers and the ends gathered, the gradients of
     two layers on their way, and the activations of one micro-batch."""
-    every, trained = _parameters(amounts)
+    every, trained = _model_size(amounts)
     shares = case.sizes.dp
     whole = 0 if sync_each_batch or case.microbatches == 1 else ELEMENT[case.dtype] * trained
     largest = sorted(layers, key=lambda unit: unit.weights)[-2:]
