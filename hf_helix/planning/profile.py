@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hf_helix.planning.graph.operator import Kind, Operator
+from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.layout import Layout
 
 Name = tuple[str, str]
-"""An operator: the name of its unit and its entry in a plan, such as ("layer", "B.mlp.down.W")."""
+"""An operator: the name of its unit and its entry in a plan, such as ("layer", "B.mlp.down.W"). Sums of gradients
+belong to no unit; they are called ("gradients", "B.sum.0") and so on, as the layout numbers them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Profile:
 
     @cached_property
     def _kinds(self) -> dict[Name, Kind]:
-        return {name: op.kind for name, op in named_operators(self.layout)}
+        return {name: op.kind for name, op in (*named_operators(self.layout), *named_sums(self.layout))}
 
     @cached_property
     def _slowdowns(self) -> tuple[dict[tuple[Name, Name], float], dict[tuple[Kind, Kind], float]]:
@@ -110,7 +111,8 @@ class Profile:
 
 def rough_profile(layout: Layout) -> Profile:
     """Without a measurement: relative times by the declared effort of every operator, in milliseconds."""
-    return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in named_operators(layout)})
+    operators = (*named_operators(layout), *named_sums(layout))
+    return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in operators})
 
 
 def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
@@ -118,6 +120,28 @@ def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
     for unit, pair in layout.graphs.items():
         for entry, op in pair.entries():
             yield (unit, entry), op
+
+
+def named_sums(layout: Layout) -> Iterator[tuple[Name, Operator]]:
+    """Every sum of gradients, in the order of the layout. A rough guess is that it takes as long as computing them."""
+    for number, found in enumerate(layout.sums):
+        adders = (layout.graphs[layout.units[unit]].backward[name] for unit, name in found.adders)
+        op = Operator(
+            name=f"sum.{number}",
+            kind=Kind.GRADIENTS,
+            reads=(),
+            writes=(),
+            part=Part.B,
+            relative_cost=sum(adder.relative_cost for adder in adders),
+        )
+        yield (Kind.GRADIENTS.value, f"B.{op.name}"), op
+
+
+def seconds_of_sums(profile: Profile, rank: int) -> float:
+    """Seconds of all sums of gradients of a pipeline rank, one after the other."""
+    mine = profile.layout.sums_of(rank)
+    names = [name for name, _ in named_sums(profile.layout)]
+    return sum(profile.times[names[number]] for number in mine)
 
 
 def slowdown_of(alone: float, beside: float, other: float) -> float:
@@ -133,9 +157,11 @@ def _weighted_mean(found: list[tuple[float, float]]) -> float:
 
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
     """Raise ValueError, naming the operator, where times are missing, unknown or impossible."""
-    known = {name for name, _ in named_operators(layout)}
+    sums = {name for name, _ in named_sums(layout)}
+    known = sums.union(name for name, _ in named_operators(layout))
     for name in sorted(known - times.keys()):
-        raise ValueError(f"the profile does not cover operator {join_name(name)!r}")
+        what = f"the sums of gradients ({len(sums)} here)" if name in sums else f"operator {join_name(name)!r}"
+        raise ValueError(f"the profile does not cover {what}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
         if name not in known:
             raise ValueError(f"the profile names {join_name(name)!r}, which is not an operator of these graphs")

@@ -19,7 +19,7 @@ from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.profile import named_operators
-from hf_helix.runtime.grad_reduce import BUCKET_BYTES
+from hf_helix.runtime.gradient_buckets import BUCKET_BYTES
 from hf_helix.simulation.amounts import Amounts, Weights
 
 PARAMETER, GRADIENT, STATES = 4, 4, 8

@@ -62,13 +62,14 @@ def greedy(profile: Profile, extra_live_layers: int | None = None) -> Priorities
         profile: the times of the operators.
         extra_live_layers: see `Priorities`; None for `usual_extra_live_layers`.
     """
-    longest = max(profile.times.values())
+    times = {name: profile.times[name] for name, _ in named_operators(profile.layout)}
+    longest = max(times.values())
     priority = {
-        name: 1e-3 * (profile.times[name] + (longest if op.part is Part.W else 0.0))
+        name: 1e-3 * (times[name] + (longest if op.part is Part.W else 0.0))
         for name, op in named_operators(profile.layout)
     }
     usual = usual_extra_live_layers(profile.layout)
-    return Priorities(profile.times, priority, usual if extra_live_layers is None else extra_live_layers)
+    return Priorities(times, priority, usual if extra_live_layers is None else extra_live_layers)
 
 
 def search(
@@ -140,7 +141,7 @@ def _improve(
 ) -> Priorities:
     """Returns the priorities that annealing finds for a window."""
     cost = _Cost(start, profile, layout, schedule)
-    names, scale = cost.window.work.names, max(profile.times.values())
+    names, scale = cost.window.work.names, max(start.times.values())
 
     def propose(current: _Candidate, rng: random.Random) -> _Candidate:
         priority = _changed(current.priority, names, scale, rng)
