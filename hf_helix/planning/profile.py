@@ -78,7 +78,7 @@ class Profile:
 
     @cached_property
     def _kinds(self) -> dict[Name, Kind]:
-        return {name: op.kind for name, op in (*named_operators(self.layout), *named_sums(self.layout))}
+        return {name: op.kind for name, op in named_operators(self.layout)}
 
     @cached_property
     def _slowdowns(self) -> tuple[dict[tuple[Name, Name], float], dict[tuple[Kind, Kind], float]]:
@@ -93,14 +93,22 @@ class Profile:
 
     def kind(self, name: Name) -> Kind:
         """Returns the kind of an operator."""
-        return self._kinds[name]
+        return Kind.GRADIENTS if name[0] == Kind.GRADIENTS.value else self._kinds[name]
 
     def slowdown(self, name: Name, other: Name) -> float:
         """How many times longer the first takes while the second runs beside it."""
         key = (self.like.get(name, name), self.like.get(other, other))
         measured, by_kind = self._slowdowns
         found = measured.get(key)
-        return by_kind.get((self.kind(name), self.kind(other)), 1.0) if found is None else found
+        return by_kind.get((self._measured_as(name), self._measured_as(other)), 1.0) if found is None else found
+
+    def _measured_as(self, name: Name) -> Kind:
+        """The kind whose pairs stand for an operator: sums of gradients cost what collectives between hosts cost, or
+        those inside a host where there are no others."""
+        kind = self.kind(name)
+        if kind is not Kind.GRADIENTS:
+            return kind
+        return Kind.INTER_NODE if Kind.INTER_NODE in self._kinds.values() else Kind.INTRA_NODE
 
     def overlap_efficiency(self, name: Name, other: Name) -> float:
         """OEF, the paper's equation 1: 1 where the shorter is hidden, 0 where nothing is gained, below 0 a loss."""
@@ -158,12 +166,12 @@ def _weighted_mean(found: list[tuple[float, float]]) -> float:
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
     """Raise ValueError, naming the operator, where times are missing, unknown or impossible."""
     sums = {name for name, _ in named_sums(layout)}
-    known = sums.union(name for name, _ in named_operators(layout))
-    for name in sorted(known - times.keys()):
+    known = {name for name, _ in named_operators(layout)}
+    for name in sorted((known | sums) - times.keys()):
         what = f"the sums of gradients ({len(sums)} here)" if name in sums else f"operator {join_name(name)!r}"
         raise ValueError(f"the profile does not cover {what}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
-        if name not in known:
+        if name not in known and name[0] != Kind.GRADIENTS.value:  # a part of the layout may have none of the sums
             raise ValueError(f"the profile names {join_name(name)!r}, which is not an operator of these graphs")
     for name, seconds in times.items():
         _check_time(join_name(name), seconds)

@@ -107,7 +107,7 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
     alive = peak = 0
     for instruction in program:
         op = instruction.operator
-        if op is None:
+        if op is None or op.kind is Kind.GRADIENTS:
             continue
         if op.kind is Kind.PIPELINE:
             delta, above = (passed, passed) if op.receives else (-passed, 0)
