@@ -74,10 +74,7 @@ class Runner:
         self._loss_gradient: Key = (head, f"d.{loss}")
         self._logits: Key = (head, self.stage.model[head].logits or "")
         self._last = self.layout.rank_of(head)
-        self._trained_then = self._trained()
-        self.buckets = gradient_buckets(stage.units, mesh)
-        planned = [number for number, bucket in enumerate(self.buckets) if bucket.is_planned]
-        self._numbers = dict(zip(self.layout.sums_of(stage.rank), planned, strict=False))
+        self._fill_buckets()
 
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
         """A runner of the same parameters, on the same streams, with another plan (and other schedules)."""
@@ -99,18 +96,27 @@ class Runner:
         return list(self._everywhere(losses, len(microbatches)))
 
     def _reduction(self) -> tuple[Reduction, Callable[[int], object] | None]:
-        """The sums of a window's gradients, and what issues one of them by its place among the layout's.
-
-        Where the user has frozen or freed parameters since the layout was made, there are other buckets than in the
-        program, and all of them are summed at the end.
-        """
-        buckets = self.buckets
+        """The sums of a window's gradients, and what issues one of them by its place among the layout's."""
         if self._trained() != self._trained_then:
-            buckets = gradient_buckets(self.stage.units, self.mesh)
-        reduction = Reduction(buckets, self.mesh, self.executor.streams)
-        if buckets is not self.buckets:
+            self._fill_buckets()
+        reduction = Reduction(self.buckets, self.mesh, self.executor.streams)
+        if not self._numbers:
             return reduction, None
         return reduction, lambda number: reduction.sum_bucket(self._numbers[number])
+
+    def _fill_buckets(self) -> None:
+        """Finds the buckets, and which of them each of the layout's sums is.
+
+        Where the user has frozen or freed parameters since the layout was made, there are other buckets than in the
+        program. Then none of them is a sum of the layout, and all are summed at the end.
+        """
+        self._trained_then = self._trained()
+        self.buckets = gradient_buckets(self.stage.units, self.mesh)
+        planned = [number for number, bucket in enumerate(self.buckets) if bucket.is_planned]
+        known = self.stage.layout.sums_of(self.stage.rank)
+        expected = [self.stage.layout.sums[number].adders for number in known]
+        alike = expected == [self.buckets[number].adders for number in planned]
+        self._numbers = dict(zip(known, planned, strict=True)) if alike else {}
 
     def _trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self.stage.placements]

@@ -20,6 +20,9 @@ from hf_helix.runtime.gradient_buckets import Bucket
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace
 
+LEAST = 1e-7
+"""Seconds of a sum of nothing; times are positive."""
+
 
 def time_sums(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], dict[Name, int]]:
     """Returns the seconds of every sum of this rank, repeat by repeat, and the bytes that it sends. Collective.
@@ -28,18 +31,20 @@ def time_sums(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], di
         runner: a runner; its parameters have no gradients.
         repeats: how often a sum runs in a row; the first run warms up.
     """
-    names = [name for name, _ in named_sums(runner.layout)]
+    layout, names = runner.layout, [name for name, _ in named_sums(runner.layout)]
+    held = {names[number]: layout.sums[number].bytes for number in layout.sums_of(runner.stage.rank)}
     planned = [bucket for bucket in runner.buckets if bucket.is_planned]
-    mine = dict(zip((names[number] for number in runner.layout.sums_of(runner.stage.rank)), planned, strict=False))
-    if not mine:
-        return {}, {}
+    if not held or not planned:  # the user may have frozen everything here since the layout was made
+        return {name: [LEAST] * (repeats - 1) for name in held}, dict.fromkeys(held, 0)
     small, large = (pick(planned, key=lambda bucket: bucket.bytes) for pick in (min, max))
     least, most = (_time(runner, bucket, repeats) for bucket in (small, large))
     found = {}
-    for name, bucket in mine.items():
-        share = (bucket.bytes - small.bytes) / max(1, large.bytes - small.bytes)
-        found[name] = [(1 - share) * first + share * second for first, second in zip(least, most, strict=True)]
-    return found, {name: _bytes_sent(bucket, runner.mesh) for name, bucket in mine.items()}
+    for name, count in held.items():
+        share = (count - small.bytes) / max(1, large.bytes - small.bytes)
+        seconds = ((1 - share) * first + share * second for first, second in zip(least, most, strict=True))
+        found[name] = [max(LEAST, each) for each in seconds]
+    size = max(_most_copies(bucket, runner.mesh) for bucket in planned)  # of a ring
+    return found, {name: 2 * count * (size - 1) // size for name, count in held.items()}
 
 
 def _time(runner: Runner, bucket: Bucket, repeats: int) -> list[float]:
@@ -63,8 +68,7 @@ def _time(runner: Runner, bucket: Bucket, repeats: int) -> list[float]:
     return [sum(seconds[first : first + parts]) for first in range(parts, len(seconds), parts)]
 
 
-def _bytes_sent(bucket: Bucket, mesh: Mesh) -> int:
-    """What a ring sends that sums the bucket."""
+def _most_copies(bucket: Bucket, mesh: Mesh) -> int:
+    """How many ranks add to a gradient of the bucket at most."""
     groups = [mesh.copies_of(placement) for placement in bucket.placements.values()]
-    size = max(dist.get_world_size(group) for group in groups if group is not None)
-    return 2 * bucket.bytes * (size - 1) // size
+    return max(dist.get_world_size(group) for group in groups if group is not None)
