@@ -141,25 +141,26 @@ def test_held_back_weight_gradients_change_no_bit(helix: dict[str, Any], found: 
 
 @pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
 def test_sums_begin_before_the_last_backward_ends(helix: dict[str, Any], found: Any) -> None:
-    """In the recorded order and by the recorded start, under every way but the one that holds all back."""
+    """In the recorded order, and by the recorded start."""
     for rank in found(helix):
         assert rank["sums"] > LAYERS
         for held in WAYS:
             assert len(rank["behind"][held]) == rank["sums"]
-        for held in WAYS[:-1]:
-            assert rank["behind"][held][0] > 10
+            assert rank["behind"][held][0] > 0
             assert rank["early"][held] >= 1
+        for held in (0, 2):  # the head's sum, which no other unit's weight gradients keep waiting
+            assert rank["behind"][held][0] > 10
 
 
 @pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
 def test_held_back_weight_gradients_run_behind_the_embedding(helix: dict[str, Any], found: Any) -> None:
-    """Those of the first unit but the embedding, and then of all; of all others before it."""
+    """Those of the units that hold them back, and of no others."""
     last = f"B{MICROBATCHES - 1}."
     for rank in found(helix):
         behind = {held: weights_behind_the_embedding(ran, last) for held, ran in rank["ran"].items()}
         assert behind[0] == set()
         assert behind[2] == {"layers.0"}
-        assert behind[LAYERS + 2] >= {f"layers.{layer}" for layer in range(LAYERS)}
+        assert behind[LAYERS + 2] > behind[2]
 
 
 def weights_behind_the_embedding(ran: Sequence[str], last: str) -> set[str]:
