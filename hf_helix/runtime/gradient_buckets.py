@@ -6,30 +6,39 @@ Must hold: every trained parameter whose gradient another rank adds to is in one
 the model and on the sizes of the mesh alone: not on the plan, so sums have the same bits under every plan, and not on
 what this rank holds of a parameter, so all ranks of a pipeline know the buckets of each other.
 
-Buckets are as large as pays, but for the last ones: what is left of a window behind its last computation is the sum
-that this computation completes. So from where less than `TAIL` buckets are left, each takes one in `TAIL` of the rest.
+How large buckets are says `hf_helix.planning.gradient_sums`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from hf_helix.operators.unit import Placement, Unit
+from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.layout import GradientSum, Layout
 from hf_helix.runtime.distributed.mesh import Mesh
 
-BUCKET_BYTES = 25 * 2**20
-SMALLEST_BYTES = 2**20
-"""Below it a collective takes its latency, and another bucket gains nothing."""
-
-TAIL = 4
-
 Adder = tuple[int, str]
 """An operator of backward: the index of its unit, and its name there."""
+
+
+class Completed(NamedTuple):
+    """A trained parameter.
+
+    Attributes:
+        parameter: itself.
+        placement: how it is cut.
+        adders: the operators that add to its gradient.
+    """
+
+    parameter: nn.Parameter
+    placement: Placement
+    adders: tuple[Adder, ...]
 
 
 @dataclass(frozen=True)
@@ -62,28 +71,19 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
         units: what it holds, by index in the layout.
         mesh: which ranks share what.
     """
-    adders = _all_adders(units)
-    found = [each for each in _by_completion(units, adders) if _is_summed(*each, mesh)]
-    sizes = {parameter: _most_bytes(parameter, placement, mesh) for parameter, placement in found}
-    left = sum(size for size in sizes.values() if size <= BUCKET_BYTES)
-    groups: list[dict[nn.Parameter, Placement]] = []
-    filled, limit = 0, 0
-    for parameter, placement in found:
-        size = sizes[parameter]
-        if not groups or filled + size > limit:
-            groups.append({})
-            filled, limit = 0, min(BUCKET_BYTES, max(SMALLEST_BYTES, left // TAIL))
-        groups[-1][parameter] = placement
-        filled += size
-        left -= size if size <= BUCKET_BYTES else 0
+    found = [made for made in by_completion(units) if _is_summed(made.parameter, made.placement, mesh)]
+    sizes = [_most_bytes(made.parameter, made.placement, mesh) for made in found]
+    groups: dict[int, list[tuple[Completed, int]]] = {}
+    for number, made, size in zip(fill_buckets(sizes, BUCKET_BYTES), found, sizes, strict=True):
+        groups.setdefault(number, []).append((made, size))
     return [
         Bucket(
-            group,
-            tuple(dict.fromkeys(adder for parameter in group for adder in adders[parameter])),
-            sum(sizes[parameter] for parameter in group),
-            any(mesh.copies_of(placement) is not None for placement in group.values()),
+            {made.parameter: made.placement for made, _ in group},
+            tuple(dict.fromkeys(adder for made, _ in group for adder in made.adders)),
+            sum(size for _, size in group),
+            any(mesh.copies_of(made.placement) is not None for made, _ in group),
         )
-        for group in groups
+        for group in groups.values()
     ]
 
 
@@ -127,10 +127,13 @@ def _all_adders(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
     return found
 
 
-def _by_completion(
-    units: Mapping[int, Unit], adders: Mapping[Tensor, list[Adder]]
-) -> list[tuple[nn.Parameter, Placement]]:
-    """The trained parameters in the order in which a micro-batch by itself would complete their gradients."""
+def by_completion(units: Mapping[int, Unit]) -> Iterator[Completed]:
+    """Yields the trained parameters in the order in which a micro-batch by itself would complete their gradients.
+
+    Args:
+        units: by index in the layout.
+    """
+    adders = _all_adders(units)
     order: dict[Adder, int] = {}
     found: dict[nn.Parameter, tuple[int, Placement]] = {}
     for index in sorted(units, reverse=True):
@@ -139,8 +142,9 @@ def _by_completion(
         for parameter, placement in units[index].placements.items():
             last = max((order[adder] for adder in adders[parameter] if adder in order), default=len(order))
             found[parameter] = last, placement
-    complete = sorted(found, key=lambda parameter: found[parameter][0])
-    return [(parameter, found[parameter][1]) for parameter in complete if parameter.requires_grad]
+    for parameter in sorted(found, key=lambda parameter: found[parameter][0]):
+        if parameter.requires_grad:
+            yield Completed(parameter, found[parameter][1], tuple(adders[parameter]))
 
 
 def _is_summed(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> bool:
