@@ -32,7 +32,7 @@ CASES: list[Any] = [
     ("gpt_neox", LAYERS, {"pp_size": 2}, "20KB"),
     ("mixtral", {}, {"ep_size": 2}, "1GB"),
     ("qwen3_moe", LAYERS, {"tp_size": 2, "pp_size": 2}, "20KB"),
-    (f"{HOME}phi3", {"num_hidden_layers": 2}, {"tp_size": 2}, "20KB"),
+    pytest.param(f"{HOME}phi3", {"num_hidden_layers": 2}, {"tp_size": 2}, "20KB", marks=SLOW),
     *(
         pytest.param(f"{HOME}{name}", LAYERS, layout, "20KB", marks=SLOW)
         for name in ("gemma2", "phi3", "olmo2", "gpt_oss", "qwen2_moe", "deepseek_v3")
