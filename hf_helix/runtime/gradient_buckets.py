@@ -1,0 +1,164 @@
+"""Buckets: which gradients are summed over ranks in one piece.
+
+In:   the units of one rank of the pipeline with their parameters and placements, and the mesh.
+Out:  `Bucket`s, in the order in which a micro-batch by itself would complete them.
+Must hold: every trained parameter whose gradient another rank adds to is in one bucket. What is in a bucket depends on
+the model and on the sizes of the mesh alone: not on the plan, so sums have the same bits under every plan, and not on
+what this rank holds of a parameter, so all ranks of a pipeline know the buckets of each other.
+
+How large buckets are says `hf_helix.planning.gradient_sums`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from hf_helix.operators.unit import Placement, Unit
+from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.layout import GradientSum, Layout
+from hf_helix.runtime.distributed.mesh import Mesh
+
+Adder = tuple[int, str]
+"""An operator of backward: the index of its unit, and its name there."""
+
+
+class Completed(NamedTuple):
+    """A trained parameter.
+
+    Attributes:
+        parameter: itself.
+        placement: how it is cut.
+        adders: the operators that add to its gradient.
+    """
+
+    parameter: nn.Parameter
+    placement: Placement
+    adders: tuple[Adder, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are summed in one piece.
+
+    Attributes:
+        placements: the parameters, with how they are cut.
+        adders: the operators that add to their gradients.
+        bytes: of the gradients, on the rank that holds most of them.
+        spans_batches: whether ranks that see other tokens (dp, cp) add to them; if not, they are parts that tensor
+            parallelism sums, few and small.
+    """
+
+    placements: Mapping[nn.Parameter, Placement]
+    adders: tuple[Adder, ...]
+    bytes: int
+    spans_batches: bool
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its sum is one of the layout's."""
+        return self.spans_batches and bool(self.adders)
+
+
+def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
+    """Returns the buckets of a rank of the pipeline.
+
+    Args:
+        units: what it holds, by index in the layout.
+        mesh: which ranks share what.
+    """
+    found = [made for made in by_completion(units) if _is_summed(made.parameter, made.placement, mesh)]
+    sizes = [_most_bytes(made.parameter, made.placement, mesh) for made in found]
+    groups: dict[int, list[tuple[Completed, int]]] = {}
+    for number, made, size in zip(fill_buckets(sizes, BUCKET_BYTES), found, sizes, strict=True):
+        groups.setdefault(number, []).append((made, size))
+    return [
+        Bucket(
+            {made.parameter: made.placement for made, _ in group},
+            tuple(dict.fromkeys(adder for made, _ in group for adder in made.adders)),
+            sum(size for _, size in group),
+            any(mesh.copies_of(made.placement) is not None for made, _ in group),
+        )
+        for group in groups.values()
+    ]
+
+
+def layout_with_sums(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
+    """Returns a layout with the sums of all ranks of the pipeline.
+
+    Args:
+        layout: what the ranks hold.
+        model: the units of the whole model, before any parameter is cut.
+        mesh: which ranks share what.
+    """
+    sums = []
+    for rank in range(layout.num_ranks):
+        units = {unit: model[unit] for unit in layout.units_of(rank) if unit in model}
+        sums += [GradientSum(made.adders, made.bytes) for made in gradient_buckets(units, mesh) if made.is_planned]
+    return replace(layout, sums=sums)
+
+
+def adders_of(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
+    """Returns the operators that add to the gradient of each parameter, in the order in which a micro-batch runs them.
+
+    Args:
+        units: by index in the layout.
+    """
+    found: dict[Tensor, list[Adder]] = {}
+    for index in sorted(units, reverse=True):
+        for op in units[index].graphs.backward.operators:
+            if op.part not in (Part.I, Part.R) and not (op.splits_dgrad_wgrad and op.wgrad_fraction == 0):
+                for parameter in units[index].operators[op.forward_name].parameters:
+                    found.setdefault(parameter, []).append((index, op.name))
+    return found
+
+
+def _all_adders(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
+    """Returns `adders_of`; of a parameter that no operator names, every computation of its unit."""
+    found = adders_of(units)
+    for index in sorted(units, reverse=True):
+        computing = [op.name for op in units[index].graphs.backward.operators if not op.kind.communicates]
+        for parameter in units[index].placements:
+            found.setdefault(parameter, [(index, name) for name in computing])
+    return found
+
+
+def by_completion(units: Mapping[int, Unit]) -> Iterator[Completed]:
+    """Yields the trained parameters in the order in which a micro-batch by itself would complete their gradients.
+
+    Args:
+        units: by index in the layout.
+    """
+    adders = _all_adders(units)
+    order: dict[Adder, int] = {}
+    found: dict[nn.Parameter, tuple[int, Placement]] = {}
+    for index in sorted(units, reverse=True):
+        for op in units[index].graphs.backward.operators:
+            order[index, op.name] = len(order)
+        for parameter, placement in units[index].placements.items():
+            last = max((order[adder] for adder in adders[parameter] if adder in order), default=len(order))
+            found[parameter] = last, placement
+    for parameter in sorted(found, key=lambda parameter: found[parameter][0]):
+        if parameter.requires_grad:
+            yield Completed(parameter, found[parameter][1], tuple(adders[parameter]))
+
+
+def _is_summed(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> bool:
+    """Whether other ranks add to the gradient, or it is divided by the number of batches."""
+    shards = placement.sums_gradient and mesh.tp.group is not None
+    return shards or mesh.copies_of(placement) is not None or mesh.dp_size > 1
+
+
+def _most_bytes(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> int:
+    """The bytes of a parameter on the first rank of its axis, which no rank exceeds; the same once it is cut."""
+    shape = list(parameter.shape)
+    if placement.dim is not None and placement.length:
+        shape = list(placement.shape(placement.whole_shape(shape), mesh.axis_of(placement).size, 0))
+    count = 1
+    for length in shape:
+        count *= length
+    return count * parameter.element_size()
