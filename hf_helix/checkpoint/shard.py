@@ -152,8 +152,13 @@ def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | Non
 
 def is_cut(stage: Stage, mesh: Mesh) -> bool:
     """Whether a rank holds only a part of the model. The same on every rank."""
-    return mesh.pipe.size > 1 or any(
-        placement.dim is not None and mesh.axis_of(placement).size > 1 for placement in stage.all_placements.values()
+    return (
+        mesh.pipe.size > 1
+        or bool(stage.flats)
+        or any(
+            placement.dim is not None and mesh.axis_of(placement).size > 1
+            for placement in stage.all_placements.values()
+        )
     )
 
 

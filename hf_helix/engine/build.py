@@ -27,6 +27,7 @@ from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.unit import Unit
+from hf_helix.operators.weights.gather import spread_units
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
@@ -177,6 +178,8 @@ def _declare_units(
     ways = config.cp_method, config.expert_capacity_factor
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
     units = recompute_units(family.units(base, sharing, additions), modes)
+    if config.shard_parameters:
+        units = spread_units(units, mesh.spread_over)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     check_forwards(model, base, family, called)
     check_placements(model, {p: placement for unit in units for p, placement in unit.placements.items()})
@@ -202,3 +205,5 @@ def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) 
     else:
         base = base_of(model)
         initialize_parameters(model, family_of(base).layers(base), stage, mesh, options.seed)
+    for flat in stage.flats:
+        flat.spread(mesh.device)

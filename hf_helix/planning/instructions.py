@@ -8,7 +8,7 @@ Must hold: every operator of every micro-batch once, each after what it reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from hf_helix.planning.graph.operator import Operator, Part
@@ -22,7 +22,7 @@ class Instruction:
 
     Attributes:
         unit: index among the layout's units; of a barrier, any unit of its rank (-1 where there is one rank).
-        adds, waits: as of `Operator`, by key.
+        accumulates, control_deps, weights: as of `Operator`, by key.
         frees: values that nothing reads any more.
         ends: whether nothing of the micro-batch comes after.
         completes: units whose gradients are complete.
@@ -38,11 +38,13 @@ class Instruction:
     ends: bool = False
     completes: tuple[int, ...] = ()
     control_deps: tuple[Key, ...] = ()
+    weights: tuple[Key, ...] = ()
 
     @property
     def needs(self) -> tuple[Key, ...]:
         """Every value that must exist."""
-        return self.reads + tuple(key for key in self.accumulates if key is not None) + self.control_deps
+        added = tuple(key for key in self.accumulates if key is not None)
+        return self.reads + added + self.control_deps + self.weights
 
     def of(self, microbatch: int) -> Instruction:
         """The same for another micro-batch."""
@@ -57,6 +59,7 @@ class Instruction:
             self.ends,
             self.completes,
             self.control_deps,
+            self.weights,
         )
 
 
@@ -109,15 +112,48 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
 
         adds = tuple(None if name is None else layout.key(unit, name, forward) for name in op.accumulates)
         return Instruction(
-            microbatch, unit, op, keys(op.reads), adds, keys(op.writes), control_deps=keys(op.control_deps)
+            microbatch,
+            unit,
+            op,
+            keys(op.reads),
+            adds,
+            keys(op.writes),
+            control_deps=keys(op.control_deps),
+            weights=keys(op.weights),
         )
 
     return [instruction(op) for op in (pair.forward if forward else pair.backward).operators]
 
 
+def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
+    """What is issued while a micro-batch passes through a unit, in canonical order.
+
+    These are the operators of the unit. But those that are issued ahead come with the unit that the micro-batch passes
+    through before, once what enters that unit is there; the first unit of a pass has its own.
+    """
+    microbatch, unit = place
+    before, behind = layout.neighbours(unit, forward)
+    own = unit_instructions(layout, place, forward)
+    if behind is not None:
+        pair = layout.graphs[layout.units[unit]]
+        graph = pair.forward if forward else pair.backward
+        entering = tuple(layout.key(unit, name, forward) for name in graph.inputs)
+        following = unit_instructions(layout, (microbatch, behind), forward)
+        own = [replace(each, control_deps=entering) for each in following if _is_ahead(each)] + own
+    own_ahead = [each for each in own if _is_ahead(each) and each.unit == unit]
+    if not own_ahead:
+        return own
+    rest = [each for each in own if each not in own_ahead]
+    return own_ahead + rest if before is None else rest
+
+
+def _is_ahead(instruction: Instruction) -> bool:
+    return instruction.operator is not None and instruction.operator.ahead
+
+
 def action_instructions(layout: Layout, place: Place, action: Action) -> list[Instruction]:
     """What an action runs in a unit: of a backward in two halves, only its half."""
-    made = unit_instructions(layout, place, action.computation_type == "F")
+    made = pass_instructions(layout, place, action.computation_type == "F")
     parts = PARTS_OF[action.computation_type]
     return [instruction for instruction in made if instruction.operator and instruction.operator.part in parts]
 

@@ -98,6 +98,9 @@ def prepare(
         if isinstance(given, DataLoader):
             check_loader(given, accelerator, mesh.dp_size)
     model = _cut(accelerator, models[0], config, mesh, seed, weights) if models else None
+    for given in objects:
+        if model is not None and isinstance(given, torch.optim.Optimizer):
+            model.engine.step_shards(given)
     optimizers = {
         id(given): accelerator.prepare_optimizer(given) for given in objects if isinstance(given, torch.optim.Optimizer)
     }

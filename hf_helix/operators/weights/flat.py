@@ -123,7 +123,7 @@ class Flat:
             place = self.shard[extent.start + first - self._begin : extent.start + last - self._begin]
             place.copy_(parameter.detach().reshape(-1)[first:last])
             self.shards[parameter] = nn.Parameter(place, requires_grad=parameter.requires_grad)
-        self.take_back()
+        self._empty()
 
     @property
     def _begin(self) -> int:
@@ -173,8 +173,16 @@ class Flat:
             parameter.data = extent.view(whole)
         self.lent = whole
 
-    def take_back(self) -> None:
-        """Makes the parameters stand-ins, so that they keep no memory alive."""
+    def take_back(self, whole: Tensor | None = None) -> None:
+        """Makes the parameters stand-ins, so that they keep no memory alive.
+
+        Args:
+            whole: does nothing unless this piece is lent; None for whichever is.
+        """
+        if self.lent is not None and (whole is None or self.lent is whole):
+            self._empty()
+
+    def _empty(self) -> None:
         for parameter, stand_in in self._stand_ins.items():
             parameter.data = stand_in
         self.lent = None

@@ -22,7 +22,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.link_speed import parse_link
 from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
 from hf_helix.operators.communication.group_transports import GlooTransport, GroupTransport
-from hf_helix.operators.communication.transport import Axis, Transport
+from hf_helix.operators.communication.transport import Axis, Copies, Transport
 from hf_helix.operators.unit import EXPERTS, Placement
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
@@ -47,6 +47,8 @@ class Mesh:
         expert_copies_group: ranks with the same experts and other tokens; None where there is only one.
         batch_group: ranks that share a batch; None where there is only one.
         link: the emulated link that this rank is connected by; None where bytes go as they are.
+        copies: the ranks of `copies_group`, where weights are spread over them; None where they are not.
+        expert_copies: those of `expert_copies_group`, likewise.
     """
 
     sizes: dict[str, int]
@@ -61,6 +63,8 @@ class Mesh:
     expert_copies_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
     link: Link | None = None
+    copies: Copies | None = None
+    expert_copies: Copies | None = None
 
     def over(self, link: Link) -> Mesh:
         """Returns a mesh of the same ranks and groups, on which operators and sums of gradients go over a link."""
@@ -70,7 +74,17 @@ class Mesh:
 
         axes = {axis: linked(axis) for axis in (self.tp, self.cp, self.experts)}  # experts may share tp's
         tp, cp, experts = (axes[axis] for axis in (self.tp, self.cp, self.experts))
-        return replace(self, tp=tp, cp=cp, experts=experts, pipe=self.pipe.over(link), link=link)
+        spread = {each: each and Copies(linked(each.weights), linked(each.sums)) for each in self._spread}
+        return replace(
+            self,
+            tp=tp,
+            cp=cp,
+            experts=experts,
+            pipe=self.pipe.over(link),
+            link=link,
+            copies=spread[self.copies],
+            expert_copies=spread[self.expert_copies],
+        )
 
     @property
     def dp_size(self) -> int:
@@ -85,8 +99,13 @@ class Mesh:
     @property
     def axes(self) -> list[Axis]:
         """Those that operators communicate over."""
-        axes = dict.fromkeys((self.tp, self.cp, self.experts))
+        spread = [each.weights for each in self._spread if each is not None]
+        axes = dict.fromkeys((self.tp, self.cp, self.experts, *spread))
         return [axis for axis in axes if axis.size > 1]
+
+    @property
+    def _spread(self) -> tuple[Copies | None, Copies | None]:
+        return self.copies, self.expert_copies
 
     def axis_of(self, placement: Placement) -> Axis:
         """The ranks that a parameter is cut over."""
@@ -95,6 +114,10 @@ class Mesh:
     def copies_of(self, placement: Placement) -> dist.ProcessGroup | None:
         """The ranks that hold the same of a parameter and see other tokens."""
         return self.expert_copies_group if placement.over == EXPERTS else self.copies_group
+
+    def spread_over(self, placement: Placement) -> Copies | None:
+        """The ranks of `copies_of` that each keep a part of a parameter; None where every rank keeps all of it."""
+        return self.expert_copies if placement.over == EXPERTS else self.copies
 
     def holds_first_copy(self, placement: Placement) -> bool:
         """Whether this rank is the one to write what it holds of a parameter."""
@@ -120,6 +143,7 @@ def build_mesh(
     ep_size: int = 1,
     inter_node_axes: Collection[str] | None = None,
     link: str | None = None,
+    spreads: bool = False,
 ) -> Mesh:
     """The mesh over every process of the launcher's group; one of the same sizes that is there already is used again.
 
@@ -128,8 +152,10 @@ def build_mesh(
 
     Args:
         ep_size: of the data-parallel ranks, how many share the experts.
-        inter_node_axes: the axes (`tp`, `cp`, `ep`) that communicate between hosts; None to ask for the ranks' hosts.
+        inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) that communicate between hosts; None to ask for the ranks'
+            hosts.
         link: see `HelixConfig`.
+        spreads: whether weights are spread over the ranks that have copies of them.
 
     Raises:
         ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
@@ -140,11 +166,12 @@ def build_mesh(
     check_joined(world)
     check_world(world, tp_size, pp_size, cp_size, ep_size)
     cross = None if inter_node_axes is None else tuple(sorted(inter_node_axes))
-    key = tp_size, pp_size, cp_size, ep_size, cross, device, dist.group.WORLD if dist.is_initialized() else None
+    group = dist.group.WORLD if dist.is_initialized() else None
+    key = tp_size, pp_size, cp_size, ep_size, cross, device, spreads, group
     if key not in _meshes:
         dp_size = world // (tp_size * pp_size * cp_size)
         sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
-        _meshes[key] = _new_mesh(sizes, device, cross)
+        _meshes[key] = _new_mesh(sizes, device, cross, spreads)
     if link is None:
         return _meshes[key]
     check_link(link, device, world)
@@ -154,7 +181,7 @@ def build_mesh(
 def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
     """Returns the mesh that a configuration asks for, see `build_mesh`."""
     sizes = config.pp_size, config.cp_size, config.ep_size
-    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link)
+    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, config.shard_parameters)
 
 
 _meshes: dict[object, Mesh] = {}
@@ -166,7 +193,9 @@ def forget_meshes() -> None:
     _meshes.clear()
 
 
-def _new_mesh(sizes: dict[str, int], device: torch.device, inter_node_axes: Collection[str] | None) -> Mesh:
+def _new_mesh(
+    sizes: dict[str, int], device: torch.device, inter_node_axes: Collection[str] | None, spreads: bool
+) -> Mesh:
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     shared, single = pp_size * cp_size * tp_size, Axis.single()
     if dp_size * shared == 1:
@@ -181,6 +210,7 @@ def _new_mesh(sizes: dict[str, int], device: torch.device, inter_node_axes: Coll
         "tp": places,
         "cp": places.movedim(3, -1),
         "ep": places.movedim(1, -1),
+        "dp": places.permute(2, 3, 4, 0, 1).flatten(3),
         "experts": places.movedim(1, 3).flatten(3),
     }
     if inter_node_axes is None:
@@ -200,15 +230,27 @@ def _new_mesh(sizes: dict[str, int], device: torch.device, inter_node_axes: Coll
 
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
-    copies = places.permute(2, 4, 0, 1, 3).flatten(2)
-    copies_group = dp_group if cp_size == 1 else groups.group_of(copies, use="gradients")
-    expert_copies_group = copies_group
+
+    def spread_over(rows: torch.Tensor, group: dist.ProcessGroup | None) -> Copies | None:
+        if not spreads or group is None:
+            return None
+        crosses = "dp" in inter_node_axes or (cp_size > 1 and "cp" in inter_node_axes)
+        kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
+        weights = Axis(_transport(groups.group_of(rows), rows, backend), kind)
+        return Copies(weights, Axis(_transport(group, rows, backend), Kind.GRADIENTS))
+
+    rows_of_copies = places.permute(2, 4, 0, 1, 3).flatten(2)
+    copies_group = dp_group if cp_size == 1 else groups.group_of(rows_of_copies, use="gradients")
+    copies = spread_over(rows_of_copies, copies_group)
+    expert_copies_group, expert_copies = copies_group, copies
     if ep_size > 1:
-        copies = places.permute(1, 2, 4, 0, 3).flatten(3)
-        expert_copies_group = groups.group_of(copies, use="gradients") if copies.shape[-1] > 1 else None
+        rows_of_copies = places.permute(1, 2, 4, 0, 3).flatten(3)
+        several = rows_of_copies.shape[-1] > 1
+        expert_copies_group = groups.group_of(rows_of_copies, use="gradients") if several else None
+        expert_copies = spread_over(rows_of_copies, expert_copies_group)
     pipe = make_pipe(places.movedim(2, -1), backend)
     found = dp_group, copies_group, expert_copies_group, batch_group
-    mesh = Mesh(sizes, device, device_mesh, tp, cp, experts, pipe, *found)
+    mesh = Mesh(sizes, device, device_mesh, tp, cp, experts, pipe, *found, copies=copies, expert_copies=expert_copies)
     if backend == groups.NCCL:
         connect(mesh)
     return mesh
