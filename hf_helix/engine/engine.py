@@ -271,14 +271,15 @@ class Engine(Diagnostics):
             optimizer: of the model's parameters, without states. Groups and their options stay.
         """
         stage = self.runner.stage
+        if not stage.flats:
+            return
         spread, shards = {p for flat in stage.flats for p in flat.placements}, stage.shards
         for group in optimizer.param_groups:
-            mine = [shards.get(parameter, parameter) for parameter in group["params"]]
-            group["params"] = [
-                part
-                for parameter, part in zip(group["params"], mine, strict=True)
-                if parameter not in spread or parameter in shards
-            ]
+            kept = [p for p in group["params"] if p not in spread or p in shards]
+            if "param_names" in group:
+                names = dict(zip(group["params"], group["param_names"], strict=True))
+                group["param_names"] = [names[parameter] for parameter in kept]
+            group["params"] = [shards.get(parameter, parameter) for parameter in kept]
 
     def shard_optimizer(self, optimizer: Any, optimizer_class: Any, arguments: Mapping[str, Any]) -> Any:
         """Returns an optimizer whose states are spread over the data-parallel ranks; the given one where there is one.

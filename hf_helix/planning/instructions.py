@@ -132,8 +132,10 @@ def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
     through before, once what enters that unit is there; the first unit of a pass has its own.
     """
     microbatch, unit = place
-    before, behind = layout.neighbours(unit, forward)
     own = unit_instructions(layout, place, forward)
+    if layout.transfers(unit):
+        return own
+    before, behind = layout.neighbours(unit, forward)
     if behind is not None:
         pair = layout.graphs[layout.units[unit]]
         graph = pair.forward if forward else pair.backward

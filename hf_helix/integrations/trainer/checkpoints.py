@@ -95,6 +95,11 @@ class CheckpointHooks:
         self._resumed = self._first_epoch = None
         if given is None or given is False:
             return None
+        if self.helix.config.shard_parameters:
+            raise ValueError(
+                f"resume_from_checkpoint={given!r} with shard_parameters=True: states of an optimizer that lie on "
+                "several ranks are not read yet; start from the weights with weights=folder or from_pretrained(folder)"
+            )
         self._check_stream()
         run = self._describe()
 

@@ -95,6 +95,11 @@ class Flat:
         return any(parameter.requires_grad for parameter in self.placements)
 
     @property
+    def is_spread(self) -> bool:
+        """Whether `spread` has been called."""
+        return bool(self._extents)
+
+    @property
     def length(self) -> int:
         """The elements of the whole piece, padding included; a multiple of the ranks."""
         return self.shard.numel() * self.axis.size
