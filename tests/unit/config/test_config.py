@@ -46,6 +46,7 @@ def test_the_defaults_are_one_rank_and_auto():
         "cache": True,
         "layers_per_stage": None,
         "shard_optimizer": False,
+        "shard_parameters": False,
         "cp_method": "ring",
         "expert_capacity_factor": None,
         "inter_node_axes": None,
