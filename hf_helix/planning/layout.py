@@ -59,12 +59,12 @@ class Layout:
         return [unit for unit, home in sorted(self._homes.items()) if home == rank]
 
     def neighbours(self, unit: int, forward: bool) -> tuple[int | None, int | None]:
-        """The units of the same virtual stage that a micro-batch passes through before a unit and behind it, in forward
-        or in backward; None where there is none, or a way between ranks."""
-        chunk = next((chunk for chunk in self.chunks.values() if unit in chunk), (unit,))
-        place = list(chunk).index(unit)
-        found = [chunk[place - 1] if place else None, chunk[place + 1] if place + 1 < len(chunk) else None]
-        before, behind = (None if other is None or self.transfers(other) else other for other in found)
+        """Returns the units that a micro-batch passes through before a unit and behind it, in forward or in backward;
+        None where that is on another rank."""
+        before, behind = (
+            other if self._homes.get(other) == self.rank_of(unit) and not self.transfers(other) else None
+            for other in (unit - 1, unit + 1)
+        )
         return (before, behind) if forward else (behind, before)
 
     def transfers(self, unit: int) -> bool:
