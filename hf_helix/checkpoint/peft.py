@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from hf_helix.checkpoint.shard import whole_parameter
+from hf_helix.checkpoint.whole_slices import WholeSlices
 from hf_helix.models.direct_use import names_allowed
 from hf_helix.runtime.distributed.agreement import agree_on_success
 from hf_helix.runtime.distributed.groups import control_group

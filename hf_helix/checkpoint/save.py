@@ -2,9 +2,10 @@
 
 In:   a cut model, its stage and its mesh; a folder.
 Out:  the files that `save_pretrained` of the whole model would write: the same names, tensors and bytes.
-Must hold: no tensor is gathered but those that are spread over data-parallel ranks, a few layers at a time. Where its bytes lie is known beforehand (`layout`, `safetensors_file`), so that slices
-go straight to their places in the files (`draft`), and of copies one is written. Ranks that do not see rank 0's folder
-send it their slices one by one. A failure on any rank is raised on all of them.
+Must hold: no tensor is gathered but those that are spread over data-parallel ranks, a few layers at a time. Where its
+bytes lie is known beforehand (`layout`, `safetensors_file`), so that slices go straight to their places in the files
+(`draft`), and of copies one is written. Ranks that do not see rank 0's folder send it their slices one by one. A
+failure on any rank is raised on all of them.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def alive(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> int:
     now = most = 0
     for instruction in program:
         op = instruction.operator
-        if op is not None and not op.part is Part.W:
+        if op is not None and op.part is not Part.W:
             now += sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.writes)
         most = max(most, now)
         now -= sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.frees)
@@ -163,7 +163,9 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in TRAININGS])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama")) for name in TRAININGS]
+)
 def test_training_equals_stock_data_parallelism(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer on two processes (DDP)."""
     ranks, helix, options = TRAININGS[case]

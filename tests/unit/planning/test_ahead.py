@@ -29,7 +29,12 @@ def gather(again: bool) -> Operator:
 
 
 LAYER = pair(
-    "layer", gather(True), segment("norm", "x", **READ), linear("up", "norm", **READ), compute("add", "up"), repeats=True
+    "layer",
+    gather(True),
+    segment("norm", "x", **READ),
+    linear("up", "norm", **READ),
+    compute("add", "up"),
+    repeats=True,
 )
 PAIRS = {
     "embedding": pair("embedding", gather(False), compute("lookup", "", weights=("weights",)), inputs=""),
