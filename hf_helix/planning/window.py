@@ -169,9 +169,9 @@ class Window:
     def _numbers(self) -> dict[tuple[str, str], int]:
         """Numbers the operators as they come."""
         numbers: dict[tuple[str, str], int] = {}
-        seen: set[tuple[str, str]] = set()
+        seen: set[tuple[int, str]] = set()  # layers may differ in what they issue ahead
         for made in self.passes:
-            kind = self.layout.units[made.unit], made.computation_type
+            kind = made.unit, made.computation_type
             if kind not in seen:
                 seen.add(kind)
                 for call in made.calls:
