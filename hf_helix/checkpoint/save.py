@@ -102,7 +102,7 @@ class _Writer:
         jobs = [self._parts(source) for source in sources]
         others = self._parts_of_others({number: parts for number, parts in enumerate(jobs) if parts})
         for number, (source, parts) in enumerate(zip(sources, jobs, strict=True)):
-            self.whole.lend(self.tensors[source.target])
+            self._make_whole(source)
             if parts is not None:
                 for part, value in zip(parts, self._values(source), strict=True):
                     self._put(part, value)
@@ -110,6 +110,12 @@ class _Writer:
                 for part in theirs.get(number, ()):
                     self.files.write(part, self._receive(part, sender))
         self.whole.end()
+
+    def _make_whole(self, source: Source) -> None:
+        """Gathers what is spread of the parameters that a source is made into. Collective over these ranks."""
+        if self.whole.is_needed:
+            for name in source.convert(self.model, self.layout.tensors.__getitem__):
+                self.whole.lend(self.tensors[name])
 
     def _parts(self, source: Source) -> list[Part] | None:
         """The tensors on disk, or slices of them, that this rank writes of a source; None where it holds nothing of it,

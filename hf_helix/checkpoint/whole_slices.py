@@ -30,6 +30,11 @@ class WholeSlices:
         self._written = written
         self._lent: dict[Flat, None] = {}  # the one that was used last comes last
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether any parameter is spread."""
+        return bool(self._flats)
+
     def lend(self, tensor: Any) -> None:
         """Makes a tensor whole, until some others have been. Collective over the ranks that it is spread over."""
         flat = self._flats.get(tensor)

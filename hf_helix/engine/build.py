@@ -206,4 +206,5 @@ def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) 
         base = base_of(model)
         initialize_parameters(model, family_of(base).layers(base), stage, mesh, options.seed)
     for flat in stage.flats:
-        flat.spread(mesh.device)
+        if not flat.is_spread:
+            flat.spread(mesh.device)

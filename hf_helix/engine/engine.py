@@ -264,22 +264,22 @@ class Engine(Diagnostics):
             elif shard.grad is not None:
                 shard.grad.zero_()
 
+    def free_spread_parameters(self) -> None:
+        """Makes parameters that are spread stand-ins again, after somebody has given them memory: `model.to("cpu:0")`
+        copies what is on `cpu`."""
+        for flat in self.runner.stage.flats:
+            flat.take_back()
+
     def step_shards(self, optimizer: Any) -> None:
         """Lets an optimizer step this rank's parts of the parameters that are spread, in place of these.
 
         Args:
-            optimizer: of the model's parameters, without states. Groups and their options stay.
+            optimizer: of the model's parameters, without states, or of these parts already. Groups, their options and
+                the order of what is in them stay.
         """
-        stage = self.runner.stage
-        if not stage.flats:
-            return
-        spread, shards = {p for flat in stage.flats for p in flat.placements}, stage.shards
+        shards = self.runner.stage.shards
         for group in optimizer.param_groups:
-            kept = [p for p in group["params"] if p not in spread or p in shards]
-            if "param_names" in group:
-                names = dict(zip(group["params"], group["param_names"], strict=True))
-                group["param_names"] = [names[parameter] for parameter in kept]
-            group["params"] = [shards.get(parameter, parameter) for parameter in kept]
+            group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
 
     def shard_optimizer(self, optimizer: Any, optimizer_class: Any, arguments: Mapping[str, Any]) -> Any:
         """Returns an optimizer whose states are spread over the data-parallel ranks; the given one where there is one.

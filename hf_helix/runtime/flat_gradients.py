@@ -1,8 +1,8 @@
 """Gradients in one piece that lies as a flat does, and their sums over the ranks that the flat is spread over.
 
 In:   a flat whose parameters have the gradients that this rank has found in a window.
-Out:  `shard.grad`, the average over the data-parallel ranks, for every part that this rank owns; the parameters have no
-      gradients then.
+Out:  `shard.grad`, the average over the data-parallel ranks, for the part of every parameter that this rank owns; the
+      parameters have no gradients then.
 Must hold: sums are taken in float32 at least, in rank order. A parameter without a gradient on this rank has none on
 the others, and its shards get none.
 """
@@ -65,15 +65,13 @@ class FlatGradients:
         found: list[Any] = [parameter.grad for parameter in self._found]
         stretch, scatter = prepare_reduce_scatter(self._flat.sums, self._whole)
         parts = self._flat.split_shard(stretch)
-        owned = [parameter for parameter in self._found if parameter in parts]
-        sums: list[Any] = [parts[parameter] for parameter in owned]
+        sums: list[Any] = [parts[parameter] for parameter in self._found]
         gradients: list[Any] = [
             part if part.dtype is parameter.dtype else torch.empty_like(part, dtype=parameter.dtype)
-            for parameter, part in zip(owned, sums, strict=True)
+            for parameter, part in zip(self._found, sums, strict=True)
         ]
-        for parameter in self._found:
+        for parameter, gradient in zip(self._found, gradients, strict=True):
             parameter.grad = None
-        for parameter, gradient in zip(owned, gradients, strict=True):
             self._flat.shards[parameter].grad = gradient
 
         def work() -> None:

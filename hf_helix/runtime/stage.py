@@ -66,8 +66,8 @@ class Stage:
     def stepped(self) -> list[nn.Parameter]:
         """What an optimizer steps, and what has the complete gradients after a window: this rank's parameters, and of
         those that are spread the parts of this rank."""
-        spread = {parameter for flat in self.flats for parameter in flat.placements}
-        return [parameter for parameter in self.placements if parameter not in spread] + list(self.shards.values())
+        shards = self.shards
+        return [shards.get(parameter, parameter) for parameter in self.placements]
 
     @property
     def all_placements(self) -> dict[nn.Parameter, Placement]:

@@ -27,14 +27,9 @@ from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint import atomic as staging
+from hf_helix.checkpoint.local_parameter import LocalParameter, local_parameters
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
-from hf_helix.checkpoint.optimizer_state import (
-    LocalParameter,
-    load_states,
-    local_parameters,
-    save_states,
-    stepped_optimizer,
-)
+from hf_helix.checkpoint.optimizer_state import load_states, save_states, stepped_optimizer
 from hf_helix.checkpoint.rng import Generators, generators, set_generators
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.trainer.interrupts import prepare_for_interrupts
@@ -95,11 +90,6 @@ class CheckpointHooks:
         self._resumed = self._first_epoch = None
         if given is None or given is False:
             return None
-        if self.helix.config.shard_parameters:
-            raise ValueError(
-                f"resume_from_checkpoint={given!r} with shard_parameters=True: states of an optimizer that lie on "
-                "several ranks are not read yet; start from the weights with weights=folder or from_pretrained(folder)"
-            )
         self._check_stream()
         run = self._describe()
 

@@ -77,12 +77,6 @@ def check_arguments(args: Any, config: HelixConfig) -> None:
         )
     problems += _problems_of_optim(str(getattr(args.optim, "value", args.optim)), config)
     problems += _problems_of_batches(args, config)
-    if config.shard_parameters and args.save_strategy != "no" and not args.save_only_model:
-        problems.append(
-            f"save_strategy={str(getattr(args.save_strategy, 'value', args.save_strategy))!r} with "
-            "shard_parameters=True: use save_only_model=True, or save_strategy='no': states of an optimizer that lie "
-            "on several ranks are not saved yet; trainer.save_model(folder) saves the model"
-        )
     problems += problems_of(args, config)
     problems += launch_problems(config.pp_size, args.device, args.full_determinism)
     if args.n_gpu > 1:

@@ -117,6 +117,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             call.set("model", model)
             self._cut(model, arguments)
         super().__init__(*call.positional, **call.named)
+        if model is not None:
+            self.helix.free_spread_parameters()  # which the stock Trainer has moved to its device
         check_trainer(self, arguments)
 
     # -- construction --------------------------------------------------------------------------------------------

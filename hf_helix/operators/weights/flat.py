@@ -2,8 +2,8 @@
 
 In:   the parameters of a unit that have one type and the same ranks with copies, as this rank holds them (cut over tp
       or over experts already).
-Out:  this rank's stretch of the piece, and for every parameter its part of that stretch: a 1-D parameter that an
-      optimizer steps and that carries the summed gradient.
+Out:  this rank's stretch of the piece, and for every parameter its part of that stretch, often an empty one: a 1-D
+      parameter that an optimizer steps and that carries the summed gradient.
 Must hold: every rank lays the piece out alike. The parts are views of the stretch, so that stepping them needs no copy.
 Nobody reads a parameter while it is not lent: it then is a stand-in of its shape and type, full of NaN.
 
@@ -11,12 +11,12 @@ The piece, with three parameters over two ranks (`.` is padding; a parameter beg
 
     aaaaaaaaaaaaa...bbbbbbbb|bbbbb...ccccc...........
     rank 0                   rank 1
-    shards: a[0:13] b[0:8]   b[8:13] c[0:5]
+    shards: a[0:13] b[0:8] c[]    a[] b[8:13] c[0:5]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -63,10 +63,10 @@ class Flat:
 
     - between its uses a parameter is a stand-in: its shape and type are right, it takes no memory, and its values are
       NaN. `lend` makes all parameters views of a whole piece, `take_back` makes them stand-ins again;
-    - `shard` [length / ranks] is what this rank owns. `shards` has, for every parameter of which a part lies there, a
-      1-D parameter that is a view of `shard`; it is the flattened parameter from `part(parameter)[0]` to `[1]`.
-      Optimizers step these; their `grad` is what clipping and the gradient norm look at. A parameter that lies
-      elsewhere has no entry;
+    - `shard` [length / ranks] is what this rank owns. `shards` has, for every parameter, a 1-D parameter that is a view
+      of `shard`: the flattened parameter from `part(parameter)[0]` to `[1]`, empty where the parameter lies elsewhere.
+      Optimizers step these, so all ranks have the same groups; their `grad` is what clipping and the gradient norm
+      look at;
     - `parameter.grad` is what this rank has found in the window that runs, and None between windows.
 
     Attributes:
@@ -123,9 +123,7 @@ class Flat:
         for parameter, extent in self._extents.items():
             self._stand_ins[parameter] = nothing.expand(extent.shape)
             first, last = self.part(parameter)
-            if first == last:
-                continue
-            place = self.shard[extent.start + first - self._begin : extent.start + last - self._begin]
+            place = self._place(self.shard, parameter)
             place.copy_(parameter.detach().reshape(-1)[first:last])
             self.shards[parameter] = nn.Parameter(place, requires_grad=parameter.requires_grad)
         self._empty()
@@ -144,10 +142,6 @@ class Flat:
             for bound in (self._begin, self._begin + self.shard.numel())
         )
         return first, last
-
-    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """Returns the shape of a parameter before it was spread."""
-        return self._extents[parameter].shape
 
     def views(self, whole: Tensor) -> dict[nn.Parameter, Tensor]:
         """Returns the parameters in a whole piece [length], of any type."""
@@ -182,9 +176,9 @@ class Flat:
         """Makes the parameters stand-ins, so that they keep no memory alive.
 
         Args:
-            whole: does nothing unless this piece is lent; None for whichever is.
+            whole: does nothing unless this piece is lent; None for whatever the parameters are at present.
         """
-        if self.lent is not None and (whole is None or self.lent is whole):
+        if whole is None or self.lent is whole:
             self._empty()
 
     def _empty(self) -> None:
@@ -195,21 +189,16 @@ class Flat:
     # -- gradients -------------------------------------------------------------------------------------------------
 
     def split_shard(self, stretch: Tensor) -> dict[nn.Parameter, Tensor]:
-        """Returns, for every parameter that this rank owns a part of, its part of a stretch [length / ranks] of
-        something that lies as the piece does, such as the summed gradients."""
-        found = {}
-        for parameter in self.shards:
-            first, last = self.part(parameter)
-            start = self._extents[parameter].start - self._begin
-            found[parameter] = stretch[start + first : start + last]
-        return found
+        """Returns, for every parameter, the part that this rank owns of it in a stretch [length / ranks] of something
+        that lies as the piece does, such as the summed gradients."""
+        return {parameter: self._place(stretch, parameter) for parameter in self.shards}
+
+    def _place(self, stretch: Tensor, parameter: nn.Parameter) -> Tensor:
+        first, last = self.part(parameter)
+        start = max(self._extents[parameter].start - self._begin, 0)
+        return stretch[start : start + last - first]
 
 
 def _aligned(count: int) -> int:
     """The next multiple of `ALIGNMENT`."""
     return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def shards_of(flats: Sequence[Flat]) -> dict[nn.Parameter, nn.Parameter]:
-    """Returns the shards of this rank by parameter, of several flats."""
-    return {parameter: shard for flat in flats for parameter, shard in flat.shards.items()}
