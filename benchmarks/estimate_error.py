@@ -69,7 +69,6 @@ def work(rank: int, options: argparse.Namespace) -> None:
 
 def compare(options: argparse.Namespace, tp_size: int, length: int, cluster: Any) -> tuple[dict[Any, float], Any]:
     """Seconds of every operator, measured and estimated."""
-
     from hf_helix.config import HelixConfig
     from hf_helix.engine.on_paper import amounts_of
     from hf_helix.engine.synthetic import Workload, model_on_meta

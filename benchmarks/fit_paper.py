@@ -5,8 +5,11 @@
 Constants are factors on what the file says of products, attention, links inside and between nodes; and how much
 computation and communication, and both kinds of communication, slow each other down. The most probable ones are
 found: errors of speeds are taken to be 5 %, of the gains of figure 15 (a) 3 points, of the file's rates 20 %, of
-contention 0.15 around the 1.25 that section 6.3.3 of the paper reports. Each constant goes up and down in turn, in
-steps that become smaller. A800 and H100 are not fitted: they have two rows of the Megatron column, and none.
+contention 0.15 around the 1.25 that section 6.3.3 of the paper reports. A800 and H100 are not fitted: they have two
+rows of the Megatron column, and none.
+
+Speeds change smoothly with the rates, so these are found by Gauss-Newton steps. Gains jump with the plan that is found;
+each contention goes up and down in turn, in steps that become smaller. The two are fitted in turn.
 """
 
 from __future__ import annotations
@@ -14,8 +17,11 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+
+import numpy as np
 
 from hf_helix.paper.ablation import gains
 from hf_helix.paper.published import FIGURE_11, FIGURE_12, FIGURE_15, INCREMENTS, MEGATRON
@@ -31,8 +37,12 @@ CONTENTION = {
 }
 REPORTED, SPREAD = 1.25, 0.15
 SPEED_ERROR, GAIN_ERROR, RATE_ERROR = 0.05, 0.03, 0.2
+STEP = 0.05
+"""By how much the logarithm of a rate changes to see what follows."""
+LEAST_GAIN = 1e-3
+"""The part of the error that a step must gain for a further one."""
 
-Constants = Mapping[str, float]
+Constants = dict[str, float]
 
 
 def tuned(cluster: Cluster, constants: Constants) -> Cluster:
@@ -73,13 +83,12 @@ class Fit:
         """Returns runs on a cluster with these constants."""
         return self.runs.with_clusters({CLUSTER: tuned(self.cluster, constants)})
 
-    def speeds(self, constants: Constants) -> float:
-        """Returns the error of the Megatron column, with that of the rates."""
+    def speeds(self, constants: Constants) -> list[float]:
+        """Returns the errors of the Megatron column and those of the rates, each in parts of what it may be."""
         runs = self.with_constants(constants)
         rows = (*FIGURE_11, *FIGURE_12)
-        errors = [math.log(runs.run(row, MEGATRON).speed / row.printed[MEGATRON]) for row in rows]
-        own = sum((math.log(constants[name]) / RATE_ERROR) ** 2 for name in RATES)
-        return sum((error / SPEED_ERROR) ** 2 for error in errors) + own
+        errors = [math.log(runs.run(row, MEGATRON).speed / row.printed[MEGATRON]) / SPEED_ERROR for row in rows]
+        return errors + [math.log(constants[name]) / RATE_ERROR for name in RATES]
 
     def steps(self, constants: Constants) -> float:
         """Returns the error of figure 15 (a), with that of contention."""
@@ -90,32 +99,62 @@ class Fit:
         return error + ((constants["beside computation"] - REPORTED) / SPREAD) ** 2
 
 
+def gauss_newton(
+    start: Constants, names: Sequence[str], errors: Callable[[Constants], list[float]], rounds: int
+) -> Constants:
+    """Returns the constants at which the sum of squared errors is least, found by linear steps of their logarithms.
+
+    Args:
+        start: all constants.
+        names: those that change.
+        errors: of constants.
+        rounds: steps; fewer once a step gains nothing.
+    """
+    best, found = dict(start), np.array(errors(start))
+    for _ in range(rounds):
+        nearby = [errors(best | {name: best[name] * math.exp(STEP)}) for name in names]
+        slopes = (np.array(nearby) - found).T / STEP
+        step = np.linalg.lstsq(slopes, -found, rcond=None)[0]
+        tried = best | {name: best[name] * math.exp(each) for name, each in zip(names, step, strict=True)}
+        seen = np.array(errors(tried))
+        if seen @ seen > (1 - LEAST_GAIN) * (found @ found):
+            break
+        best, found = tried, seen
+        print(f"  error {found @ found:7.2f}: {_text(best)}", flush=True)
+    return best
+
+
 def descend(
-    start: Constants, names: list[str], error: Callable[[Constants], float], step: float, least: float, floor: float
-) -> dict[str, float]:
+    start: Constants, names: Sequence[str], error: Callable[[Constants], float], steps: Sequence[float], floor: float
+) -> Constants:
     """Returns the constants at which the error is least, found by changing one after the other.
 
     Args:
         start: all constants.
         names: those that change.
         error: of constants.
-        step: by which part they change at first.
-        least: the last step.
+        steps: by how much they change, the largest first; each as long as it helps.
         floor: that none goes below.
     """
-    best, found = dict(start), error(start)
-    while step >= least:
-        moved = False
-        for name in names:
-            for factor in (1 + step, 1 / (1 + step)):
-                tried = best | {name: max(floor, best[name] * factor)}
-                seen = error(tried) if tried != best else found
-                if seen < found:
-                    best, found, moved = tried, seen, True
-                    break
-        print(f"  error {found:7.2f}, step {step:.3f}: {_text(best)}", flush=True)
-        step = step if moved else step / 2
-    return best
+
+    @cache
+    def error_at(values: tuple[float, ...]) -> float:
+        return error(start | dict(zip(names, values, strict=True)))
+
+    best = tuple(start[name] for name in names)
+    for step in steps:
+        moved = True
+        while moved:
+            tried = [
+                (*best[:place], max(floor, round(best[place] + way, 6)), *best[place + 1 :])
+                for place in range(len(names))
+                for way in (step, -step)
+            ]
+            nearest = min(tried, key=error_at)
+            moved = error_at(nearest) < error_at(best)
+            best = nearest if moved else best
+        print(f"  error {error_at(best):7.2f}: {_text(dict(zip(names, best, strict=True)))}", flush=True)
+    return start | dict(zip(names, best, strict=True))
 
 
 def _text(constants: Constants) -> str:
@@ -125,15 +164,16 @@ def _text(constants: Constants) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="how often rates and contention are fitted in turn")
+    parser.add_argument("--steps", type=int, default=3, help="Gauss-Newton steps each time at most")
     options = parser.parse_args()
     fit = Fit(Runs())
-    constants = dict.fromkeys(RATES, 1.0) | dict.fromkeys(CONTENTION, 1.1)
+    constants: Constants = dict.fromkeys(RATES, 1.0) | dict.fromkeys(CONTENTION, 1.1)
     start = time.time()
     for _ in range(options.rounds):
-        print("rates, on the Megatron column")
-        constants = descend(constants, list(RATES), fit.speeds, 0.1, 0.05, 0.1)
-        print("contention, on figure 15 (a)")
-        constants = descend(constants, list(CONTENTION), fit.steps, 0.1, 0.05, 1.0)
+        print("rates, on the Megatron column", flush=True)
+        constants = gauss_newton(constants, RATES, fit.speeds, options.steps)
+        print("contention, on figure 15 (a)", flush=True)
+        constants = descend(constants, list(CONTENTION), fit.steps, (0.1, 0.05), 1.0)
     print(f"{_text(constants)}, after {time.time() - start:.0f} s")
 
 

@@ -134,7 +134,13 @@ def test_a_used_name_that_changed_is_an_error(
         check_class(HelixTrainer)
 
 
-@pytest.mark.parametrize("statement", ["from hf_helix import HelixTrainer", "import hf_helix; hf_helix.HelixPlugin"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from hf_helix import HelixTrainer",
+        pytest.param("import hf_helix; hf_helix.HelixPlugin", marks=pytest.mark.slow),
+    ],
+)
 def test_a_name_that_cannot_be_imported_says_what_to_install(statement: str) -> None:
     code = f"import transformers.core_model_loading as m; del m.dot_natural_key, m.rename_source_key\n{statement}"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -63,6 +63,8 @@ def add_model_and_cluster(parser: argparse.ArgumentParser) -> None:
     cluster = "a YAML file, or the name of a cluster that hf_helix brings"
     parser.add_argument("--cluster", required=True, help=cluster)
     parser.add_argument("--sequence_length", type=int, default=4096, help="tokens in a sequence")
+    rows = "rows of the busiest rank's experts in parts of the mean, such as 1.3; 1 spreads them evenly"
+    parser.add_argument("--imbalance", type=float, default=1.0, help=rows)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="the type of matrix products")
 
 
@@ -146,6 +148,12 @@ def check_count(name: str, count: int) -> None:
         raise ValueError(f"--{name} {count}: give 1 or more")
 
 
+def check_imbalance(factor: float) -> None:
+    """Raises ValueError where the busiest experts would get less than the mean."""
+    if not 1 <= factor < inf:
+        raise ValueError(f"--imbalance {factor:g}: give 1 or more, such as 1.3 for 1.3 times the mean")
+
+
 def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
     from hf_helix.simulation.sizes import Sizes
     from hf_helix.simulation.step import Case
@@ -153,6 +161,7 @@ def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
     given = {name: getattr(options, name) for name in SIZES}
     for name in (*SIZES, "batch_size", "microbatches", "sequence_length"):
         check_count(name, getattr(options, name))
+    check_imbalance(options.imbalance)
     tp, pp, cp, ep = given.values()
     if cluster.devices % (tp * pp * cp):
         raise ValueError(
@@ -162,7 +171,9 @@ def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
     dp = cluster.devices // (tp * pp * cp)
     if dp % ep:
         raise ValueError(f"--ep_size {ep} does not divide the {dp} data-parallel ranks; values that work divide {dp}")
-    case: dict[str, Any] = {name: getattr(options, name) for name in ("microbatches", "schedule", "recompute", "dtype")}
+    case: dict[str, Any] = {
+        name: getattr(options, name) for name in ("microbatches", "schedule", "recompute", "dtype", "imbalance")
+    }
     case |= {"shard_optimizer": options.shard_optimizer, "plan": RULES[0] if options.plan == ALL else options.plan}
     return Case(Sizes(tp, cp, pp, dp, ep), options.batch_size, options.sequence_length, **case)
 

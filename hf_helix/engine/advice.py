@@ -89,4 +89,5 @@ def better_layout(base: Any, sizes: dict[str, int], device: str) -> str | None:
 
 
 def _file(model: Any, devices: int) -> Path:
-    return cache_root() / "layouts" / f"{model_digest(model)}-{devices}.json"
+    """The file of a model, whatever type its weights were loaded in: the doctor sees a configuration alone."""
+    return cache_root() / "layouts" / f"{model_digest(model, with_types=False)}-{devices}.json"

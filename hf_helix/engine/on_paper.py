@@ -2,12 +2,14 @@
 
 In:   a Transformers configuration, or a model on the meta device; a `HelixConfig`, and the sizes of a micro-batch.
 Out:  its `Amounts`.
-Must hold: the units are declared as for training; one layer of each kind runs, whatever the number of layers.
+Must hold: the units are declared as for training; one layer of each kind is declared and runs, whatever the number of
+layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ class OnPaper:
         self.model = model if isinstance(model, nn.Module) else model_on_meta(model)
         self.cluster = cluster
         self._found: dict[object, Amounts | ValueError] = {}
+        self._kinds: Kinds | None = None
 
     @property
     def name(self) -> str:
@@ -79,19 +82,67 @@ class OnPaper:
         shape = case.batch, case.length, case.recompute, case.dtype, case.imbalance
         key = sizes.tp, sizes.cp, sizes.ep, crossing, shape
         if key not in self._found:
-            config = HelixConfig(tp_size=sizes.tp, cp_size=sizes.cp, ep_size=sizes.ep, recompute=case.recompute)
-            try:
-                family_of(base_of(self.model)).check(base_of(self.model).config, sizes.tp)
-                with assuming(case.imbalance):
-                    self._found[key] = amounts_of(
-                        self.model, config, case.batch, case.length, TYPES[case.dtype], crossing, self.cluster.backend
-                    )
-            except ValueError as error:
-                self._found[key] = error
+            self._found[key] = self._counted(case, crossing)
         found = self._found[key]
         if isinstance(found, ValueError):
             raise found
         return found
+
+    def _counted(self, case: Case, crossing: Collection[str]) -> Amounts | ValueError:
+        sizes, dtype = case.sizes, TYPES[case.dtype]
+        config = HelixConfig(tp_size=sizes.tp, cp_size=sizes.cp, ep_size=sizes.ep, recompute=case.recompute)
+        try:
+            family_of(base_of(self.model)).check(base_of(self.model).config, sizes.tp)
+            self._kinds = self._kinds or kinds_of(self.model)
+            with assuming(case.imbalance):
+                return amounts_of(
+                    self.model, config, case.batch, case.length, dtype, crossing, self.cluster.backend, self._kinds
+                )
+        except ValueError as error:
+            return error
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which layers of a model are alike, so that one of them stands for all.
+
+    Attributes:
+        places: the first layer of each kind.
+        kinds: of every layer, its kind, as a place in `places`.
+        tied: whether units of the model share weights.
+    """
+
+    places: Sequence[int]
+    kinds: Sequence[int]
+    tied: bool
+
+
+def kinds_of(model: Any) -> Kinds:
+    """Returns which layers of a model are alike: in code, options, sizes, types, and in what of them is trained.
+
+    The whole model is declared here once, as if for one device, so that what cannot be run is refused.
+
+    Args:
+        model: a Transformers model, perhaps a `PeftModel`.
+
+    Raises:
+        ValueError: the model cannot be run.
+    """
+    base, config = base_of(model), HelixConfig()
+    family = family_of(base)
+    layers = list(family.layers(base))
+    whole = declare(model, config, paper_mesh({}).mesh, modes_of(layers, None, config)).stage
+    keys = [
+        (
+            family.layer_key(base, place),
+            bool(getattr(layer, "gradient_checkpointing", False)),
+            tuple((weight.dtype, weight.requires_grad) for weight in layer.parameters()),
+        )
+        for place, layer in enumerate(layers)
+    ]
+    distinct = list(dict.fromkeys(keys))
+    tied = any(len({index for index, _ in row}) > 1 for row in whole.layout.shared)
+    return Kinds([keys.index(key) for key in distinct], [distinct.index(key) for key in keys], tied)
 
 
 def amounts_of(
@@ -102,6 +153,7 @@ def amounts_of(
     autocast_dtype: torch.dtype | None = None,
     inter_node_axes: Collection[str] = (),
     backend: str = "nccl",
+    kinds: Kinds | None = None,
 ) -> Amounts:
     """Returns what a rank does for a micro-batch. The model is not changed, and must be on the meta device.
 
@@ -113,6 +165,7 @@ def amounts_of(
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
         inter_node_axes: the axes that communicate between nodes.
         backend: "nccl", which adds up what it reduces, and operators take the ways of a GPU; or "gloo", those of a CPU.
+        kinds: which layers are alike; None to find out.
 
     Raises:
         ValueError: the model cannot be cut like this.
@@ -121,9 +174,11 @@ def amounts_of(
     family = family_of(base)
     sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
     paper = paper_mesh(sizes, inter_node_axes, backend == "nccl")
+    kinds = kinds or kinds_of(model)
     make_buffers = family.empty(base, config.tp_size)
-    declared = declare(model, config, paper.mesh, modes_of(family.layers(base), None, config)).stage
-    about = _about(base, declared)
+    modes = modes_of(family.layers(base), None, config)
+    declared = declare(model, config, paper.mesh, [modes[place] for place in kinds.places], places=kinds.places).stage
+    about = _about(base, declared, kinds)
     stage = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in stage.all_placements}
     try:
@@ -142,17 +197,16 @@ def amounts_of(
             parameter.data, parameter.grad = value, None
 
 
-def _about(base: Any, stage: Stage) -> Model:
-    flops = token_flops(base)
-    units = [unit.name for _, unit in sorted(stage.model.items())]
-    tied = any(len({index for index, _ in row}) > 1 for row in stage.layout.shared)
-    return Model(
-        type(base).__name__, units, family_of(base).head_cost(base), tied, flops.linear, flops.attention_per_length
-    )
+def _about(base: Any, stage: Stage, kinds: Kinds) -> Model:
+    """Returns what a layout needs to know of the whole model, of which the stage has one layer of each kind."""
+    flops, head_cost = token_flops(base), family_of(base).head_cost(base)
+    first, *layers, last = [unit.name for _, unit in sorted(stage.model.items())]
+    units = [first, *(layers[kind] for kind in kinds.kinds), last]
+    return Model(type(base).__name__, units, head_cost, kinds.tied, flops.linear, flops.attention_per_length)
 
 
 def _one_of_each(stage: Stage) -> Stage:
-    """Returns a stage with the first unit of every name."""
+    """Returns a stage with the first unit of every name: layers that differ may have equal operators."""
     units: dict[str, Unit] = {}
     for unit in stage.model.values():
         units.setdefault(unit.name, unit)

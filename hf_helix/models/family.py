@@ -8,7 +8,7 @@ Must hold: a family says only what differs from Llama.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_helix.models.batch_form import document_ends, form_of, starts_of
+from hf_helix.models.derived.alike import description
 from hf_helix.models.graph.balance import BALANCE, Balance
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
@@ -117,13 +118,20 @@ class Family(ABC):
                     "experts, such as PhimoeForCausalLM"
                 )
 
-    def units(self, model: Any, sharing: ParallelContext, additions: LossTweaks | None = None) -> list[Unit]:
-        """Returns all units of the model in forward order: the embedding, the layers, the head.
+    def units(
+        self,
+        model: Any,
+        sharing: ParallelContext,
+        additions: LossTweaks | None = None,
+        places: Collection[int] | None = None,
+    ) -> list[Unit]:
+        """Returns the units of the model in forward order: the embedding, the layers, the head.
 
         Args:
             model: the Transformers model, uncut.
             sharing: the axes that it is cut over.
             additions: what training arguments add to its mathematics.
+            places: of the layers whose units are returned; None for all of them.
 
         Raises:
             ValueError: the model cannot be cut so; names the option and a value that works.
@@ -134,6 +142,8 @@ class Family(ABC):
             self.check_context(model)
         units = [self.embedding(Builder("embedding", "embedding", sharing, additions=additions), model)]
         for index, layer in enumerate(self.layers(model)):
+            if places is not None and index not in places:
+                continue
             b = Builder(self.kind_of(layer), f"layers.{index}", sharing, repeats=True)
             units.append(self.layer(b, layer))
         units.append(self.head(Builder("head", "head", sharing, additions=additions), model))
@@ -142,6 +152,10 @@ class Family(ABC):
     def kind_of(self, layer: Any) -> str:
         """Returns the name of the unit of a layer; layers of one name that train the same have equal graphs."""
         return "layer"
+
+    def layer_key(self, model: Any, place: int) -> str:
+        """Returns a text that only layers have in common which are declared alike: their code, options and sizes."""
+        return description(self.layers(model)[place])
 
     def loss_adds_up(self, model: Any) -> bool:
         """Returns whether the loss of a batch is the sum of the losses of its rows."""

@@ -12,6 +12,7 @@ from textwrap import fill
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.simulation.cluster import Cluster
+from hf_helix.simulation.fsdp import FSDP
 from hf_helix.simulation.layouts import Dropped, Ranking, is_plain
 from hf_helix.simulation.memory import bytes_text
 from hf_helix.simulation.sizes import size_text
@@ -20,6 +21,8 @@ from hf_helix.simulation.step import Case, Step
 CLOSE = 0.05
 """Layouts whose predictions differ by less are as good as each other: predictions are not more exact."""
 
+STOCK_FSDP = "FSDP (ZeRO-3), stock"
+"""What people call fully sharded data parallelism, which hf_helix's layouts are compared with."""
 
 WIDTH = 116
 """Columns of lists of layouts."""
@@ -80,7 +83,8 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
         f"{'sums':>7}{'memory':>10}"
     )
     for step in shown:
-        yield _row(step, best, cluster)
+        yield _row(size_text(step.case.sizes), case_text(step.case), step, best, cluster)
+    yield from _fsdp_lines(ranking.fsdp, best, cluster)
     if plain is None:
         reasons = [each.reason for each in ranking.dropped if is_plain(each.case)]
         yield f"Plain data parallelism does not work: {reasons[0] if reasons else 'no such layout'}."
@@ -91,12 +95,34 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     yield f"{len(ranking.dropped)} layouts cannot be built or do not fit (--why shows them)."
 
 
-def _row(step: Step, best: Step, cluster: Cluster) -> str:
+def _fsdp_lines(fsdp: FSDP | None, best: Step, cluster: Cluster) -> Iterator[str]:
+    """Yields the row of plain FSDP, or what it lacks."""
+    if fsdp is None:
+        return
+    need, room = fsdp.step.memory.total, cluster.device.memory
+    if need > room:
+        lacks = f"needs {bytes_text(need)} of a device that has {bytes_text(room)}, with all that saves memory"
+        yield f"{STOCK_FSDP} does not work: {lacks}."
+    else:
+        how = case_text(fsdp.step.case) + (", sync_each_batch" if fsdp.sync_each_batch else "")
+        yield _row(STOCK_FSDP, how, fsdp.step, best, cluster)
+
+
+def _row(name: str, how: str, step: Step, best: Step, cluster: Cluster) -> str:
+    """Returns a row of the table.
+
+    Args:
+        name: of the layout.
+        how: it is run.
+        step: what it takes.
+        best: the fastest.
+        cluster: what they run on.
+    """
     peak = cluster.device.peaks[step.case.dtype] / 1e12
     exposed = sum(step.exposed.values()) / step.seconds
     share = step.tokens_per_second / best.tokens_per_second
     return (
-        f"{size_text(step.case.sizes):<28}{case_text(step.case):<42}{step.tokens_per_second:>10,.0f}{share:>8.0%} "
+        f"{name:<28}{how:<42}{step.tokens_per_second:>10,.0f}{share:>8.0%} "
         f"{step.tflops[0] / peak:>6.1%}{step.bubble:>8.1%}{exposed:>9.1%}{step.sums / step.seconds:>7.1%}"
         f"{bytes_text(step.memory.total):>10}"
     )

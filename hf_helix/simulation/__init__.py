@@ -13,6 +13,7 @@ steady      what a plan makes of layers that repeat themselves
 window      how long a window is, from what the stages of a pipeline cost
 sums        how long sums of gradients last after backward
 step        a whole optimizer step: time, throughput, memory
+fsdp        a whole step of plain FSDP, as the stock Trainer runs it
 layouts     every layout that can be built and fits, by its predicted speed
 clusters/   files of known clusters
 measured/   this machine, for such a file

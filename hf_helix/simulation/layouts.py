@@ -16,6 +16,7 @@ from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, divisors
+from hf_helix.simulation.fsdp import FSDP, simulate_fsdp
 from hf_helix.simulation.memory import bytes_text
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case, Step, memory_of_case, simulate_step
@@ -50,10 +51,13 @@ class Ranking:
     Attributes:
         steps: the best of every combination of parallel sizes, the fastest first.
         dropped: what cannot be built, or does not fit.
+        fsdp: plain FSDP as the stock Trainer runs it, which is none of the layouts, whether it fits or not; None where
+            it cannot be simulated.
     """
 
     steps: Sequence[Step]
     dropped: Sequence[Dropped]
+    fsdp: FSDP | None = None
 
     def plain(self) -> Step | None:
         """Returns the fastest with data parallelism alone; None where none fits."""
@@ -79,6 +83,7 @@ class Search:
         plan: the name of a rule.
         schedule: as in `HelixConfig`.
         dtype: the type of matrix products.
+        imbalance: see `Case`.
         progress: told which part of the cases is done.
     """
 
@@ -91,6 +96,7 @@ class Search:
     plan: str = "greedy"
     schedule: str = "auto"
     dtype: str = "bf16"
+    imbalance: float = 1.0
     progress: Callable[[float], object] | None = None
     dropped: list[Dropped] = field(default_factory=list)
 
@@ -108,14 +114,14 @@ class Search:
             if self.progress is not None:
                 self.progress((place + 1) / len(candidates))
         found.sort(key=lambda step: -step.tokens_per_second)
-        return Ranking(found, self.dropped)
+        return Ranking(found, self.dropped, self._fsdp())
 
     def _best(self, sizes: Sizes) -> Step | None:
         """Returns the fastest case of some parallel sizes that fits."""
         best: Step | None = None
         for batch in BATCHES:
             microbatches = self.batch_tokens // (sizes.dp * batch * self.length)
-            case = Case(sizes, batch, self.length, microbatches, self.plan, self.schedule, "none", False, self.dtype)
+            case = self._case(sizes, batch, microbatches)
             try:
                 check_sizes(sizes, self.length, self.layers, self.experts, self.schedule)
                 if microbatches < 1:
@@ -129,6 +135,45 @@ class Search:
             if best is not None and step.tokens_per_second <= best.tokens_per_second:
                 break
             best = step
+        return best
+
+    def _case(self, sizes: Sizes, batch: int, microbatches: int) -> Case:
+        """Returns a case without anything that saves memory."""
+        return Case(
+            sizes,
+            batch,
+            self.length,
+            microbatches,
+            self.plan,
+            self.schedule,
+            dtype=self.dtype,
+            imbalance=self.imbalance,
+        )
+
+    def _fsdp(self) -> FSDP | None:
+        """Returns FSDP over all devices, with the fastest micro-batch; where nothing fits, what needs least."""
+        best: FSDP | None = None
+        for batch in BATCHES:
+            microbatches = self.batch_tokens // (self.cluster.devices * batch * self.length)
+            sizes = Sizes(dp=self.cluster.devices)
+            case = replace(self._case(sizes, batch, microbatches), plan="sequential")
+            if microbatches < 1 or sizes.dp == 1:
+                break
+            try:
+                found = [
+                    simulate_fsdp(self.amounts(way), way, self.cluster, sync)
+                    for way in (case, replace(case, recompute="full"))
+                    for sync in (False, True)
+                ]
+            except ValueError:
+                break  # the model cannot be cut, as its layouts say
+            fitting = [each for each in found if each.step.memory.total <= self.cluster.device.memory]
+            fastest = max(fitting, key=lambda each: each.step.tokens_per_second, default=None)
+            if fastest is None:
+                return best or min(found, key=lambda each: each.step.memory.total)
+            if best is not None and fastest.step.tokens_per_second <= best.step.tokens_per_second:
+                break
+            best = fastest
         return best
 
     def _fitting(self, case: Case, smaller: Case) -> Case:

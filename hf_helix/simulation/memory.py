@@ -3,7 +3,8 @@
 In:   what its operators keep, what it holds of the model, and its schedule.
 Out:  `Memory`.
 Must hold: counted from the bytes that the operators really allocate; two strands take turns layer by layer, which is
-what plans promise to need no more than (one layer's activations apart).
+what plans promise to need no more than (one layer's activations apart). What is sent to another stage of the pipeline
+is freed when the next transfer begins.
 """
 
 from __future__ import annotations
@@ -104,13 +105,14 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
         program: the instructions of the rank.
     """
     passed = amounts.handed_on
-    alive = peak = 0
+    alive = peak = sent = 0
     for instruction in program:
         op = instruction.operator
         if op is None:
             continue
         if op.kind is Kind.PIPELINE:
-            delta, above = (passed, passed) if op.receives else (-passed, 0)
+            alive -= sent
+            sent, delta, above = (0, passed, passed) if op.receives else (passed, 0, 0)
         else:
             found = amounts.operators[entry_of(instruction, layout)]
             delta, above = found.delta, found.peak
@@ -128,28 +130,32 @@ def peak_of_slots(amounts: Amounts, layout: Layout, slots: Sequence[Slot], two_s
         slots: of a rank's schedule.
         two_strands: whether the plan may keep one layer more.
     """
-    changes = _changes(amounts, layout)
-    alive = peak = 0
+    passes = {key: _pass(found) for key, found in _changes(amounts, layout).items()}
+    alive = peak = sent = 0
     for slot in slots:
         entering = _units(layout, slot.forward) if slot.forward else []
         leaving = _units(layout, slot.backward)[::-1] if slot.backward else []
-        for pair in zip_longest(entering, leaving):
-            for unit in pair:
-                for delta, above in changes.get(unit, ()) if unit else ():
-                    peak = max(peak, alive + above)
-                    alive += delta
+        for unit in (unit for pair in zip_longest(entering, leaving) for unit in pair):
+            if unit is None or unit not in passes:
+                continue
+            delta, above = passes[unit]
+            if unit[0] in (RECEIVE, SEND):
+                alive -= sent
+                sent, delta = max(0, -delta), max(0, delta)
+            peak = max(peak, alive + above)
+            alive += delta
     layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
-    more = max((_above(found) for (unit, _), found in changes.items() if unit in layers), default=0)
+    more = max((above for (unit, _), (_, above) in passes.items() if unit in layers), default=0)
     return peak + (more if two_strands else 0)
 
 
-def _above(changes: Sequence[tuple[int, int]]) -> int:
-    """Returns the most bytes alive above those before."""
+def _pass(changes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Returns the change of live bytes of several operators in a row, and the most alive above those before."""
     alive = peak = 0
     for delta, above in changes:
         peak = max(peak, alive + above)
         alive += delta
-    return peak
+    return alive, peak
 
 
 def _units(layout: Layout, action: Action) -> list[tuple[str, str]]:

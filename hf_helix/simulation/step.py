@@ -65,7 +65,10 @@ class Case:
         recompute: as in `HelixConfig`.
         shard_optimizer: as in `HelixConfig`.
         dtype: the type of matrix products.
-        imbalance: rows that the experts of the busiest rank get, in parts of the mean.
+        imbalance: rows that the experts of the busiest rank get, in parts of the mean. What routers choose depends on
+            the data, so it is given, not predicted; time and memory are those of a rank that gets so many in every
+            layer: an upper estimate where layers differ. With the factor of the most uneven layer, 1.27 to 1.50 times
+            the memory that two ranks of a small mixture counted.
     """
 
     sizes: Sizes
@@ -168,7 +171,7 @@ def memory_of_case(amounts: Amounts, case: Case, layout: Layout | None = None) -
     two_strands = not runs_one_strand(case.plan)
     peaks = [
         [peak_of_slots(amounts, layout, slots, two_strands) for slots in schedule]
-        for schedule in usual_schedules(case.schedule, case.sizes.pp, case.microbatches)
+        for schedule in usual_schedules(case.schedule, case.sizes.pp, case.microbatches, two_strands)
     ]
     return _heaviest(amounts, layout, case, [max(of_rank) for of_rank in zip(*peaks, strict=True)])
 
@@ -235,8 +238,6 @@ def simulate_plan(
     if drawn:
         exposed = {kind: found for kind, (_, found) in exposed_seconds(drawn[1], window.busiest).items()}
     sums = exposed_sums(amounts, layout, rings(cluster, case.sizes), cluster, profile)
-    model, tokens = amounts.model, case.tokens / case.sizes.devices
-    flops = [model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0)]
     return Step(
         case,
         seconds,
@@ -246,9 +247,16 @@ def simulate_plan(
         exposed,
         window.bubble,
         memory,
-        (flops[0] * tokens, flops[1] * tokens),
+        model_flops(amounts, case),
         drawn,
     )
+
+
+def model_flops(amounts: Amounts, case: Case) -> tuple[float, float]:
+    """Returns the floating-point operations of a device in a step, see `Step.model_flops`."""
+    model, tokens = amounts.model, case.tokens / case.sizes.devices
+    causal, full = (model.flops_per_token + model.attention_flops * case.length * share for share in (0.5, 1.0))
+    return causal * tokens, full * tokens
 
 
 def _loads(profile: Profile, layout: Layout, rank: int, microbatches: int) -> dict[Kind, float]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from hf_helix.config import AUTO
 from hf_helix.planning.pipeline.actions import Schedule
-from hf_helix.planning.pipeline.costs import Costs
+from hf_helix.planning.pipeline.auto import listed_schedules
+from hf_helix.planning.pipeline.costs import USUAL_GAIN, Costs
 from hf_helix.planning.pipeline.named import FOLDED
 from hf_helix.planning.pipeline.scheduler import ON_ONE_RANK, Scheduler
 from hf_helix.planning.pipeline.simulate import Simulated, simulate_schedule
@@ -59,16 +60,24 @@ def possible_names(name: str, num_ranks: int) -> Sequence[str]:
     return FOLDED if num_ranks > 1 else [ON_ONE_RANK]
 
 
-def usual_schedules(name: str, num_ranks: int, microbatches: int) -> list[Schedule]:
+def usual_schedules(name: str, num_ranks: int, microbatches: int, two_strands: bool) -> list[Schedule]:
     """Returns the schedules that memory is counted for, of a window as long as memory depends on.
 
     Args:
-        name: of the schedule; "auto" may take any on the fold.
+        name: of the schedule; "auto" may take any on the fold, and one that puts off weight gradients.
         num_ranks: of the pipeline.
         microbatches: of the window.
+        two_strands: whether forward and backward run beside each other.
     """
     count = min(microbatches, SHORT * num_ranks)
-    return [schedule_of(each, num_ranks, count) for each in possible_names(name, num_ranks)]
+    named = [schedule_of(each, num_ranks, count) for each in possible_names(name, num_ranks)]
+    return [*named, *_listed(num_ranks, count, two_strands)] if name == AUTO and num_ranks > 1 else named
+
+
+@functools.lru_cache(maxsize=64)
+def _listed(num_ranks: int, microbatches: int, two_strands: bool) -> Sequence[Schedule]:
+    costs = Costs.of_layers([1] * (2 * num_ranks), gain=USUAL_GAIN if two_strands else 1.0)
+    return listed_schedules(num_ranks, microbatches, costs)
 
 
 def window_of(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) -> Window:

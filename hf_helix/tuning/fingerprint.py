@@ -50,10 +50,20 @@ def fingerprint(
     }
 
 
-def model_digest(model: Any) -> str:
-    """Returns a digest of the names, shapes and types of a whole model's parameters."""
+def model_digest(model: Any, with_types: bool = True) -> str:
+    """Returns a digest of a whole model's parameters: their names and shapes, and which of them are frozen.
+
+    Args:
+        model: a whole Transformers model.
+        with_types: whether the types that the parameters are kept in count, too.
+    """
     weights = [
-        (name, tuple(weight.shape), str(weight.dtype), *(() if weight.requires_grad else ("frozen",)))
+        (
+            name,
+            tuple(weight.shape),
+            *((str(weight.dtype),) if with_types else ()),
+            *(() if weight.requires_grad else ("frozen",)),
+        )
         for name, weight in model.named_parameters()
     ]
     return hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]

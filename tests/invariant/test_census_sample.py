@@ -11,15 +11,20 @@ LIMIT = 600.0
 
 
 SAMPLE = {"Gemma2ForCausalLM": ["tp2", "pp2", "cp2"], "GptOssForCausalLM": ["cp2"], "MixtralForCausalLM": ["ep2"]}
+QUICK = ("Gemma2ForCausalLM", "MixtralForCausalLM")
 
 
-@pytest.mark.parametrize(("name", "layouts"), SAMPLE.items())
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [pytest.param(*each, id=each[0], marks=() if each[0] in QUICK else pytest.mark.slow) for each in SAMPLE.items()],
+)
 def test_a_sample_is_proven(name: str, layouts: list[str]) -> None:
     assert {layout: found.status for layout, found in take(name, layouts, LIMIT).items()} == dict.fromkeys(
         layouts, PROVEN
     )
 
 
+@pytest.mark.slow
 def test_a_recurrent_class_is_refused_with_a_reason() -> None:
     found = take("MambaForCausalLM", list(LAYOUTS), LIMIT)
     assert found.keys() == {"tp2", "pp2", "cp2"}  # it has no experts

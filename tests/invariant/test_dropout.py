@@ -27,7 +27,10 @@ DROPOUT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", [*list(DRY)[:-1], pytest.param("derived phi3", marks=pytest.mark.slow)])
+QUICK = ("llama", "neox")
+
+
+@pytest.mark.parametrize("model", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in DRY])
 def test_dropout_depends_on_the_seed_alone(model: str, cluster_of: Any, tmp_path: Path) -> None:
     once = {"cache": True}  # a derived model is proven once
     dry = Case(f"{model} dry", DRY[model], "tp2", "dense", options=once)
@@ -43,7 +46,9 @@ def test_dropout_depends_on_the_seed_alone(model: str, cluster_of: Any, tmp_path
         assert found["losses"] != window(dry, 3)["losses"] == window(dry, 4, ("greedy",))["losses"]
 
 
-@pytest.mark.parametrize("model", ["gpt2", "neox", pytest.param("derived phi3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("neox", "derived phi3"))]
+)
 def test_evaluation_drops_nothing(model: str, cluster_of: Any, tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "helix": {"tp_size": 2}, "training": {"max_steps": 1, "learning_rate": 0.0}}
     dry, wet = (

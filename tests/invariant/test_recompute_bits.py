@@ -73,6 +73,7 @@ def test_in_every_layout(name: str, cluster_of: Any, tmp_path: Path) -> None:
 # -- memory --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_layer_keeps_what_its_mode_says(cluster_of: Any, tmp_path: Path) -> None:
     """In counted bytes of four layers more: `full` keeps the input, `selective` what linears give, too."""
     hidden, intermediate, length, tp = 64, 176, 64, 2

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.on_paper import amounts_of
+from hf_helix.engine.on_paper import Kinds, amounts_of
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, parse_cluster
@@ -31,9 +31,11 @@ def on_meta(model_type: str = "llama", **options: Any) -> Any:
     return model_on_meta(AutoConfig.for_model(model_type, **{**LLAMA, **options}))
 
 
-def counted(model: Any, batch: int = 2, length: int = 32, bf16: bool = False, **helix: Any) -> Amounts:
+def counted(
+    model: Any, batch: int = 2, length: int = 32, bf16: bool = False, kinds: Kinds | None = None, **helix: Any
+) -> Amounts:
     """What a rank does for a micro-batch of a model, on a layout of these options of `HelixConfig`."""
-    return amounts_of(model, HelixConfig(**helix), batch, length, torch.bfloat16 if bf16 else None)
+    return amounts_of(model, HelixConfig(**helix), batch, length, torch.bfloat16 if bf16 else None, kinds=kinds)
 
 
 def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Cluster:

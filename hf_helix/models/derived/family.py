@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,10 +105,19 @@ class DerivedFamily(Family):
             )
         return b.build(x, add_part(b, sums, parts[0] if parts else None))
 
-    def units(self, model: Any, sharing: ParallelContext, additions: LossTweaks | None = None) -> list[Unit]:
+    def units(
+        self,
+        model: Any,
+        sharing: ParallelContext,
+        additions: LossTweaks | None = None,
+        places: Collection[int] | None = None,
+    ) -> list[Unit]:
         with refusing(model):
             self._balance = balance_of(model)
-            return super().units(model, sharing, additions)
+            return super().units(model, sharing, additions, places)
+
+    def layer_key(self, model: Any, place: int) -> str:
+        return self._key(place)
 
     def embedding(self, b: Builder, model: Any) -> Unit:
         outline, _ = self._outlines_of_ends(model, b.tp.size, b.tp.rank)

@@ -8,6 +8,7 @@ them goes on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,7 +64,7 @@ class Assumed:
         each, over = divmod(num_rows, ranks * experts)
         counts = [each + (place < over) for place in range(ranks * experts)]
         given = [counts[rank * experts : (rank + 1) * experts] for rank in range(ranks)]
-        self.numbers = [given, [[int(count * self.imbalance) for count in given[0]]] * ranks]
+        self.numbers = [given, [[math.ceil(count * self.imbalance) for count in given[0]]] * ranks]
 
 
 @contextmanager

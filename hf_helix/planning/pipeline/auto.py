@@ -64,6 +64,23 @@ def choose_schedule(
     return label, best.schedule
 
 
+def listed_schedules(num_ranks: int, num_microbatches: int, costs: Costs) -> list[Schedule]:
+    """Returns the schedules that list scheduling makes where nothing is searched. They put weight gradients off until a
+    rank would wait, as searched ones do.
+
+    Args:
+        num_ranks: pipeline ranks.
+        num_microbatches: of the window.
+        costs: of each of the 2P virtual stages.
+    """
+    ranks = stage_ranks(FOLD, num_ranks)
+    clock = SlotClock(ranks, costs, num_microbatches)
+    named = [simulate_schedule(build_schedule(name, num_ranks, num_microbatches), ranks, costs) for name in FOLDED]
+    max_live = max(max(simulated.live) for simulated in named)
+    policies = _usual_policies(num_ranks, num_microbatches, costs, max_live)
+    return [list_schedule(clock, policy)[0] for policy in policies]
+
+
 def _merit(found: tuple[str, Simulated]) -> tuple[float, int]:
     """Returns time, then memory."""
     return found[1].seconds, max(found[1].live)

@@ -22,6 +22,7 @@ def test_equals_the_unsplit_model(lora: Any, cluster_of: Any, tmp_path: Path) ->
     check(cluster_of(2), tmp_path, references(), (1, 2, 1, 1), "left", plans, job, lora=lora, **MODEL)
 
 
+@pytest.mark.slow
 def test_a_folder_gives_what_from_pretrained_gives(cluster_of: Any, tmp_path: Path) -> None:
     source = tmp_path / "source"
     phi3().save_pretrained(source, max_shard_size="20KB")
@@ -31,7 +32,9 @@ def test_a_folder_gives_what_from_pretrained_gives(cluster_of: Any, tmp_path: Pa
         assert all(found == rank["losses"][0] for found in rank["losses"])
 
 
-@pytest.mark.parametrize(("before", "after"), [("tp_size", "pp_size"), ("pp_size", "tp_size")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("tp_size", "pp_size"), pytest.param("pp_size", "tp_size", marks=pytest.mark.slow)]
+)
 def test_another_layout_goes_on(before: str, after: str, cluster_of: Any, tmp_path: Path) -> None:
     """Weights and states of the optimizer; without a step in between, the weights keep every bit."""
     first, second = ({"plan": "greedy", size: 2} for size in (before, after))

@@ -36,7 +36,7 @@ CASES: list[Any] = [
     ("llama", {**TIED, **LAYERS}, SPREAD, "20KB"),
     ("qwen3_moe", LAYERS, {"tp_size": 2, "pp_size": 2}, "20KB"),
     pytest.param("mixtral", LAYERS, {"tp_size": 2, **SPREAD}, "20KB", marks=SLOW),
-    (f"{HOME}phi3", {"num_hidden_layers": 2}, {"tp_size": 2}, "20KB"),
+    pytest.param(f"{HOME}phi3", {"num_hidden_layers": 2}, {"tp_size": 2}, "20KB", marks=SLOW),
     *(
         pytest.param(f"{HOME}{name}", LAYERS, layout, "20KB", marks=SLOW)
         for name in ("gemma2", "phi3", "olmo2", "gpt_oss", "qwen2_moe", "deepseek_v3")

@@ -19,7 +19,7 @@ from hf_helix.models.family import Family
 PROVEN = "LlamaForCausalLM: derived from the model; equal to the unsplit model at "
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}])
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=pytest.mark.slow)])
 def test_the_first_run_proves_and_later_ones_know(helix: dict[str, int], cluster_of: Any, tmp_path: Any) -> None:
     options = {"folder": str(tmp_path), "helix": helix, "cache": str(tmp_path / "cache")}
     ranks = cluster_of(2).run(run_three_times, **options)
@@ -44,6 +44,7 @@ def test_a_family_that_is_not_equal_is_not_trained(cluster_of: Any, tmp_path: An
         assert words in found[0].message
 
 
+@pytest.mark.slow
 def test_what_was_changed_on_an_instance_is_proven(cluster_of: Any, tmp_path: Path) -> None:
     """A rank computes with a part of the tokens, where the patch would need to know all."""
     model = {"family": "support.derived_models:by_length", "num_hidden_layers": 2}

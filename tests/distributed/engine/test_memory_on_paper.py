@@ -67,7 +67,7 @@ LAYOUTS = {
 }
 
 
-QUICK = ("tp2", "pp2")
+QUICK = ("pp2",)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def test_a_refusal_of_what_was_asked_for() -> None:
         check_family(tiny(num_hidden_layers=2), [{"ep_size": 2}])
 
 
+@pytest.mark.slow
 def test_default_layouts() -> None:
     """A configuration is made small; a mixture has experts to share."""
     config = MixtralConfig(hidden_size=4096, num_hidden_layers=32)
@@ -57,6 +58,7 @@ def test_default_layouts() -> None:
     assert layouts == ["tp_size=2", "pp_size=2", "tp_size=2, pp_size=2", "cp_size=2", "ep_size=2"]
 
 
+@pytest.mark.slow
 def test_a_group_that_is_there(cluster_of: Any) -> None:
     """Its ranks and its device are used; of the default layouts, those that they fit."""
     ranks = cluster_of(2).run(check_here)

@@ -127,6 +127,7 @@ def launched(folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_check_on_the_page_runs(tmp_path: Path) -> None:
     """As a script beside the file of the family, and as the command."""
     for name, text in blocks().items():

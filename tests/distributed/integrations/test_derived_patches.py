@@ -18,7 +18,10 @@ from hf_helix import HelixConfig, HelixTrainer
 MODEL = {"family": "support.derived_models:patched", "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("patch", PATCHES)
+QUICK = ("called", "instance")
+
+
+@pytest.mark.parametrize("patch", [pytest.param(p, marks=() if p in QUICK else pytest.mark.slow) for p in PATCHES])
 def test_patches_are_honoured(patch: str, cluster_of: Any, tmp_path: Path) -> None:
     plain = unsplit({"family": "support.derived_models:gemma2", "num_hidden_layers": 2}, 3, "dense")
     assert abs(unsplit({**MODEL, "patch": patch}, 3, "dense")["losses"][0] - plain["losses"][0]) > 1e-4

@@ -49,7 +49,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> Any:
     return run
 
 
-FAST = (("completions", "tp_size"), ("packed", "pp_size"))
+FAST = (("completions", "tp_size"),)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from support.cluster import free_port
 from support.launches import PATHS, SUPPORT, accelerate, launch_config, torchrun
 from support.launches import output_of as printed_by
 
-LIMIT = 120
+LIMIT = 200  # a busy machine takes a minute to start two processes
 
 
 def launch(folder: Path, script: str, how: str, launcher: str = "torchrun") -> subprocess.Popen[str]:

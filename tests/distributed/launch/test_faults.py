@@ -116,7 +116,10 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
 
 
-@pytest.mark.parametrize("where", ROOM)
+QUICK = ("for the model", "on the disk")
+
+
+@pytest.mark.parametrize("where", [pytest.param(w, marks=() if w in QUICK else pytest.mark.slow) for w in ROOM])
 def test_a_save_that_fails_leaves_what_was_there(where: str, tmp_path: Path) -> None:
     """In one process; what several ranks do then is among the slow tests."""
     with pytest.raises((OSError, RuntimeError), match="No space left on device"):

@@ -45,7 +45,9 @@ def peak(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("layers", [LAYERS, pytest.param(LAYERS - 1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("plan", ["greedy", "round_robin", "dhelix"])
+@pytest.mark.parametrize(
+    "plan", ["greedy", *(pytest.param(p, marks=pytest.mark.slow) for p in ("round_robin", "dhelix"))]
+)
 def test_two_strands_keep_at_most_one_layer_more(plan: str, layers: int, peak: Any) -> None:
     layer = (peak("sequential") - peak("sequential", LAYERS - 2)) / 2
     assert layer > 0.05 * peak("sequential")

@@ -35,6 +35,7 @@ def test_predict_and_evaluate(case: str, ranks: int, tp_size: int, cluster_of: A
         compare_predictions(result, expected, with_loss=ranks == tp_size)
 
 
+@pytest.mark.slow
 def test_predictions_of_a_derived_model(cluster_of: Any, tmp_path: Path) -> None:
     """Whose logits are capped."""
     expected = predict(str(tmp_path), None, **DERIVED)

@@ -60,7 +60,7 @@ DERIVED: dict[str, dict[str, Any]] = {
     ("name", "ranks", "helix"),
     [
         ("qwen2_moe", 2, {"ep_size": 2}),
-        ("gpt_oss", 2, {"tp_size": 2}),
+        pytest.param("gpt_oss", 2, {"tp_size": 2}, marks=pytest.mark.slow),
         pytest.param("qwen2_moe", 2, {"tp_size": 2}, marks=pytest.mark.slow),
         pytest.param("qwen2_moe", 2, {"pp_size": 2}, marks=pytest.mark.slow),
         pytest.param("gpt_oss", 2, {"ep_size": 2}, marks=pytest.mark.slow),
@@ -83,6 +83,7 @@ def test_derived_mixtures_balance_their_experts(
     compare_weights(ours, folder)
 
 
+@pytest.mark.slow
 def test_routers_without_a_balance_are_counted_as_well(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """DeepSeek-V3 records what its routers say, and adds nothing to its loss."""
     case = {**CASE, "model": {"family": f"{HOME}deepseek_v3", "num_hidden_layers": 2, "output_router_logits": True}}

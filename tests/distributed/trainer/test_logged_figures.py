@@ -86,6 +86,7 @@ def test_logs_of_a_plan_that_needs_no_measurement(cluster_of: Any, tmp_path: Pat
     assert hidden < first["overlap"]["bytes_moved"] < 1.2 * hidden
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_them(cluster_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     case = tuned_case(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,37 @@ def test_a_run_of_a_few_steps_is_not_tuned(plain: Any, cluster_of: Any, tmp_path
     assert said.startswith("hf_helix: plan `greedy`, not measured: that would take about 1 s of the about 3 s")
 
 
-def test_a_longer_run_is_tuned_in_its_midst(plain: Any, cluster_of: Any, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def tuned(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A run that is tuned, and its cache."""
+    folder = tmp_path_factory.mktemp("tuned")
+    return run(cluster_of(2), folder, share=0.5), folder / "cache"
+
+
+def test_a_longer_run_is_tuned_in_its_midst(plain: Any, tuned: Any) -> None:
     """Three of five seconds are left when the pace is known; half of that pays for the second of three efforts."""
-    found = run(cluster_of(2), tmp_path, share=0.5)
+    found, _ = tuned
     assert (found["measured"], found["effort"]) == ([0, 0, 1, 1, 1], SHORT.name)
     before, verdict = found["said"]
     assert before == "hf_helix: measuring and searching plans, about 1 s of about 3 s; cached afterwards"
     assert verdict.startswith(f"hf_helix: plan `{found['rule']}`")
     tolerance = 1e-5 if found["rule"] == "intra_batch" else 0.0
     assert found["losses"] == pytest.approx(plain["losses"], rel=tolerance, abs=0)
-    # The next run takes that over at its first step; one that can afford more measures anew.
-    again = run(cluster_of(2), tmp_path / "again", share=0.01, cache=tmp_path / "cache")
+
+
+def test_the_next_run_takes_over_what_was_tuned(tuned: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """At its first step."""
+    found, cache = tuned
+    again = run(cluster_of(2), tmp_path, share=0.01, cache=cache)
     assert (again["measured"], again["rule"], again["effort"]) == ([0] * 5, found["rule"], SHORT.name)
     assert again["said"][0].startswith(f"hf_helix: plan `{found['rule']}`")
-    better = run(cluster_of(2), tmp_path / "better", share=0.9, cache=tmp_path / "cache")
+
+
+@pytest.mark.slow
+def test_a_run_that_can_afford_more_measures_anew(tuned: Any, cluster_of: Any, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(tuned[1], cache)
+    better = run(cluster_of(2), tmp_path, share=0.9, cache=cache)
     assert (better["measured"], better["effort"]) == ([0, 0, 1, 1, 1], FULL.name)
 
 
@@ -66,10 +84,9 @@ def test_steps_exchange_no_objects(plain: Any, cluster_of: Any, tmp_path: Path) 
     assert alone["in_windows"] == plain["in_windows"] == [0] * 5
 
 
-def test_no_window_reaches_what_measures_or_chooses_plans(plain: Any, cluster_of: Any, tmp_path: Path) -> None:
+def test_no_window_reaches_what_measures_or_chooses_plans(plain: Any, tuned: Any) -> None:
     """Followed through every function of the library that `Engine.train_window` enters, also in a run that is tuned."""
-    tuned = run(cluster_of(2), tmp_path, share=0.5)
-    for found in (plain, tuned):
+    for found in (plain, tuned[0]):
         assert {"hf_helix.engine.engine", "hf_helix.runtime.executor"} <= found["modules"], "the scan sees the window"
         reached = {module for module in found["modules"] if module.startswith(("hf_helix.tuning", SEARCH))}
         assert reached == set()

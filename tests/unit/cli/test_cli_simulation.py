@@ -103,6 +103,8 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         (["--batch_tokens", "0"], "--batch_tokens 0: give a number"),
         (["--top", "0"], "--top 0: give 1 or more"),
         (["--sequence_length", "0"], "--sequence_length 0: give 1 or more"),
+        (["--imbalance", "0.5"], "--imbalance 0.5: give 1 or more, such as 1.3"),
+        (["--imbalance", "nan"], "--imbalance nan: give 1 or more"),
         (["--network", "fast"], "--network fast: give a factor above 0, such as x2"),
         (["--network", "nan"], "--network nan: give a factor above 0"),
         (["--network", "x2"], "--network x2: one node has no network"),

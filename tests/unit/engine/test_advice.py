@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.on_paper import on_meta
 
 from hf_helix.engine.advice import better_layout, remember
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.simulation.cluster import Cluster, load_cluster
 from hf_helix.simulation.layouts import Ranking, Search
+from hf_helix.tuning.fingerprint import model_digest
 
 MESH = {"dp": 2, "pp": 1, "cp": 1, "tp": 1, "ep": 1}
 
@@ -40,6 +42,15 @@ def test_says_what_is_clearly_faster(known: tuple[Any, Ranking]) -> None:
     line = better_layout(model, mesh, "NVIDIA H100 80GB HBM3")
     assert line is not None
     assert f"{gain:.2f} times" in line
+
+
+def test_a_model_that_was_loaded_in_another_type_is_the_same_model(known: tuple[Any, Ranking]) -> None:
+    """The doctor has a configuration alone, and a run loads weights as they were saved."""
+    slowest = known[1].steps[-1].case.sizes
+    mesh = {"dp": slowest.dp, "pp": slowest.pp, "cp": slowest.cp, "tp": slowest.tp, "ep": slowest.ep}
+    loaded = on_meta(num_key_value_heads=4).to(torch.bfloat16)
+    assert better_layout(loaded, mesh, "NVIDIA H100 80GB HBM3") is not None
+    assert model_digest(loaded) != model_digest(known[0]), "the times of operators depend on the type"
 
 
 def test_says_nothing_otherwise(known: tuple[Any, Ranking]) -> None:

@@ -151,6 +151,7 @@ def test_on_one_rank_the_order_is_that_of_the_whole_window(rule: str, seed: int)
     assert predict_seconds(plan, profile, schedule) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 @given(name=NAMES, num_ranks=st.integers(2, 4), counts=COUNTS, rule=st.sampled_from(["sequential", "round_robin"]))
 def test_plans_of_blocks_are_those_of_the_whole_window(name: str, num_ranks: int, counts: list[int], rule: str):
     profile = profile_for(name, num_ranks, counts, 2)

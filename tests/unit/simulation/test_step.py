@@ -69,7 +69,7 @@ def test_a_schedule_that_is_searched_takes_and_keeps_about_what_the_usual_ones_d
     assert least <= quick.memory.activations / whole.memory.activations <= 1.25
 
 
-@pytest.mark.parametrize("name", ["tp2 dp2", "pp4"])
+@pytest.mark.parametrize("name", ["tp2 dp2", pytest.param("pp4", marks=pytest.mark.slow)])
 def test_a_long_window_is_a_short_one_with_more_of_the_same(name: str, paper: OnPaper):
     long = step_of(paper, **SIZES[name], microbatches=64)
     whole = step_of(paper, True, **SIZES[name], microbatches=64)

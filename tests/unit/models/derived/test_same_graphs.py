@@ -104,7 +104,7 @@ def gradients(families: list[Family], models: list[Any]) -> dict[str, Tensor]:
     return whole_gradients(models, placed)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", DECLARED)
 def test_gradients_have_the_same_bits(name: str, size: int) -> None:
     model = tiny(name).train()

@@ -1,0 +1,225 @@
+"""Plain FSDP (ZeRO-3), as the stock Trainer runs it: how fast it is, and what a device needs.
+
+In:   the amounts of a rank of plain data parallelism, a case of it, and a cluster.
+Out:  an `FSDP`.
+Must hold: amounts, rates and links are those that the layouts of hf_helix are judged by; nothing here is built by
+hf_helix.
+
+Every rank keeps its part of all weights, gradients and states. The weights of a layer are gathered before its forward
+and once more before its backward, and its gradients are reduced and scattered behind it: three times the bytes of the
+weights in all (ZeRO, arXiv 1910.02054, sections 5.3 and 7.2.2). While a layer computes, the weights of the next one are
+gathered, and no further ones (FSDP, arXiv 2304.11277, sections 3.3.1 to 3.3.3, and 3.4 on the rate limiter). So of a
+gather shows what lasts longer than the computation beside it. What belongs to no layer (embedding, final norm, head) is
+gathered before forward, and kept until the end of backward.
+
+With several micro-batches in a window, the stock Trainer reduces gradients in the last one only, and the others keep
+whole gradients (section 3.3.4). Where there is no room for these, `GradientAccumulationPlugin(sync_each_batch=True)` of
+Accelerate reduces them in every micro-batch; both ways are tried. Gathered weights and whole gradients have the type of
+matrix products, as Accelerate sets the mixed precision of FSDP.
+
+Not in it: what the host needs to issue operators, and copies into and out of the buffers of collectives, which both
+make FSDP slower than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.profile import Pair
+from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.cluster import Cluster
+from hf_helix.simulation.estimate import Ring, estimate_profile, rings, transfer_seconds
+from hf_helix.simulation.kernels import Transfer
+from hf_helix.simulation.memory import GRADIENT, PARAMETER, STATES, Memory
+from hf_helix.simulation.step import (
+    OPTIMIZER_BYTES,
+    Case,
+    Step,
+    layout_of,
+    memory_of_case,
+    model_flops,
+)
+
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of an element of gathered weights and of gradients that are reduced, by the type of matrix products."""
+
+
+@dataclass(frozen=True)
+class FSDP:
+    """A step under FSDP.
+
+    Attributes:
+        step: what it takes.
+        sync_each_batch: whether gradients are reduced in every micro-batch.
+    """
+
+    step: Step
+    sync_each_batch: bool
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What FSDP wraps: a layer.
+
+    Attributes:
+        forward: seconds of its forward.
+        backward: seconds of its backward.
+        gather: seconds in which its weights are gathered.
+        reduce: seconds in which its gradients are reduced.
+        weights: bytes of the gathered weights.
+        gradients: bytes of the whole gradients.
+    """
+
+    forward: float
+    backward: float
+    gather: float
+    reduce: float
+    weights: int
+    gradients: int
+
+
+def simulate_fsdp(amounts: Amounts, case: Case, cluster: Cluster, sync_each_batch: bool = False) -> FSDP:
+    """Returns what an optimizer step takes under FSDP over all devices.
+
+    Args:
+        amounts: of a rank of plain data parallelism.
+        case: with data parallelism alone, and the plan `sequential`.
+        cluster: what it runs on.
+        sync_each_batch: whether to reduce gradients in every micro-batch.
+
+    Raises:
+        ValueError: the device has no peak for the type of matrix products.
+    """
+    layout = layout_of(amounts, case)
+    ring = rings(cluster, case.sizes)["dp"]
+    profile = estimate_profile(amounts, layout, case.sizes, cluster, case.dtype)
+    units = {}
+    for name, pair in layout.graphs.items():
+        seconds = {"F": 0.0, "B": 0.0}
+        for entry, _ in pair.entries():
+            seconds[entry[0]] += profile.times[name, entry]
+        units[name] = _unit(amounts, name, (seconds["F"], seconds["B"]), ring, case, cluster)
+    first, *layers, last = [units[name] for name in amounts.model.units]
+    kept, reduced = (_MicroBatch(first, layers, last, ring, cluster, sums) for sums in (False, True))
+    others = reduced if sync_each_batch else kept
+    kind, more = _kind(ring), case.microbatches - 1
+    step = Step(
+        case,
+        window=more * (others.seconds + others.tail) + reduced.seconds,
+        sums=reduced.tail,
+        optimizer=_optimizer(amounts, case, cluster),
+        loads={Kind.COMPUTE: case.microbatches * reduced.computing, kind: more * others.sent + reduced.sent},
+        exposed={kind: more * (others.exposed + others.tail) + reduced.exposed},
+        bubble=0.0,
+        memory=_memory(amounts, case, [first, last], layers, sync_each_batch),
+        model_flops=model_flops(amounts, case),
+    )
+    return FSDP(step, sync_each_batch)
+
+
+class _MicroBatch:
+    """Forward and backward of a micro-batch.
+
+    Args:
+        first: the embedding.
+        layers: in forward order.
+        last: norm, head and loss.
+        ring: all devices.
+        cluster: what it runs on.
+        reduces: whether gradients are reduced.
+
+    Attributes:
+        seconds: of forward and backward.
+        tail: seconds after it in which only gradients are reduced.
+        computing: seconds of computation, with nothing beside it.
+        sent: seconds of communication, with nothing beside it.
+        exposed: seconds in which only weights are gathered or gradients reduced, without `tail`.
+    """
+
+    def __init__(
+        self, first: _Unit, layers: Sequence[_Unit], last: _Unit, ring: Ring, cluster: Cluster, reduces: bool
+    ) -> None:
+        kind = _kind(ring)
+        self._slow = (
+            cluster.contention.get((Kind.COMPUTE, kind), 1.0),
+            cluster.contention.get((kind, Kind.COMPUTE), 1.0),
+        )
+        self.seconds = self.exposed = self.computing = self.sent = 0.0
+        ends = first.gather + last.gather
+        self._run(0.0, ends)
+        self._run(first.forward, layers[0].gather)
+        for layer, following in pairwise(layers):
+            self._run(layer.forward, following.gather)
+        self._run(layers[-1].forward, 0.0)
+        self._run(last.forward + last.backward, layers[-1].gather)
+        waiting = 0.0  # gradients of the layer before in backward
+        for layer, following in pairwise(layers[::-1]):
+            self._run(layer.backward, following.gather + waiting)
+            waiting = layer.reduce if reduces else 0.0
+        self._run(layers[0].backward, waiting)
+        rest = layers[0].reduce if reduces else 0.0
+        self._run(first.backward, rest)
+        self.tail = first.reduce + last.reduce if reduces else 0.0
+        self.sent += self.tail
+
+    def _run(self, computing: float, sending: float) -> None:
+        """Adds computation and what is sent beside it: both begin at the same time, and what follows waits for both."""
+        together, alone = computing + sending, sending
+        if computing and sending:
+            pair = Pair.of(computing, sending, *self._slow)
+            together, alone = pair.together, pair.together - pair.first
+        self.seconds += together
+        self.exposed += alone
+        self.computing += computing
+        self.sent += sending
+
+
+def _unit(amounts: Amounts, name: str, seconds: tuple[float, float], ring: Ring, case: Case, cluster: Cluster) -> _Unit:
+    held, size = amounts.weights[name], ELEMENT[case.dtype]
+    gradients = size * (held.trained + held.experts)
+    weights = gradients + size * held.frozen
+
+    def moved(method: str, count: int) -> float:
+        return transfer_seconds(Transfer("dp", method, count * (ring.size - 1) // ring.size), ring, cluster)
+
+    return _Unit(*seconds, moved("all_gather", weights), moved("reduce_scatter", gradients), weights, gradients)
+
+
+def _kind(ring: Ring) -> Kind:
+    return Kind.INTER_NODE if ring.crosses else Kind.INTRA_NODE
+
+
+def _model_size(amounts: Amounts) -> tuple[int, int]:
+    """Returns how many parameters the model has, and how many of them are trained."""
+    held = [amounts.weights[name] for name in amounts.model.units]
+    trained = sum(each.trained + each.experts for each in held)
+    return trained + sum(each.frozen for each in held), trained
+
+
+def _optimizer(amounts: Amounts, case: Case, cluster: Cluster) -> float:
+    _, trained = _model_size(amounts)
+    mine = trained / case.sizes.dp
+    bandwidth = cluster.device.bandwidth * cluster.device.memory_efficiency.at(max(1.0, PARAMETER * mine))
+    return OPTIMIZER_BYTES * mine / bandwidth
+
+
+def _memory(
+    amounts: Amounts, case: Case, ends: Sequence[_Unit], layers: Sequence[_Unit], sync_each_batch: bool
+) -> Memory:
+    """Returns the memory of a device: its parts of all that is kept, two layers and the ends gathered, the gradients of
+    two layers on their way, and the activations of one micro-batch."""
+    every, trained = _model_size(amounts)
+    shares = case.sizes.dp
+    whole = 0 if sync_each_batch or case.microbatches == 1 else ELEMENT[case.dtype] * trained
+    largest = sorted(layers, key=lambda unit: unit.weights)[-2:]
+    return Memory(
+        weights=PARAMETER * every / shares,
+        gradients=GRADIENT * trained / shares + whole,
+        states=STATES * trained / shares,
+        copies=sum(unit.weights for unit in (*ends, *largest)),
+        activations=memory_of_case(amounts, replace(case, microbatches=1)).activations,
+        buffers=sum(unit.gradients for unit in largest),
+    )

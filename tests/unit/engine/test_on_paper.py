@@ -1,0 +1,78 @@
+"""A model on paper: layers that are alike are declared once for each layout, and stand for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.on_paper import counted, on_meta
+
+from hf_helix.config import HelixConfig
+from hf_helix.engine.build import declare
+from hf_helix.engine.on_paper import kinds_of
+from hf_helix.models.families.llama import Llama
+from hf_helix.simulation.mesh import paper_mesh
+
+LAYERS = 6
+
+
+def alike() -> Any:
+    return on_meta(num_hidden_layers=LAYERS)
+
+
+def partly_frozen() -> Any:
+    model = alike()
+    for layer in model.model.layers[:4]:
+        layer.requires_grad_(False)
+    return model
+
+
+def with_dense_layers() -> Any:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    return on_meta("qwen3_moe", num_hidden_layers=LAYERS, mlp_only_layers=[1, 4], **sizes)
+
+
+def with_windows() -> Any:
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16}
+    types = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+    return on_meta("gpt_oss", num_hidden_layers=LAYERS, layer_types=types, **sizes)
+
+
+KINDS: list[tuple[Callable[[], Any], list[int]]] = [
+    (alike, [0] * LAYERS),
+    (partly_frozen, [0, 0, 0, 0, 1, 1]),
+    (with_dense_layers, [0, 1, 0, 0, 1, 0]),
+    (with_windows, [0, 1] * (LAYERS // 2)),
+]
+
+
+@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"tp_size": 2, "recompute": "full"}], ids=["none", "full"])
+@pytest.mark.parametrize(("make", "expected"), KINDS, ids=[make.__name__ for make, _ in KINDS])
+def test_one_layer_of_each_kind_stands_for_all(make: Callable[[], Any], expected: list[int], helix: dict[str, Any]):
+    model, config = make(), HelixConfig(**helix)
+    kinds = kinds_of(model)
+    assert list(kinds.kinds) == expected
+    mesh = paper_mesh({"tp": 2}).mesh
+    whole = declare(model, config, mesh, [config.recompute or "none"] * LAYERS).stage
+    found = counted(model, **helix)
+    assert list(found.model.units) == list(whole.layout.units)
+    assert found.layout.graphs == {name: whole.layout.graphs[name] for name in dict.fromkeys(whole.layout.units)}
+
+
+def test_only_one_layer_of_each_kind_is_declared_for_a_layout(monkeypatch: pytest.MonkeyPatch):
+    model = partly_frozen()
+    kinds = kinds_of(model)
+    declared: list[Any] = []
+    original = Llama.layer
+    monkeypatch.setattr(Llama, "layer", lambda self, b, layer: declared.append(layer) or original(self, b, layer))
+    counted(model, kinds=kinds, tp_size=2)
+    assert declared == [model.model.layers[0], model.model.layers[4]]
+
+
+def test_what_the_whole_model_hides_is_refused():
+    """A layer that stands for none is checked all the same."""
+    model = alike()
+    model.model.layers[3].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"model\.model\.layers\.3 has a forward hook"):
+        counted(model, tp_size=2)
