@@ -61,5 +61,5 @@ def _find(saved: Tensor | _Place) -> Tensor:
 
 def _copies_of(whole: Tensor) -> dict[tuple[object, ...], Any]:
     """What was made of a gathered piece; it goes with the piece."""
-    copies: dict[tuple[object, ...], Any] = whole.__dict__.setdefault("_hf_helix_copies", {})
+    copies: dict[tuple[object, ...], Any] = vars(whole).setdefault("copies", {})
     return copies

@@ -10,8 +10,7 @@ interpreter exits.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +25,7 @@ from hf_helix.operators.communication.transport import Axis, Copies, Transport
 from hf_helix.operators.unit import EXPERTS, Placement
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
+from hf_helix.runtime.distributed.checks import check_joined, check_link, check_world
 from hf_helix.runtime.distributed.pipe import Pipe, make_pipe
 
 
@@ -204,15 +204,7 @@ def _new_mesh(
     groups.control_group()  # later, not all ranks may come to need it at the same time
     if backend == groups.NCCL:
         groups.order_launches(pp_size)
-    # Dimensions: copies of the experts, ep, pp, cp, tp.
-    places = torch.arange(dp_size * shared).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
-    rows = {
-        "tp": places,
-        "cp": places.movedim(3, -1),
-        "ep": places.movedim(1, -1),
-        "dp": places.permute(2, 3, 4, 0, 1).flatten(3),
-        "experts": places.movedim(1, 3).flatten(3),
-    }
+    rows = _rows_of(sizes)
     if inter_node_axes is None:
         inter_node_axes = _axes_between_hosts(rows)
     device_mesh = _device_mesh(device, dp_size, shared)
@@ -228,32 +220,47 @@ def _new_mesh(
         kind = Kind.INTER_NODE if set(kinds) & set(inter_node_axes) else Kind.INTRA_NODE
         return Axis(_transport(group, rows[name], backend), kind)
 
-    tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
-    experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
-
-    def spread_over(rows: torch.Tensor, group: dist.ProcessGroup | None) -> Copies | None:
+    def spread_over(name: str, group: dist.ProcessGroup | None) -> Copies | None:
         if not spreads or group is None:
             return None
         crosses = "dp" in inter_node_axes or (cp_size > 1 and "cp" in inter_node_axes)
         kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
-        weights = Axis(_transport(groups.group_of(rows), rows, backend), kind)
-        return Copies(weights, Axis(_transport(group, rows, backend), Kind.GRADIENTS))
+        weights = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), kind)
+        return Copies(weights, Axis(_transport(group, rows[name], backend), Kind.GRADIENTS))
 
-    rows_of_copies = places.permute(2, 4, 0, 1, 3).flatten(2)
-    copies_group = dp_group if cp_size == 1 else groups.group_of(rows_of_copies, use="gradients")
-    copies = spread_over(rows_of_copies, copies_group)
+    tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
+    experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
+    copies_group = dp_group if cp_size == 1 else groups.group_of(rows["copies"], use="gradients")
+    copies = spread_over("copies", copies_group)
     expert_copies_group, expert_copies = copies_group, copies
     if ep_size > 1:
-        rows_of_copies = places.permute(1, 2, 4, 0, 3).flatten(3)
-        several = rows_of_copies.shape[-1] > 1
-        expert_copies_group = groups.group_of(rows_of_copies, use="gradients") if several else None
-        expert_copies = spread_over(rows_of_copies, expert_copies_group)
-    pipe = make_pipe(places.movedim(2, -1), backend)
+        several = rows["expert_copies"].shape[-1] > 1
+        expert_copies_group = groups.group_of(rows["expert_copies"], use="gradients") if several else None
+        expert_copies = spread_over("expert_copies", expert_copies_group)
+    pipe = make_pipe(rows["pp"], backend)
     found = dp_group, copies_group, expert_copies_group, batch_group
     mesh = Mesh(sizes, device, device_mesh, tp, cp, experts, pipe, *found, copies=copies, expert_copies=expert_copies)
     if backend == groups.NCCL:
         connect(mesh)
     return mesh
+
+
+def _rows_of(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """The ranks that each axis connects: the last dimension is one row of them."""
+    dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
+    world = dp_size * pp_size * cp_size * tp_size
+    # Dimensions: copies of the experts, ep, pp, cp, tp.
+    places = torch.arange(world).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
+    return {
+        "tp": places,
+        "cp": places.movedim(3, -1),
+        "ep": places.movedim(1, -1),
+        "dp": places.permute(2, 3, 4, 0, 1).flatten(3),
+        "pp": places.movedim(2, -1),
+        "experts": places.movedim(1, 3).flatten(3),
+        "copies": places.permute(2, 4, 0, 1, 3).flatten(2),
+        "expert_copies": places.permute(1, 2, 4, 0, 3).flatten(3),
+    }
 
 
 def _device_mesh(device: torch.device, dp_size: int, shared: int) -> DeviceMesh:
@@ -303,68 +310,3 @@ def _transport(group: dist.ProcessGroup, places: torch.Tensor, backend: str) -> 
     if backend != groups.GLOO:
         return GroupTransport(group)
     return GlooTransport(group, groups.group_of(places, groups.GLOO))
-
-
-def check_joined(world: int) -> None:
-    """Raise ValueError if the launcher started several processes and this one counts a world of one."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1 and world == 1:
-        by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ  # `accelerate launch` sets it
-        needed = "both `distributed_type: MULTI_GPU` with `use_cpu: true` in the YAML and " if by_accelerate else ""
-        raise ValueError(
-            f"the launcher started {launched} processes, but this one runs alone. On CPU, Accelerate needs {needed}"
-            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True), in the script"
-        )
-
-
-def check_link(link: str, device: torch.device, world: int) -> None:
-    """Raise ValueError where there is nothing that a link could be emulated for."""
-    if device.type == "cuda":
-        raise ValueError(
-            f"link={link!r} emulates a link for runs on CPU, whose transfers wait in threads of their own; this run is "
-            "on CUDA, whose transfers run on the device: use link=None, or TrainingArguments(use_cpu=True)"
-        )
-    if world == 1:
-        raise ValueError(
-            f"link={link!r} emulates a link between processes, and only one runs; start several, such as `accelerate "
-            "launch --num_processes 2`, or use link=None"
-        )
-
-
-def check_world(
-    world: int,
-    tp_size: int,
-    pp_size: int = 1,
-    cp_size: int = 1,
-    ep_size: int = 1,
-    fits: Callable[[int], bool] | None = None,
-) -> None:
-    """See `build_mesh`.
-
-    Args:
-        fits: whether the model can be cut over so many tensor-parallel ranks; None where there is no model yet.
-    """
-    left = world
-    taken: list[str] = []
-    sizes = {"tp_size": tp_size, "pp_size": pp_size, "cp_size": cp_size, "ep_size": ep_size}
-    for name, size in sizes.items():
-        if left % size == 0:
-            taken += [f"{name}={size}"] * (size > 1)
-            left //= size
-            continue
-        works = [number for number in range(1, left + 1) if left % number == 0]
-        if name == "tp_size" and fits is not None:
-            works = [number for number in works if fits(number)]
-        if taken:
-            what = f"the {left} process{'es' * (left > 1)} that {' and '.join(taken)} leaves of {world}"
-        else:
-            what = f"the world size, {world} process{'es' * (world > 1)}"
-        hint = (
-            ". Only one process runs: start the script with `accelerate launch --num_processes N`; on CPU with "
-            "`distributed_type: MULTI_GPU` and `use_cpu: true` in the YAML (`MULTI_CPU` starts a single process)"
-            if world == 1
-            else ""
-        )
-        if name == "ep_size":
-            what += ", since experts are shared by data-parallel ranks"
-        raise ValueError(f"{name}={size} must divide {what}; values that work: {', '.join(map(str, works))}{hint}")
