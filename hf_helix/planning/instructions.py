@@ -90,8 +90,7 @@ def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Pass]:
     found = []
     for action in slot.actions:
         for place in _places(action, layout):
-            pair = layout.graphs[layout.units[place[1]]]
-            graph = pair.forward if action.computation_type == "F" else pair.backward
+            graph = layout.graph(place[1], action.computation_type == "F")
             if graph.transfers and any(op.receives is receives for op in graph.operators):
                 found.append((place, action))
     return found
@@ -104,7 +103,6 @@ def _places(action: Action | None, layout: Layout) -> list[Place]:
 def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
     """What a micro-batch runs in a unit, in canonical order."""
     microbatch, unit = place
-    pair = layout.graphs[layout.units[unit]]
 
     def instruction(op: Operator) -> Instruction:
         def keys(names: Iterable[str]) -> tuple[Key, ...]:
@@ -122,7 +120,7 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
             weights=keys(op.weights),
         )
 
-    return [instruction(op) for op in (pair.forward if forward else pair.backward).operators]
+    return [instruction(op) for op in layout.graph(unit, forward).operators]
 
 
 def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
@@ -132,25 +130,33 @@ def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
     through before, once what enters that unit is there; the first unit of a pass has its own.
     """
     microbatch, unit = place
-    own = unit_instructions(layout, place, forward)
+    made = unit_instructions(layout, place, forward)
     if layout.transfers(unit):
-        return own
+        return made
     before, behind = layout.neighbours(unit, forward)
-    if behind is not None:
-        pair = layout.graphs[layout.units[unit]]
-        graph = pair.forward if forward else pair.backward
-        entering = tuple(layout.key(unit, name, forward) for name in graph.inputs)
-        following = unit_instructions(layout, (microbatch, behind), forward)
-        own = [replace(each, control_deps=entering) for each in following if _is_ahead(each)] + own
-    own_ahead = [each for each in own if _is_ahead(each) and each.unit == unit]
-    if not own_ahead:
-        return own
-    rest = [each for each in own if each not in own_ahead]
-    return own_ahead + rest if before is None else rest
+    first = [each for each in made if _is_ahead(each.operator)] if before is None else []
+    following = _ahead_of((microbatch, behind), place, layout, forward) if behind is not None else []
+    return first + following + [each for each in made if not _is_ahead(each.operator)]
 
 
-def _is_ahead(instruction: Instruction) -> bool:
-    return instruction.operator is not None and instruction.operator.ahead
+def _ahead_of(behind: Place, place: Place, layout: Layout, forward: bool) -> list[Instruction]:
+    """What is issued ahead for a unit while the micro-batch passes through the one before.
+
+    Args:
+        behind: the micro-batch and the unit that it is issued for.
+        place: the micro-batch and the unit that it passes through.
+        layout: what the ranks hold.
+        forward: whether the micro-batch passes forward.
+    """
+    if not any(map(_is_ahead, layout.graph(behind[1], forward).operators)):
+        return []
+    entering = tuple(layout.key(place[1], name, forward) for name in layout.graph(place[1], forward).inputs)
+    following = unit_instructions(layout, behind, forward)
+    return [replace(each, control_deps=entering) for each in following if _is_ahead(each.operator)]
+
+
+def _is_ahead(op: Operator | None) -> bool:
+    return op is not None and op.ahead
 
 
 def action_instructions(layout: Layout, place: Place, action: Action) -> list[Instruction]:

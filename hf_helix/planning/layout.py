@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from hf_helix.planning.graph.operator import Graph
 from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair
 
 Key = tuple[int, str]
@@ -66,6 +67,11 @@ class Layout:
             for other in (unit - 1, unit + 1)
         )
         return (before, behind) if forward else (behind, before)
+
+    def graph(self, unit: int, forward: bool) -> Graph:
+        """The operators of a unit, forward or backward."""
+        pair = self.graphs[self.units[unit]]
+        return pair.forward if forward else pair.backward
 
     def transfers(self, unit: int) -> bool:
         """Whether a unit is a way between ranks."""

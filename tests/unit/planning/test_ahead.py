@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.graphs import compute, linear, pair, profile_of, schedule_of, segment
 
+from hf_helix.planning.cost import work_of
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import recomputed
-from hf_helix.planning.instructions import Instruction, pass_instructions, unit_instructions
+from hf_helix.planning.instructions import Instruction, pass_instructions, unit_instructions, window_instructions
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.program import build_programs, validate_program
+from hf_helix.planning.window import Window
 
 READ = {"weights": ("weights",), "dgrad_weights": ("weights",)}
 
@@ -82,6 +86,17 @@ def test_recomputation_reads_them_anew_too():
 
 def test_a_unit_by_itself_has_its_own():
     assert places(unit_instructions(LAYOUT, (0, 2), True))[0] == (2, "weights")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_window_as_numbers_is_what_its_instructions_are(count: int):
+    """Units of one name differ in what is issued in them: in the last layer, the weights of the head."""
+    profile, schedule = profile_of(LAYOUT), schedule_of(count)
+    made, window = window_instructions(schedule, LAYOUT), Window(schedule, LAYOUT)
+    assert [window.instruction(place) for place in range(len(window))] == made
+    expected, found = work_of(made, LAYOUT, profile.times), window.work(profile.times)
+    assert [sorted(needs) for needs in found.needs] == [sorted(needs) for needs in expected.needs]
+    assert replace(found, needs=[]) == replace(expected, needs=[])
 
 
 @pytest.mark.parametrize("rule", ["sequential", "round_robin", "dhelix", "greedy"])
