@@ -9,7 +9,7 @@ runners here, so that what is measured is what is trained.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
+from hf_helix.runtime.gradient_buckets import layout_with_sums
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
 from hf_helix.runtime.streams import make_streams
@@ -146,7 +147,7 @@ def declare(
         family.head_cost(base),
         config.layers_per_stage,
     )
-    return Declared(stage, called)
+    return Declared(replace(stage, layout=layout_with_sums(stage.layout, stage.model, mesh)), called)
 
 
 def start_runner(

@@ -28,7 +28,7 @@ Times = Mapping[tuple[str, str], float]
 Slowdown = Callable[[tuple[str, str], tuple[str, str]], float]
 """How many times longer the first operator takes while the second runs beside it; 1 where they do not interfere."""
 
-STREAMS = (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE, Kind.PIPELINE)
+STREAMS = (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE, Kind.PIPELINE, Kind.GRADIENTS)
 COMPUTE = STREAMS.index(Kind.COMPUTE)
 
 
@@ -110,10 +110,11 @@ class Timeline:
 
 
 def entry_of(instruction: Instruction, layout: Layout) -> tuple[str, str]:
-    """The unit's name and the entry in a plan of what an instruction runs."""
+    """The unit's name and the entry in a plan of what an instruction runs; of a sum of gradients, its name."""
     op = instruction.operator
     assert op is not None
-    return layout.units[instruction.unit], f"{'F' if op.part is Part.F else 'B'}.{op.name}"
+    unit = op.kind.value if op.kind is Kind.GRADIENTS else layout.units[instruction.unit]
+    return unit, f"{'F' if op.part is Part.F else 'B'}.{op.name}"
 
 
 def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Work:
@@ -149,7 +150,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
             needs.append(forwards[place_of_call])  # what forward kept for backward
         for key in instruction.writes:
             writers[microbatch, key] = place
-        if op.kind.communicates and op.kind is not Kind.PIPELINE:
+        if op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE):
             pending.setdefault(rank, []).append(place)
         if op.receives:
             needs += [sent[key] for key in [_passage(instruction)] if key in sent]

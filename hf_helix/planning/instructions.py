@@ -24,8 +24,8 @@ class Instruction:
         unit: index among the layout's units; of a barrier, any unit of its rank (-1 where there is one rank).
         accumulates, control_deps, weights: as of `Operator`, by key.
         frees: values that nothing reads any more.
-        ends: whether nothing of the micro-batch comes after.
-        completes: units whose gradients are complete.
+        ends: whether nothing of the micro-batch comes after but sums of gradients.
+        gradient_sum: of a sum of gradients, its place among the layout's; of everything else -1.
     """
 
     microbatch: int
@@ -36,7 +36,7 @@ class Instruction:
     writes: tuple[Key, ...] = ()
     frees: tuple[Key, ...] = ()
     ends: bool = False
-    completes: tuple[int, ...] = ()
+    gradient_sum: int = -1
     control_deps: tuple[Key, ...] = ()
     weights: tuple[Key, ...] = ()
 
@@ -57,7 +57,7 @@ class Instruction:
             self.writes,
             self.frees,
             self.ends,
-            self.completes,
+            self.gradient_sum,
             self.control_deps,
             self.weights,
         )

@@ -2,7 +2,7 @@
 
 In:   a window, and the order of issue on every rank.
 Out:  an `Issued`: the ranks' instructions, and the same as numbers.
-Must hold: every instruction of the ranks once, each after what it reads.
+Must hold: every instruction of the ranks once, each after what it reads; sums of gradients as soon as they can be.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hf_helix.planning.cost import COMPUTE, STREAMS, Times, Work
+from hf_helix.planning.gradient_sums import add_sums, order_with_sums, sums_behind, with_sums
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction
 from hf_helix.planning.window import ABSENT, Window
@@ -24,7 +25,8 @@ class Issued:
 
     Attributes:
         window: what the ranks run.
-        orders: rank by rank, the places of the instructions in the window; ~u stands for a barrier beside unit u.
+        orders: rank by rank, the places of the instructions in the window; ~u stands for a barrier beside unit u. Where
+            gradients are summed follows from them.
         ends: of each instruction, when it ends by the clock that the plan ordered it with; None where the order does
             not depend on times.
     """
@@ -35,14 +37,14 @@ class Issued:
 
     def program(self, rank: int) -> list[Instruction]:
         """The instructions of a rank."""
-        window = self.window
-        return [
-            window.instruction(place) if place >= 0 else replace(BARRIER_INSTRUCTION, unit=~place)
-            for place in self.orders[rank]
+        window, order = self.window, self.orders[rank]
+        made = [
+            window.instruction(place) if place >= 0 else replace(BARRIER_INSTRUCTION, unit=~place) for place in order
         ]
+        return with_sums(made, sums_behind(window, order), window.layout)
 
     def work(self, times: Times) -> tuple[Work, list[int]]:
-        """The window as numbers, with its barriers behind its instructions, and the order of issue.
+        """The window as numbers, with barriers and sums of gradients behind its instructions, and the order of issue.
 
         Raises:
             KeyError: `times` lacks an operator.
@@ -59,7 +61,7 @@ class Issued:
                     order.append(len(work))
                     _add_barrier(work, rank, moving)
                     moving = []
-        return work, order
+        return add_sums(work, self.window, times), order_with_sums(self.window, order, len(work))
 
 
 def _add_barrier(work: Work, rank: int, moving: list[int]) -> None:

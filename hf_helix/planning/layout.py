@@ -14,6 +14,21 @@ Key = tuple[int, str]
 
 
 @dataclass(frozen=True)
+class GradientSum:
+    """Gradients that ranks with other tokens (dp, cp) sum in one piece: a bucket.
+
+    They are complete with the last of their `adders` for the last micro-batch; then the sum is issued.
+
+    Attributes:
+        adders: the operators of backward, as (unit, name), that add to them, all on one rank of the pipeline.
+        bytes: of the gradients, on the rank that holds most of them.
+    """
+
+    adders: tuple[tuple[int, str], ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """What the pipeline ranks hold, by name.
 
@@ -24,6 +39,8 @@ class Layout:
         ranks: the pipeline rank of each virtual stage; empty where one rank holds them all.
         shared: operators of backward, as (unit, name), that add to one gradient, such as that of tied embeddings; each
             row in the order in which a micro-batch runs them.
+        sums: the sums of gradients of all ranks of the pipeline, those of one rank in the order in which a micro-batch
+            by itself would complete them; empty where no other rank sees other tokens.
     """
 
     units: Sequence[str]
@@ -31,10 +48,12 @@ class Layout:
     graphs: Mapping[str, GraphPair]
     shared: Sequence[Sequence[tuple[int, str]]] = ()
     ranks: Sequence[int] = ()
+    sums: Sequence[GradientSum] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared", tuple(tuple((unit, name) for unit, name in row) for row in self.shared))
         object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "sums", tuple(self.sums))
 
     @cached_property
     def _homes(self) -> dict[int, int]:
@@ -73,6 +92,10 @@ class Layout:
         pair = self.graphs[self.units[unit]]
         return pair.forward if forward else pair.backward
 
+    def sums_of(self, rank: int) -> list[int]:
+        """The sums of gradients of a pipeline rank, as indices into `sums`."""
+        return [number for number, found in enumerate(self.sums) if self.rank_of(found.adders[0][0]) == rank]
+
     def transfers(self, unit: int) -> bool:
         """Whether a unit is a way between ranks."""
         return self.graphs[self.units[unit]].forward.transfers
@@ -83,6 +106,8 @@ class Layout:
         for stage, chunk in self.chunks.items():
             names = " ".join(self.units[unit] for unit in chunk)
             lines.append(f"stage {stage} on rank {self.ranks[stage] if self.ranks else 0}: {names}")
+        if self.sums:
+            lines.append(f"{len(self.sums)} gradient sums of {[found.bytes for found in self.sums]} bytes")
         return "\n".join(lines)
 
     def key(self, unit: int, value: str, forward: bool) -> Key:

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hf_helix.planning.graph.operator import Kind, Operator
+from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.layout import Layout
 
 Name = tuple[str, str]
-"""An operator: the name of its unit and its entry in a plan, such as ("layer", "B.mlp.down.W")."""
+"""An operator: the name of its unit and its entry in a plan, such as ("layer", "B.mlp.down.W"). Sums of gradients
+belong to no unit; they are called ("gradients", "B.sum.0") and so on, as the layout numbers them."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,22 @@ class Profile:
 
     def kind(self, name: Name) -> Kind:
         """Returns the kind of an operator."""
-        return self._kinds[name]
+        return Kind.GRADIENTS if name[0] == Kind.GRADIENTS.value else self._kinds[name]
 
     def slowdown(self, name: Name, other: Name) -> float:
         """How many times longer the first takes while the second runs beside it."""
         key = (self.like.get(name, name), self.like.get(other, other))
         measured, by_kind = self._slowdowns
         found = measured.get(key)
-        return by_kind.get((self.kind(name), self.kind(other)), 1.0) if found is None else found
+        return by_kind.get((self._measured_as(name), self._measured_as(other)), 1.0) if found is None else found
+
+    def _measured_as(self, name: Name) -> Kind:
+        """The kind whose pairs stand for an operator: sums of gradients cost what collectives between hosts cost, or
+        those inside a host where there are no others."""
+        kind = self.kind(name)
+        if kind is not Kind.GRADIENTS:
+            return kind
+        return Kind.INTER_NODE if Kind.INTER_NODE in self._kinds.values() else Kind.INTRA_NODE
 
     def overlap_efficiency(self, name: Name, other: Name) -> float:
         """OEF, the paper's equation 1: 1 where the shorter is hidden, 0 where nothing is gained, below 0 a loss."""
@@ -110,7 +119,8 @@ class Profile:
 
 def rough_profile(layout: Layout) -> Profile:
     """Without a measurement: relative times by the declared effort of every operator, in milliseconds."""
-    return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in named_operators(layout)})
+    operators = (*named_operators(layout), *named_sums(layout))
+    return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in operators})
 
 
 def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
@@ -118,6 +128,28 @@ def named_operators(layout: Layout) -> Iterator[tuple[Name, Operator]]:
     for unit, pair in layout.graphs.items():
         for entry, op in pair.entries():
             yield (unit, entry), op
+
+
+def named_sums(layout: Layout) -> Iterator[tuple[Name, Operator]]:
+    """Every sum of gradients, in the order of the layout. A rough guess is that it takes as long as computing them."""
+    for number, found in enumerate(layout.sums):
+        adders = (layout.graphs[layout.units[unit]].backward[name] for unit, name in found.adders)
+        op = Operator(
+            name=f"sum.{number}",
+            kind=Kind.GRADIENTS,
+            reads=(),
+            writes=(),
+            part=Part.B,
+            relative_cost=sum(adder.relative_cost for adder in adders),
+        )
+        yield (Kind.GRADIENTS.value, f"B.{op.name}"), op
+
+
+def seconds_of_sums(profile: Profile, rank: int) -> float:
+    """Seconds of all sums of gradients of a pipeline rank, one after the other."""
+    mine = profile.layout.sums_of(rank)
+    names = [name for name, _ in named_sums(profile.layout)]
+    return sum(profile.times[names[number]] for number in mine)
 
 
 def slowdown_of(alone: float, beside: float, other: float) -> float:
@@ -133,11 +165,13 @@ def _weighted_mean(found: list[tuple[float, float]]) -> float:
 
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
     """Raise ValueError, naming the operator, where times are missing, unknown or impossible."""
+    sums = {name for name, _ in named_sums(layout)}
     known = {name for name, _ in named_operators(layout)}
-    for name in sorted(known - times.keys()):
-        raise ValueError(f"the profile does not cover operator {join_name(name)!r}")
+    for name in sorted((known | sums) - times.keys()):
+        what = f"the sums of gradients ({len(sums)} here)" if name in sums else f"operator {join_name(name)!r}"
+        raise ValueError(f"the profile does not cover {what}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
-        if name not in known:
+        if name not in known and name[0] != Kind.GRADIENTS.value:  # a part of the layout may have none of the sums
             raise ValueError(f"the profile names {join_name(name)!r}, which is not an operator of these graphs")
     for name, seconds in times.items():
         _check_time(join_name(name), seconds)

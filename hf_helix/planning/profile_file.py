@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_helix.planning.graph.graph_json import graph_data, graph_from
 from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.layout import Layout
+from hf_helix.planning.layout import GradientSum, Layout
 from hf_helix.planning.profile import Name, Pair, Profile, join_name
 from hf_helix.planning.text import first_difference, format_json, round_ms
 
@@ -85,6 +85,10 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
     if set(units) != graphs.keys() or any(unit not in range(len(units)) for chunk in chunks.values() for unit in chunk):
         raise ValueError("its layout names units that it does not hold")
     shared = [[(int(unit), str(name)) for unit, name in row] for row in data["layout"].get("shared", ())]
+    sums = [
+        GradientSum(tuple((int(unit), str(name)) for unit, name in row["adders"]), int(row["bytes"]))
+        for row in data["layout"].get("sums", ())
+    ]
     ranks = [int(rank) for rank in data["layout"].get("ranks", ())]
     if ranks and len(ranks) != len(chunks):
         raise ValueError(f"its layout has {len(chunks)} stages on {len(ranks)} ranks")
@@ -106,7 +110,7 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
         seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
         pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
     about = {str(key): str(value) for key, value in data["about"].items()}
-    return Profile(about, Layout(units, chunks, graphs, shared, ranks), times, spread, pairs, like, moved, bare)
+    return Profile(about, Layout(units, chunks, graphs, shared, ranks, sums), times, spread, pairs, like, moved, bare)
 
 
 def _split(text: str) -> Name:
@@ -146,10 +150,17 @@ def profile_json(profile: Profile) -> str:
             "chunks": {str(stage): list(units) for stage, units in profile.layout.chunks.items()},
             "shared": [[list(each) for each in row] for row in profile.layout.shared],
             "ranks": list(profile.layout.ranks),
+            **_sums_data(profile.layout),
         },
         "graphs": {name: graph_data(pair.forward) for name, pair in profile.layout.graphs.items()},
     }
     return format_json(data) + "\n"
+
+
+def _sums_data(layout: Layout) -> dict[str, Any]:
+    """What a file says of sums of gradients; nothing where there are none."""
+    rows = [{"bytes": found.bytes, "adders": [list(each) for each in found.adders]} for found in layout.sums]
+    return {"sums": rows} if rows else {}
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:

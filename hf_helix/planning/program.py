@@ -76,7 +76,7 @@ def build_program(
     ordered = order_window(plan, schedule, layout, slots_ahead, rank)
     for copies in (*COPIES, ordered.repeats):
         made = ordered.lengthened(min(copies, ordered.repeats), rank)
-        once = _complete(_free(made.issued.program(rank), keep), layout)
+        once = _free(made.issued.program(rank), keep)
         if not made.repeats:
             break
         begin, end = made.stretches[rank]
@@ -88,7 +88,7 @@ def build_program(
 def _repeats(program: Sequence[Instruction], begin: int, end: int) -> bool:
     """Whether the stretch behind one frees and ends the same."""
     return all(
-        (one.frees, one.ends, one.completes) == (other.frees, other.ends, other.completes)
+        (one.frees, one.ends) == (other.frees, other.ends)
         for one, other in zip(program[begin:end], program[end : 2 * end - begin], strict=True)
     )
 
@@ -97,7 +97,7 @@ def build_programs(
     schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
 ) -> list[list[Instruction]]:
     """The instructions of a window, rank by rank, each of them ordered; arguments as of `build_program`."""
-    return [_complete(_free(program, keep), layout) for program in plan.programs(schedule, layout, slots_ahead)]
+    return [_free(program, keep) for program in plan.programs(schedule, layout, slots_ahead)]
 
 
 def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction]:
@@ -105,7 +105,7 @@ def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction
     freed: list[Instruction] = []
     used: dict[int, set[Key]] = {}
     for instruction in reversed(program):
-        if instruction.operator is not None:
+        if instruction.operator is not None and instruction.gradient_sum < 0:
             ends = instruction.microbatch not in used
             known = used.setdefault(instruction.microbatch, set(keep))
             keys = dict.fromkeys((*instruction.writes, *instruction.needs))
@@ -117,19 +117,6 @@ def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction
     return freed[::-1]
 
 
-def _complete(program: list[Instruction], layout: Layout) -> list[Instruction]:
-    """The program with, on each instruction, the units whose gradients are complete with it."""
-    last: dict[int, int] = {}
-    for place, instruction in enumerate(program):
-        op = instruction.operator
-        if op is not None and op.part is not Part.F and op.kind is not Kind.PIPELINE:
-            last[instruction.unit] = place
-    units: dict[int, list[int]] = {}
-    for unit, place in last.items():
-        units.setdefault(place, []).append(unit)
-    return [replace(made, completes=tuple(units[i])) if i in units else made for i, made in enumerate(program)]
-
-
 def validate_program(
     program: Sequence[Instruction],
     sources: Collection[Key],
@@ -137,12 +124,13 @@ def validate_program(
     slots: Sequence[Slot] = (),
 ) -> None:
     """Check a rank's program by itself: nothing is read before it is written or after it is freed, nothing runs twice,
-    and gradients add up, and transfers follow each other, in the order of the micro-batches.
+    gradients add up, and transfers follow each other, in the order of the micro-batches, and gradients are summed over
+    ranks once nothing more is added to them.
 
     Args:
         program: of one rank.
         sources: values that exist from the start, such as the gradient of the loss.
-        layout: says which operators share a gradient; None where none do.
+        layout: says which operators share a gradient, and which gradients are summed together; None where none are.
         slots: of the rank; gradients that operators share add up in their order.
 
     Raises:
@@ -152,9 +140,17 @@ def validate_program(
     latest: dict[tuple[int, str, bool], int] = {}
     turns = _turns(slots, layout) if layout and slots else {}
     seen: set[tuple[int, int, str, bool]] = set()
+    adds_to: dict[tuple[int, str], list[int]] = {}
+    for number, found in enumerate(layout.sums if layout else ()):
+        for adder in found.adders:
+            adds_to.setdefault(adder, []).append(number)
+    summed: set[int] = set()
     for place, instruction in enumerate(program):
         op = instruction.operator
         if op is None:
+            continue
+        if instruction.gradient_sum >= 0:
+            summed.add(instruction.gradient_sum)
             continue
         values = alive.setdefault(instruction.microbatch, set(sources))
         what = f"instruction {place} ({op.part.value}{instruction.microbatch} unit {instruction.unit} {op.name})"
@@ -175,6 +171,8 @@ def validate_program(
             expected = turns[instruction.unit, op.name]
             if expected.pop(0) != (instruction.microbatch, instruction.unit, op.name):
                 raise ValueError(f"{what} adds to a shared gradient out of turn")
+        if not forward and not summed.isdisjoint(adds_to.get((instruction.unit, op.name), ())):
+            raise ValueError(f"{what} adds to gradients that have been summed over ranks")
         values.update(instruction.writes)
         values.difference_update(instruction.frees)
 

@@ -26,6 +26,7 @@ MEANING = {
     "f": "communication of forward",
     "b": "communication of backward",
     "r": "communication of forward again",
+    "s": "gradient sums (data parallel)",
 }
 """The letters of what a bar does."""
 
@@ -62,6 +63,8 @@ class Bar:
     @property
     def letter(self) -> str:
         """What it does; see `MEANING`."""
+        if self.stream == Kind.GRADIENTS.value:
+            return "s"
         part = part_of(self.strand, self.operator)
         letter = part if part in "WR" else self.strand
         return letter.lower() if self.communicates else letter
@@ -108,7 +111,11 @@ def bars_of_timeline(timeline: Timeline, program: Sequence[Instruction]) -> list
 def _unit_labels(timeline: Timeline, program: Sequence[Instruction]) -> dict[int, str]:
     """By index of a unit: its name, numbered where the rank holds several; like "layers.3" of a trace."""
     entries = timeline.work.entries
-    names = {i.unit: timeline.work.names[n][0] for i, n in zip(program, entries, strict=True) if i.operator is not None}
+    names = {
+        i.unit: timeline.work.names[n][0]
+        for i, n in zip(program, entries, strict=True)
+        if i.operator is not None and i.gradient_sum < 0
+    }
     alike: dict[str, list[int]] = {}
     for unit, name in sorted(names.items()):
         alike.setdefault(name, []).append(unit)

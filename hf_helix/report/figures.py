@@ -30,6 +30,7 @@ COLOURS = {
     "f": "#a9cbe8",
     "b": "#f3bda8",
     "r": "#cbdcb0",
+    "s": "#8d7bb0",
 }
 
 STYLE = {

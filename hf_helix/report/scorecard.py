@@ -33,6 +33,7 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
         return "\n".join([*lines, f"  {alone}"])
     lines += [
         f"  communication alone  {in_ms(overlap.communication):>12}",
+        *_sums(overlap),
         *_overlapped(overlap),
         f"  hidden               {overlap.hidden_fraction:12.0%}   of its time was saved; "
         f"{in_ms(overlap.exposed)} are exposed",
@@ -42,6 +43,14 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
     if overlap.hidden_fraction < 0:
         lines.append("  communication slows computation down, as where both share the same cores")
     return "\n".join(lines)
+
+
+def _sums(overlap: Overlap) -> list[str]:
+    """The line of the sums of gradients, where there are any."""
+    if not overlap.sums:
+        return []
+    beside = f"of it gradient sums (data parallel); {overlap.sums_overlapped:.0%} of their time ran beside computation"
+    return [f"                       {in_ms(overlap.sums):>12}   {beside}"]
 
 
 def _overlapped(overlap: Overlap) -> list[str]:

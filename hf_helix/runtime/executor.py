@@ -59,7 +59,7 @@ class Executor:
         microbatches: Sequence[MicroBatch],
         sources: Mapping[Key, Tensor],
         training: bool,
-        completed: Callable[[int], object] | None = None,
+        sum_gradients: Callable[[int], object] | None = None,
         at_barrier: Callable[[], object] | None = None,
     ) -> Kept:
         """Issues every instruction of a program.
@@ -69,7 +69,8 @@ class Executor:
             microbatches: the micro-batches that the instructions number.
             sources: values that every micro-batch starts with, such as the gradient of its loss.
             training: whether there will be a backward pass.
-            completed: called with the index of a unit once all its gradients have been issued.
+            sum_gradients: called where a sum of gradients is issued, with its place among the layout's; None for no
+                sums.
             at_barrier: called at every barrier, after all that was issued before it has been waited for.
 
         Returns:
@@ -77,7 +78,7 @@ class Executor:
         """
         bound = self._bind(program)
         with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
-            kept = self._run(bound, microbatches, sources, training, completed, at_barrier)
+            kept = self._run(bound, microbatches, sources, training, sum_gradients, at_barrier)
         for unit in self.units.values():
             for flat in unit.flats.values():
                 flat.take_back()
@@ -104,7 +105,7 @@ class Executor:
         microbatches: Sequence[MicroBatch],
         sources: Mapping[Key, Tensor],
         training: bool,
-        completed: Callable[[int], object] | None,
+        sum_gradients: Callable[[int], object] | None,
         at_barrier: Callable[[], object] | None,
     ) -> Kept:
         strands: dict[int, Strand] = {}
@@ -114,6 +115,10 @@ class Executor:
                 self._barrier(strands)
                 if at_barrier is not None:
                     at_barrier()
+                continue
+            if step.gradient_sum >= 0:
+                if sum_gradients is not None:
+                    sum_gradients(step.gradient_sum)
                 continue
             microbatch = step.microbatch + later
             strand = strands.get(microbatch)
@@ -132,9 +137,6 @@ class Executor:
             if step.ends:
                 self._drain(strand)
                 kept[microbatch] = strands.pop(microbatch).values
-            if completed is not None:
-                for unit in step.completes:
-                    completed(unit)
         while self._sent:
             self._wait(self._sent.popleft()[0])
         return kept

@@ -1,6 +1,6 @@
 """Gradients over the ranks: their sums during a window, and the norm of the whole gradient.
 
-In:   units with their parameters and placements, and the mesh.
+In:   buckets of parameters (see `hf_helix.runtime.gradient_buckets`), and the mesh.
 Out:  complete gradients on every rank; one norm, equal on every rank.
 Must hold: a parameter that several ranks copy counts once; sums come in the same order on every rank.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,82 +23,47 @@ from hf_helix.operators.weights.flat import Flat
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.flat_gradients import FlatGradients
+from hf_helix.runtime.gradient_buckets import Bucket, gradient_buckets
 from hf_helix.runtime.streams import Event, Streams
 
-BUCKET_BYTES = 25 * 2**20
 MAX_COPIES = 2
 """How many buckets in half precision may have a copy in float32 alive on CUDA when the next copy is made."""
 
 Placements = Mapping[nn.Parameter, Placement]
 
 
-@dataclass
-class _Bucket:
-    """Parameters whose gradients are summed in one piece.
-
-    Attributes:
-        placements: the parameters, with how they are cut.
-        waiting: how many of their gradients are not complete yet.
-    """
-
-    placements: dict[nn.Parameter, Placement] = field(default_factory=dict)
-    waiting: int = 0
-
-
 class Reduction:
     """Sums the gradients of one window over the ranks, while backward still runs.
 
-    Units report once their last gradient has been issued. Of a bucket of complete gradients, what each rank saw of the
-    sequence is summed over tp, in line with the other collectives there; then the sum over the parts of a sequence (cp)
-    and the average over the batches (dp) are taken, on a stream of their own. What is in a bucket does not depend on
-    the plan, so neither do the sums. Gradients in float32 are averaged where they lie: those of a bucket are put in one
-    piece of memory first, unless they lie so already.
+    The program says when the last gradient of a bucket has been issued. Of a bucket, what each rank saw of the sequence
+    is summed over tp, in line with the other collectives there; then the sum over the parts of a sequence (cp) and the
+    average over the batches (dp) are taken, on a stream of their own. What is in a bucket does not depend on the plan,
+    so neither do the sums. Gradients in float32 are averaged where they lie: those of a bucket are put in one piece of
+    memory first, unless they lie so already.
 
     Args:
-        units: of this rank, by index.
+        buckets: of this rank.
     """
 
-    def __init__(self, units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
+    def __init__(self, buckets: Sequence[Bucket], mesh: Mesh, streams: Streams) -> None:
         self._mesh = mesh
         self._streams = streams
-        self._units = units
-        self._waiting: dict[nn.Parameter, int] = {}  # units that have still to add to it
-        self._buckets: dict[nn.Parameter, _Bucket] = {}
+        self._left = dict(enumerate(buckets))
         self._events: list[Event] = []
-        self._flats: dict[Flat, int] = {}  # units that have still to add to the gradients in it
-        for unit in units.values():
-            for flat in dict.fromkeys(unit.flats.values()):
-                self._flats[flat] = self._flats.get(flat, 0) + 1
-        spread = {parameter for flat in self._flats for parameter in flat.placements}
-        bucket, size = _Bucket(), 0
-        for _, unit in sorted(units.items(), reverse=True):
-            for parameter, placement in unit.placements.items():
-                self._waiting[parameter] = self._waiting.get(parameter, 0) + 1
-                if parameter in self._buckets or not parameter.requires_grad or parameter in spread:
-                    continue
-                if size and size + parameter.nbytes > BUCKET_BYTES:
-                    bucket, size = _Bucket(), 0
-                bucket.placements[parameter] = placement
-                bucket.waiting += 1
-                size += parameter.nbytes
-                self._buckets[parameter] = bucket
 
-    def complete(self, unit: int) -> None:
-        """Notes that the gradients of a unit are complete on this rank, and sums the buckets that are."""
-        for parameter in self._units[unit].placements:
-            self._waiting[parameter] -= 1
-            bucket = self._buckets.get(parameter)
-            if bucket is not None and not self._waiting[parameter]:
-                bucket.waiting -= 1
-                if not bucket.waiting:
-                    self._reduce(bucket.placements)
-        for flat in dict.fromkeys(self._units[unit].flats.values()):
-            self._flats[flat] -= 1
-            if not self._flats[flat]:
-                self._reduce_to_shards(flat)
+    def sum_bucket(self, number: int) -> None:
+        """Sums a bucket whose gradients are complete on this rank."""
+        bucket = self._left.pop(number)
+        if bucket.flat is None:
+            self._reduce(bucket.placements)
+        else:
+            self._reduce_to_shards(bucket.flat)
 
     def finish(self) -> None:
-        """Lets the compute stream wait until every gradient is complete on every rank."""
+        """Sums what is left, such as the few parts that only tensor parallelism sums, and lets the compute stream wait
+        until every gradient is complete on every rank."""
+        for number in list(self._left):
+            self.sum_bucket(number)
         for event in self._events:
             self._streams.wait(event)
         self._events = []
@@ -156,10 +120,7 @@ class Reduction:
 
 def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
     """Reduces all gradients now, without overlap."""
-    reduction = Reduction(units, mesh, streams)
-    for unit in units:
-        reduction.complete(unit)
-    reduction.finish()
+    Reduction(gradient_buckets(units, mesh), mesh, streams).finish()
 
 
 @contextlib.contextmanager

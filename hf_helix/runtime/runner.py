@@ -8,7 +8,7 @@ shapes; all ranks of a pipeline run the same window.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.grad_reduce import Reduction
+from hf_helix.runtime.gradient_buckets import gradient_buckets
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.streams import Streams
@@ -43,6 +44,7 @@ class Runner:
 
     Attributes:
         layout: what all ranks hold, with the graphs that the plan orders (those of `stage`, but for tiled plans).
+        buckets: the gradients that are summed together.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Runner:
         self._loss_gradient: Key = (head, f"d.{loss}")
         self._logits: Key = (head, self.stage.model[head].logits or "")
         self._last = self.layout.rank_of(head)
+        self._fill_buckets()
 
     def with_plan(self, plan: Plan, scheduler: Scheduler | None = None) -> Runner:
         """A runner of the same parameters, on the same streams, with another plan (and other schedules)."""
@@ -85,13 +88,38 @@ class Runner:
             complete: also sum the gradients over the ranks. Off, each rank keeps what it saw.
         """
         program = self.program(len(microbatches))
-        reduction = Reduction(self.stage.units, self.mesh, self.executor.streams) if complete else None
-        completed = reduction.complete if reduction else None
-        kept = self.executor.run(program, microbatches, self.sources(), training=True, completed=completed)
+        reduction, sum_gradients = self._reduction() if complete else (None, None)
+        kept = self.executor.run(program, microbatches, self.sources(), training=True, sum_gradients=sum_gradients)
         if reduction:
             reduction.finish()
         losses = [found[self._loss] for _, found in sorted(kept.items()) if self._loss in found]
         return list(self._everywhere(losses, len(microbatches)))
+
+    def _reduction(self) -> tuple[Reduction, Callable[[int], object] | None]:
+        """The sums of a window's gradients, and what issues one of them by its place among the layout's."""
+        if self._trained() != self._trained_then:
+            self._fill_buckets()
+        reduction = Reduction(self.buckets, self.mesh, self.executor.streams)
+        if not self._numbers:
+            return reduction, None
+        return reduction, lambda number: reduction.sum_bucket(self._numbers[number])
+
+    def _fill_buckets(self) -> None:
+        """Finds the buckets, and which of them each of the layout's sums is.
+
+        Where the user has frozen or freed parameters since the layout was made, there are other buckets than in the
+        program. Then none of them is a sum of the layout, and all are summed at the end.
+        """
+        self._trained_then = self._trained()
+        self.buckets = gradient_buckets(self.stage.units, self.mesh)
+        planned = [number for number, bucket in enumerate(self.buckets) if bucket.is_planned]
+        known = self.stage.layout.sums_of(self.stage.rank)
+        expected = [self.stage.layout.sums[number].adders for number in known]
+        alike = expected == [self.buckets[number].adders for number in planned]
+        self._numbers = dict(zip(known, planned, strict=True)) if alike else {}
+
+    def _trained(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.stage.placements]
 
     def evaluate(self, microbatches: Sequence[MicroBatch], keep_logits: bool = False) -> tuple[Tensor, Tensor | None]:
         """Forward only: the sum of the losses and, if asked for, this rank's logits.

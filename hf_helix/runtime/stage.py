@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_helix.operators.communication.pipeline_p2p import MakeBuffers, Transfer, transfer_unit
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.operators.weights.flat import Flat
-from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 from hf_helix.planning.layout import Layout, place_names
 from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks
 from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.runtime.gradient_buckets import adders_of
 
 SINGLE = Pipe([0])
 
@@ -153,11 +153,4 @@ def _check_single(stage: Stage) -> None:
 
 def shared_gradients(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
     """The backward operators that add to a gradient which several units share, see `Layout.shared`."""
-    users: dict[Tensor, list[tuple[int, str]]] = {}
-    for index in sorted(units, reverse=True):
-        backward = units[index].graphs.backward
-        for op in backward.operators:
-            if op.part not in (Part.I, Part.R) and not (op.splits_dgrad_wgrad and op.wgrad_fraction == 0):
-                for parameter in units[index].operators[op.forward_name].parameters:
-                    users.setdefault(parameter, []).append((index, op.name))
-    return [found for found in users.values() if len({index for index, _ in found}) > 1]
+    return [found for found in adders_of(units).values() if len({index for index, _ in found}) > 1]

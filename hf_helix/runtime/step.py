@@ -25,6 +25,7 @@ class Step:
 
     Attributes:
         op: the operator of the graph; None for a barrier, which has no other attribute.
+        gradient_sum: as of `Instruction`; a sum of gradients has no further attribute.
         unit: the unit that the operator belongs to.
         place: index of the unit, and name of the declared operator.
         communicates: whether the instruction goes to a communication stream.
@@ -39,9 +40,9 @@ class Step:
     __slots__ = (
         "adds",
         "communicates",
-        "completes",
         "ends",
         "frees",
+        "gradient_sum",
         "keeps",
         "lane",
         "microbatch",
@@ -61,7 +62,8 @@ class Step:
 
     def __init__(self, instruction: Instruction, units: Mapping[int, Unit]) -> None:
         self.op = op = instruction.operator
-        if op is None:
+        self.gradient_sum = instruction.gradient_sum
+        if op is None or self.gradient_sum >= 0:
             return
         self.microbatch = instruction.microbatch
         self.unit = units[instruction.unit]
@@ -72,7 +74,6 @@ class Step:
         self.adds = instruction.accumulates if any(instruction.accumulates) else ()
         self.frees = instruction.frees
         self.ends = instruction.ends
-        self.completes = instruction.completes
         operator = self.unit.operators[op.forward_name]
         self.communicates = op.kind.communicates
         if not self.communicates:

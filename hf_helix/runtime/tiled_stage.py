@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_helix.operators.tiling import tile_unit
-from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, tile_pairs
+from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, tile_layout
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.runtime.stage import Stage, shared_gradients
 
@@ -23,5 +23,4 @@ def stage_for(plan: Plan, stage: Stage) -> Stage:
 def tile_stage(stage: Stage, tiles: int) -> Stage:
     """The stage with collectives and the linears beside them cut into tiles."""
     model = {index: tile_unit(unit, tiles) for index, unit in stage.model.items()}
-    graphs = tile_pairs(stage.layout.graphs, tiles)
-    return replace(stage, model=model, layout=replace(stage.layout, graphs=graphs, shared=shared_gradients(model)))
+    return replace(stage, model=model, layout=replace(tile_layout(stage.layout, tiles), shared=shared_gradients(model)))

@@ -20,7 +20,7 @@ from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.profile import named_operators
-from hf_helix.runtime.grad_reduce import BUCKET_BYTES
+from hf_helix.runtime.gradient_buckets import BUCKET_BYTES
 from hf_helix.simulation.amounts import Amounts, Weights
 
 PARAMETER, GRADIENT, STATES = 4, 4, 8
@@ -108,7 +108,7 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
     alive = peak = sent = 0
     for instruction in program:
         op = instruction.operator
-        if op is None:
+        if op is None or op.kind is Kind.GRADIENTS:
             continue
         if op.kind is Kind.PIPELINE:
             alive -= sent

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import Profile
-from hf_helix.runtime.grad_reduce import BUCKET_BYTES
+from hf_helix.runtime.gradient_buckets import BUCKET_BYTES
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Ring, transfer_seconds

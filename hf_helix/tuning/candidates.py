@@ -108,5 +108,5 @@ def make_plans(
 
 
 def predict_window(runner: Runner, profile: Profile, num_microbatches: int) -> float:
-    """Returns the seconds that the cost function predicts for a window, without the gradient sums at its end."""
+    """Returns the seconds that the cost function predicts for a window, with its sums of gradients."""
     return predict_seconds(runner.plan, profile, runner.scheduler(num_microbatches))

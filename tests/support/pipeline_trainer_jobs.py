@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,8 @@ from transformers import AutoModelForCausalLM, Trainer
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime import grad_reduce as gradients
+from hf_helix.runtime import gradient_buckets
+from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace
 from hf_helix.tuning import autotune as tuning
 
@@ -55,8 +58,16 @@ def own_rank() -> int:
 @contextlib.contextmanager
 def buckets_of(size: int) -> Iterator[None]:
     """Gradients are summed in buckets of so many bytes; 0 for the usual size."""
-    with mock.patch.object(gradients, "BUCKET_BYTES", size or gradients.BUCKET_BYTES):
+    with mock.patch.object(gradient_buckets, "BUCKET_BYTES", size or gradient_buckets.BUCKET_BYTES):
         yield
+
+
+def with_buckets(runner: Runner, size: int) -> Runner:
+    """The runner with buckets of another size."""
+    with buckets_of(size):
+        layout = gradient_buckets.layout_with_sums(runner.stage.layout, runner.stage.model, runner.mesh)
+        stage, streams = replace(runner.stage, layout=layout), runner.executor.streams
+        return Runner(stage, runner.plan, runner.mesh, streams, runner.scheduler, runner.seed)
 
 
 # -- training and evaluation ---------------------------------------------------------------------------------------
@@ -172,7 +183,7 @@ def reductions(
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     placements = runner.stage.placements
 
-    def run(complete: bool) -> dict[str, Any]:
+    def run(runner: Runner, complete: bool) -> dict[str, Any]:
         trainer.model.zero_grad()
         runner.train_window(window, complete=complete)
         return {names[p]: p.grad.numpy().copy() for p in placements if p.grad is not None}
@@ -185,13 +196,13 @@ def reductions(
         return issue(kind, work, after, label, lane)
 
     streams.issue = noted
-    found: dict[str, Any] = {"seen": run(complete=False), "complete": {}, "to come": {}}
+    found: dict[str, Any] = {"seen": run(runner, complete=False), "complete": {}, "to come": {}}
     for size in sizes:
-        with buckets_of(size):
-            streams.trace = trace = Trace()
-            found["complete"][size] = run(complete=True)
-            streams.trace = None
-            found["to come"][size] = computations_to_come(trace)
+        changed = with_buckets(runner, size)
+        streams.trace = trace = Trace()
+        found["complete"][size] = run(changed, complete=True)
+        streams.trace = None
+        found["to come"][size] = computations_to_come(trace)
     found["sums"] = {names[p]: placement.sums_gradient for p, placement in placements.items()}
     found["norm"] = gradients.gradient_norm(placements, trainer.helix.mesh).item()
     found["whole"] = pipeline_jobs.whole_gradients(trainer)

@@ -20,8 +20,8 @@ class Kind(Enum):
     """Which stream an operator runs on: computation, or one of the kinds of communication.
 
     Intra-node and inter-node communication (the paper's local and cross-node) are collectives inside a layer,
-    `PIPELINE` takes a value from one virtual stage to the next, and `GRADIENTS` are the sums over data-parallel ranks
-    (no operators, but a stream of their own).
+    `PIPELINE` takes a value from one virtual stage to the next, and `GRADIENTS` are the sums of gradients over ranks
+    that see other tokens (dp, cp): operators of a window, and of no unit's graph.
     """
 
     COMPUTE = "compute"

@@ -20,7 +20,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.predict import predict_seconds
-from hf_helix.planning.profile import Name, Pair, Profile
+from hf_helix.planning.profile import Name, Pair, Profile, seconds_of_sums
 from hf_helix.planning.window import Window
 
 NO_LINK = LinkSpeed(None)
@@ -111,6 +111,8 @@ def _predict(profile: Profile, schedule: Schedule, plans: Mapping[str, Plan]) ->
         anew = make_plan("greedy" if searched else rule, profile, model=plan.model, mesh=plan.mesh)
         candidates = [anew, plan] if searched else [anew]
         seconds[rule] = min(predict_seconds(each, profile, schedule) for each in candidates)
-    loads = Window(without_microbatches(schedule, 1), profile.layout).work(profile.times).loads()
+    layout = profile.layout
+    loads = Window(without_microbatches(schedule, 1), layout).work(profile.times).loads()
     computing, count = loads.pop(Kind.COMPUTE), num_microbatches_of(schedule)
-    return Predicted(link_of(profile), count * computing, count * sum(loads.values()), seconds)
+    sums = max(seconds_of_sums(profile, rank) for rank in range(layout.num_ranks))
+    return Predicted(link_of(profile), count * computing, count * sum(loads.values()) + sums, seconds)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -28,6 +28,7 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.pipeline.periodic import Gates
 from hf_helix.planning.plans.activation_memory import ActivationMemory, activation_memory, peak_layers, shares_of
+from hf_helix.planning.plans.last_backward import last_backward_weights
 from hf_helix.planning.plans.precedence import Precedence
 from hf_helix.planning.profile import Name
 from hf_helix.planning.window import Window
@@ -49,11 +50,14 @@ class Priorities:
         times: seconds of every operator alone.
         priority: see `Priority`.
         extra_live_layers: how many layers' activations may be alive beyond those of one strand.
+        held_units: of how many units at the front of each rank the weight gradients are held back in the last backward,
+            see `hf_helix.planning.plans.holding`; None where the last backward is ordered like all others.
     """
 
     times: Times
     priority: Priority
     extra_live_layers: int = EXTRA_LIVE_LAYERS
+    held_units: int | None = None
 
 
 class ListScheduler:
@@ -91,24 +95,34 @@ class ListScheduler:
             for need in needs:
                 self.readers[need].append(place)
 
-    def issue(self, priority: Priority, gates: Gates = ()) -> Issued:
+    def issue(self, priority: Priority, gates: Gates = (), held_units: int | None = None) -> Issued:
         """The window in the order of issue, rank by rank; arguments as of `order`."""
         ends = [0.0] * len(self.work)
         orders: list[list[int]] = [[] for _ in self.limits]
-        for place in self.order(priority, ends, gates):
+        for place in self.order(priority, ends, gates, held_units):
             orders[self.work.ranks[place]].append(place)
         return Issued(self.window, orders, ends)
 
-    def order(self, priority: Priority, ends: list[float] | None = None, gates: Gates = ()) -> list[int]:
+    def order(
+        self,
+        priority: Priority,
+        ends: list[float] | None = None,
+        gates: Gates = (),
+        held_units: int | None = None,
+    ) -> list[int]:
         """The order of issue, as indices of the program; what counts is the order among the instructions of a rank.
 
         Args:
             priority: see `Priority`.
             ends: takes up when each instruction ends.
             gates: of each rank, slots that it begins only once it has issued all that comes before them.
+            held_units: as of `Priorities`.
         """
         known = [priority.get(name, 0.0) for name in self.work.names]
         weight = [known[entry] for entry in self.work.entries]
+        if held_units is not None:
+            for place, each in last_backward_weights(self.window, self.work, held_units):
+                weight[place] = each
         waits = [len(needs) for needs in self.needs]
         arrives = [0.0] * len(self.work)
         free = [0.0] * (max(self._queues, default=0) + 1)
@@ -164,6 +178,15 @@ class ListScheduler:
                     ranks[of[reader]].add(reader, streams[reader] == COMPUTE)
                     changed.add(of[reader])
         return order
+
+    def peaks(self, order: Sequence[int]) -> list[float]:
+        """The most layers whose activations are alive on each rank under an order."""
+        alive, found = [0.0] * len(self.limits), [0.0] * len(self.limits)
+        for place in order:
+            rank = self.work.ranks[place]
+            alive[rank] += self.kept.alloc[place] - self.kept.free[place]
+            found[rank] = max(found[rank], alive[rank])
+        return found
 
     def _choose(self, rank: _Rank, arrives: list[float], weight: list[float], left: list[float]) -> None:
         """Note what a rank issues next and when it can begin: nothing where all that it could issue must allocate."""

@@ -50,16 +50,19 @@ class PriorityPlan(Plan):
         """The window as the list scheduler orders it, all ranks together. A receive is issued when, by the times of the
         plan, the other rank has sent, so `slots_ahead` means nothing here."""
         found = self.priorities
-        return ListScheduler(schedule, layout, found.times, found.extra_live_layers).issue(found.priority, gates)
+        scheduler = ListScheduler(schedule, layout, found.times, found.extra_live_layers)
+        return scheduler.issue(found.priority, gates, found.held_units)
 
     def data(self) -> Any:
-        """Milliseconds of every operator, and the layers that may be alive."""
+        """Milliseconds of every operator, the layers that may be alive, and the units that hold weight gradients back
+        in the last backward, where there are any."""
         operators: dict[str, dict[str, Any]] = {}
         for (unit, entry), seconds in self.priorities.times.items():
             priority = self.priorities.priority.get((unit, entry), 0.0)
             figures = {"ms": round_ms(seconds, 9), "priority_ms": round_ms(priority, 9)}
             operators.setdefault(unit, {})[entry] = figures
-        return {"extra_live_layers": self.priorities.extra_live_layers, "operators": operators}
+        held = {} if self.priorities.held_units is None else {"held_units": self.priorities.held_units}
+        return {"extra_live_layers": self.priorities.extra_live_layers, **held, "operators": operators}
 
     @classmethod
     def from_data(
@@ -78,10 +81,11 @@ def _priorities_from(data: Any, pairs: Mapping[str, GraphPair]) -> Priorities:
         _check_entries(unit, figures, known)
         for entry in known:
             times[unit, entry], priority[unit, entry] = _seconds(f"{unit} {entry}", figures[entry])
-    extra = data["extra_live_layers"]
-    if not isinstance(extra, int) or isinstance(extra, bool) or extra < 0:
-        raise ValueError(f"extra_live_layers must be a whole number of at least 0, got {extra!r}")
-    return Priorities(times, priority, extra)
+    extra, held = data["extra_live_layers"], data.get("held_units")
+    for name, value in {"extra_live_layers": extra, "held_units": 0 if held is None else held}.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+    return Priorities(times, priority, extra, held)
 
 
 def _check_entries(unit: str, found: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -19,10 +19,11 @@ from hf_helix.planning.plans.baselines.dhelix import dhelix
 from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
 from hf_helix.planning.plans.baselines.round_robin import round_robin
 from hf_helix.planning.plans.block_plan import BlockPlan, OrderBlock
+from hf_helix.planning.plans.holding import hold_weights
 from hf_helix.planning.plans.list_scheduler import Priorities
 from hf_helix.planning.plans.plan import Plan, graphs_digest
 from hf_helix.planning.plans.priority_plan import PriorityPlan
-from hf_helix.planning.plans.search import Progress, greedy, search
+from hf_helix.planning.plans.search import Progress, greedy, search, usual_schedule
 from hf_helix.planning.plans.sequential import sequential
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.program import build_programs
@@ -73,7 +74,8 @@ def _by_priorities(find: Callable[[Request], Priorities]) -> Callable[[Request],
 
 
 def _greedy(request: Request) -> Priorities:
-    return greedy(request.profile)
+    profile = request.profile
+    return hold_weights(greedy(profile), profile, request.schedule or usual_schedule(profile.layout))
 
 
 def _search(request: Request) -> Priorities:

@@ -24,13 +24,15 @@ from typing import NamedTuple
 
 from hf_helix.planning.annealing import anneal
 from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate
+from hf_helix.planning.gradient_sums import add_sums, order_with_sums
 from hf_helix.planning.graph.operator import Graph, Part
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Schedule, Slot, num_microbatches_of, without_microbatches
 from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.pipeline.periodic import Periodic
+from hf_helix.planning.plans.holding import hold_weights
 from hf_helix.planning.plans.list_scheduler import EXTRA_LIVE_LAYERS, ListScheduler, Priorities, Priority
-from hf_helix.planning.profile import Name, Profile, named_operators
+from hf_helix.planning.profile import Name, Profile, named_operators, seconds_of_sums
 from hf_helix.planning.window import Window
 
 EFFORT = 1_800_000  # of one annealing: instructions ordered and simulated, see `_Cost.effort`
@@ -62,13 +64,14 @@ def greedy(profile: Profile, extra_live_layers: int | None = None) -> Priorities
         profile: the times of the operators.
         extra_live_layers: see `Priorities`; None for `usual_extra_live_layers`.
     """
-    longest = max(profile.times.values())
+    times = {name: profile.times[name] for name, _ in named_operators(profile.layout)}
+    longest = max(times.values())
     priority = {
-        name: 1e-3 * (profile.times[name] + (longest if op.part is Part.W else 0.0))
+        name: 1e-3 * (times[name] + (longest if op.part is Part.W else 0.0))
         for name, op in named_operators(profile.layout)
     }
     usual = usual_extra_live_layers(profile.layout)
-    return Priorities(profile.times, priority, usual if extra_live_layers is None else extra_live_layers)
+    return Priorities(times, priority, usual if extra_live_layers is None else extra_live_layers)
 
 
 def search(
@@ -82,20 +85,18 @@ def search(
 
     Args:
         profile: the times of the operators, alone and beside each other.
-        schedule: of the window that the plan is made for; by default eight micro-batches of the W schedule, or of 1F1B
-            where every rank has one chunk.
+        schedule: of the window that the plan is made for; by default `usual_schedule`.
         extra_live_layers: as for `greedy`.
         progress: told how much of the search is done.
         effort: the length of the search, in parts of the usual one.
     """
     num_ranks = profile.layout.num_ranks
-    name = "folded_1f1b" if len(profile.layout.chunks) > num_ranks else "1f1b"
-    periodic = Periodic(schedule or build_schedule(name, num_ranks, USUAL_MICROBATCHES))
+    periodic = Periodic(schedule or usual_schedule(profile.layout))
     usual = periodic.keep(min(JUDGED, periodic.periods)) if periodic.periods else periodic.schedule
 
-    first = greedy(profile, extra_live_layers)
+    first = hold_weights(greedy(profile, extra_live_layers), profile, usual)
     cost = _Cost(first, profile, profile.layout, usual)
-    candidates = [(first, cost.by_factor(first.priority))]
+    candidates = [(first, cost.by_factor(first.priority, first.held_units))]
 
     def best() -> Priorities:
         shortest = min(as_measured for _, (as_measured, *_) in candidates)
@@ -111,9 +112,15 @@ def search(
     for number, (layout, few, seed) in enumerate(views):
         start = first if number < len(views) - 1 else best()
         told = None if progress is None else functools.partial(_tell, progress, number, len(views))
-        improved = _improve(start, profile, layout, few, seed, effort, told)
-        candidates.append((improved, cost.by_factor(improved.priority)))
+        improved = hold_weights(_improve(start, profile, layout, few, seed, effort, told), profile, usual)
+        candidates.append((improved, cost.by_factor(improved.priority, improved.held_units)))
     return best()
+
+
+def usual_schedule(layout: Layout) -> Schedule:
+    """The schedule of the window that plans are made for where none is given."""
+    name = "folded_1f1b" if len(layout.chunks) > layout.num_ranks else "1f1b"
+    return build_schedule(name, layout.num_ranks, USUAL_MICROBATCHES)
 
 
 def num_annealings(layout: Layout) -> int:
@@ -140,7 +147,7 @@ def _improve(
 ) -> Priorities:
     """Returns the priorities that annealing finds for a window."""
     cost = _Cost(start, profile, layout, schedule)
-    names, scale = cost.window.work.names, max(profile.times.values())
+    names, scale = cost.window.work.names, max(start.times.values())
 
     def propose(current: _Candidate, rng: random.Random) -> _Candidate:
         priority = _changed(current.priority, names, scale, rng)
@@ -167,8 +174,9 @@ class _Cost:
         work = self.window.work
         communicates = any(stream != COMPUTE for stream in work.streams)
         factors = COMPUTE_TIME_FACTORS if communicates else COMPUTE_TIME_FACTORS[:1]
-        self._works = [work.paced(factor) for factor in factors]
-        self._bounds = [bound(work, layout) for work in self._works]
+        self._bounds = [bound(work.paced(factor), layout) for factor in factors]
+        self._first_sum = len(work)
+        self._works = [add_sums(work, self.window.window, profile.times).paced(factor) for factor in factors]
 
     @property
     def effort(self) -> int:
@@ -178,9 +186,10 @@ class _Cost:
     def __call__(self, priority: Priority) -> float:
         return statistics.fmean(self.by_factor(priority))
 
-    def by_factor(self, priority: Priority) -> list[float]:
-        """Seconds over the bound for each of `COMPUTE_TIME_FACTORS`."""
-        order = self.window.order(priority)
+    def by_factor(self, priority: Priority, held_units: int | None = None) -> list[float]:
+        """Seconds over the bound for each of `COMPUTE_TIME_FACTORS`, sums of gradients included."""
+        order = self.window.order(priority, held_units=held_units)
+        order = order_with_sums(self.window.window, order, self._first_sum)
         found = (simulate(work, self._slowdown, order).seconds for work in self._works)
         return [seconds / limit for seconds, limit in zip(found, self._bounds, strict=True)]
 
@@ -198,14 +207,18 @@ def predict(priorities: Priorities, profile: Profile, schedule: Schedule) -> Tim
         schedule: of the window.
     """
     window = ListScheduler(schedule, profile.layout, priorities.times, priorities.extra_live_layers)
-    work = window.window.work(profile.times)
-    return simulate(work, profile.slowdown if profile.pairs else None, window.order(priorities.priority))
+    issued = window.issue(priorities.priority, held_units=priorities.held_units)
+    work, order = issued.work(profile.times)
+    return simulate(work, profile.slowdown if profile.pairs else None, order)
 
 
 def lower_bound(profile: Profile, schedule: Schedule) -> float:
-    """Seconds that no order of this window can beat, see `bound`. Every micro-batch adds the same to it."""
-    one = Window(without_microbatches(schedule, 1), profile.layout)
-    return num_microbatches_of(schedule) * bound(one.work(profile.times), profile.layout)
+    """Seconds that no order of this window can beat, see `bound`. Every micro-batch adds the same to it; the sums of
+    gradients of a rank, which follow one another, come once."""
+    layout = profile.layout
+    work = Window(without_microbatches(schedule, 1), layout).work(profile.times)
+    sums = [seconds_of_sums(profile, rank) for rank in range(layout.num_ranks)]
+    return max(num_microbatches_of(schedule) * bound(work, layout), *sums)
 
 
 def bound(work: Work, layout: Layout) -> float:

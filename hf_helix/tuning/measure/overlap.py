@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 
 from hf_helix.operators.communication.transport import Axis, Move, Recorder, SilentTransport, Transport
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import world_size
 from hf_helix.runtime.grad_reduce import complete_gradients
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.trace import Trace
+from hf_helix.runtime.trace import Trace, common, merge
 from hf_helix.tuning.progress import Progress
 
 
@@ -46,6 +47,8 @@ class Overlap:
         overlapped_by_kind: the overlapped fraction of each kind of communication.
         bubble_fraction: of the time of the computation alone, what ranks of a pipeline wait for each other (mean).
         link: the emulated link that everything was measured on, as text; empty where bytes went as they are.
+        sums: seconds of the sums of gradients alone; they are part of `communication`.
+        sums_overlapped: the part of their time in which computation ran beside them, from a trace.
     """
 
     step: float
@@ -58,6 +61,8 @@ class Overlap:
     bubble_fraction: float = 0.0
     busiest: float | None = None
     link: str = ""
+    sums: float = 0.0
+    sums_overlapped: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -138,6 +143,8 @@ def measure_overlap(
     summing = summing if world_size() > mesh.pipe.size else 0.0
     moved, steps = rest[: len(moving)], rest[len(moving) :]
     overlapped = {name: _overlapped_fractions(runner, window) for name, runner in runners.items()}
+    spanning = bool(first.layout.sums)  # if not, only tensor parallelism sums parts of a few gradients
+    beside_sums = {name: _sums_overlapped(runner, window) if spanning else 0.0 for name, runner in runners.items()}
     bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
     link, sent = mesh.link, sum(transport.bytes_sent for transport in recorded)
     # Axes that may run side by side share the rank's link.
@@ -155,6 +162,8 @@ def measure_overlap(
             overlapped_by_kind=overlapped[name],
             bubble_fraction=bubbles[runner.scheduler.name],
             link=str(link or ""),
+            sums=summing if spanning else 0.0,
+            sums_overlapped=beside_sums[name],
         )
         for (name, runner), step in zip(runners.items(), steps, strict=True)
     }
@@ -264,6 +273,16 @@ def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[
     ranks = all_gather_object(mine)
     streams = sorted({stream for found in ranks for stream in found})
     return {stream: statistics.fmean(found[stream] for found in ranks if stream in found) for stream in streams}
+
+
+def _sums_overlapped(runner: Runner, window: Sequence[MicroBatch]) -> float:
+    """The part of the time of sums of gradients in which computation ran beside them: a mean over the ranks."""
+    spans = trace_window(runner, window, complete=True).spans
+    summing = merge((span.start, span.end) for span in spans if span.stream == Kind.GRADIENTS.value)
+    computing = merge((span.start, span.end) for span in spans if span.stream == Kind.COMPUTE.value)
+    busy = sum(end - start for start, end in summing)
+    beside = sum(end - start for start, end in common(summing, computing))
+    return statistics.fmean(all_gather_object(beside / busy if busy else 1.0))
 
 
 def _bubble_fraction(runner: Runner, window: Sequence[MicroBatch]) -> float:

@@ -118,7 +118,7 @@ def test_slowdowns_of_three_at_once_multiply():
 
 def test_loads_are_sums_by_stream():
     rows = work((COMPUTE, 1, []), (LOCAL, 4, []), (CROSS, 8, []), (COMPUTE, 2, []), (LOCAL, 16, []))
-    assert rows.loads() == {COMPUTE: 3, LOCAL: 20, CROSS: 8, Kind.PIPELINE: 0}
+    assert rows.loads() == {COMPUTE: 3, LOCAL: 20, CROSS: 8, Kind.PIPELINE: 0, Kind.GRADIENTS: 0}
     layout = layout_of(LLAMA, 3)
     times = random_times(layout, 0)
     made = window_instructions(schedule_of(2), layout)

@@ -123,7 +123,7 @@ def received(program: Sequence[Instruction]) -> list[tuple[int, Instruction]]:
 def without_receives(program: Sequence[Instruction]) -> list[Instruction]:
     """What ends with an instruction left out: another may be the last that touches something."""
     left = [each for each in program if each.operator is None or not each.operator.receives]
-    return [replace(each, frees=(), ends=False, completes=()) for each in left]
+    return [replace(each, frees=(), ends=False) for each in left]
 
 
 def slot_of(each: Instruction, slots: Sequence[Slot], layout: Layout) -> int:

@@ -51,7 +51,7 @@ def test_windows_are_valid_and_whole(rule: str, num_layers: int, num_microbatche
     made = window_instructions(schedule_of(num_microbatches), layout)
 
     def bare(instruction: Instruction) -> Instruction:
-        return replace(instruction, frees=(), ends=False, completes=())
+        return replace(instruction, frees=(), ends=False)
 
     found = {(i.microbatch, i.unit, i.operator): i for i in made}
     program = operators_of(program)
@@ -95,20 +95,6 @@ def test_each_micro_batch_ends_once_and_last(rule: str):
     for k in range(3):
         places = [i for i, instruction in enumerate(program) if instruction.microbatch == k]
         assert [program[i].ends for i in places] == [False] * (len(places) - 1) + [True]
-
-
-@pytest.mark.parametrize("rule", UNTILED)
-@pytest.mark.parametrize(("num_layers", "num_microbatches"), [(1, 1), (4, 3)])
-def test_a_unit_is_complete_with_the_last_that_adds_to_its_gradients(rule: str, num_layers: int, num_microbatches: int):
-    last: dict[int, int] = {}
-    told: dict[int, int] = {}
-    for place, i in enumerate(window(rule, num_layers, num_microbatches)):
-        assert not set(i.completes) & told.keys(), "once"
-        told.update(dict.fromkeys(i.completes, place))
-        if i.operator is not None and i.operator.part is not Part.F:
-            last[i.unit] = place
-    assert told == last
-    assert told.keys() == set(range(num_layers + 2))
 
 
 def test_barriers_stay_where_the_plan_has_them():

@@ -177,7 +177,7 @@ def test_priority_plans_of_several_ranks_are_valid_within_their_memory_and_hardl
     programs = programs_of(schedule, profile, plan)
     whole = build_programs(schedule, layout, plan)
     for program, other, slots in zip(programs, whole, schedule, strict=True):
-        bare = [replace(each, frees=(), ends=False, completes=()) for each in program]
+        bare = [replace(each, frees=(), ends=False) for each in program]
         made = window_instructions([slots], layout)
         assert by_place(bare) == by_place(made)
         check_whole_and_in_order(bare, made)

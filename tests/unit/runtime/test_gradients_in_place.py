@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED, CUT_ROWS
 from hf_helix.runtime import grad_reduce as gradients
+from hf_helix.runtime import gradient_buckets
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.streams import CpuStreams, Event
@@ -59,9 +60,7 @@ def reduce(parameters: Sequence[nn.Parameter], device: str = "cpu") -> AtOnce:
     sizes, group, one, streams = {"dp": RANKS, "pp": 1, "cp": 1, "tp": 1, "ep": 1}, object(), Axis.single(), AtOnce()
     given: Any = (sizes, torch.device(device), None, one, Axis.single(), one, Pipe([0]), group, group, group, None)
     unit = unit_of({parameter: CUT_ROWS if parameter.dim() > 1 else COPIED for parameter in parameters})
-    reduction = gradients.Reduction({0: unit}, Mesh(*given), streams)
-    reduction.complete(0)
-    reduction.finish()
+    gradients.complete_gradients({0: unit}, Mesh(*given), streams)
     return streams
 
 
@@ -104,7 +103,7 @@ def test_half_precision_is_summed_in_a_higher_one(summed: list[Tensor]) -> None:
 
 
 def test_on_cuda_few_copies_of_half_precision_are_alive(summed: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 1)
     order: list[str] = []
     parts, wait = gradients._parts, AtOnce.wait
     monkeypatch.setattr(gradients, "_parts", lambda *given: (order.append("copy"), parts(*given))[1])

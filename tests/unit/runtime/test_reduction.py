@@ -1,4 +1,4 @@
-"""Sums of gradients: a bucket at a time, as soon as all of it is complete; no stream waits for more than it needs."""
+"""Sums of gradients: a bucket at a time; no stream waits for more than it needs; what is left is summed at the end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hf_helix.operators.communication.group_transports import GroupTransport
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_ROWS, Placement
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.runtime import grad_reduce as gradients
+from hf_helix.runtime import gradient_buckets
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.runtime.grad_reduce import Reduction
 from hf_helix.runtime.streams import CpuStreams, Event
 
 
@@ -62,43 +63,33 @@ def kinds(streams: Recorder) -> list[str]:
     return [event.kind.value for event in streams.issued]
 
 
-def reduction_of(placements: Sequence[dict[nn.Parameter, Placement]], streams: Recorder, tp: bool, dp: bool) -> Any:
-    return gradients.Reduction({k: unit_of(found) for k, found in enumerate(placements)}, mesh_of(tp, dp), streams)
+def reduction_of(
+    placements: Sequence[dict[nn.Parameter, Placement]], streams: Recorder, tp: bool, dp: bool
+) -> Reduction:
+    units, mesh = {k: unit_of(found) for k, found in enumerate(placements)}, mesh_of(tp, dp)
+    return Reduction(gradient_buckets.gradient_buckets(units, mesh), mesh, streams)
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", 200)  # two parameters
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 200)  # two parameters
     return Recorder()
 
 
-def test_a_bucket_is_summed_as_soon_as_all_of_it_is_complete(streams: Recorder) -> None:
-    reduction = reduction_of([{parameter(): CUT_ROWS} for _ in range(4)], streams, tp=False, dp=True)
-    issued = []
-    for unit in (3, 1, 2, 0):  # the buckets are units 3 and 2, 1 and 0
-        reduction.complete(unit)
-        issued.append(len(streams.issued))
-    assert issued == [0, 0, 1, 2]
+def test_a_bucket_is_summed_when_it_is_asked_for_and_at_the_end_otherwise(streams: Recorder) -> None:
+    reduction = reduction_of([{parameter(): CUT_ROWS} for _ in range(6)], streams, tp=False, dp=True)
+    reduction.sum_bucket(1)
+    assert kinds(streams) == ["gradients"]
     assert streams.waited == []
     reduction.finish()
+    assert kinds(streams) == ["gradients"] * 3
     assert streams.waited == streams.issued
-
-
-def test_a_weight_of_two_units_is_complete_with_the_second(streams: Recorder) -> None:
-    shared = parameter()
-    reduction = reduction_of([{shared: CUT_ROWS}, {shared: CUT_ROWS}], streams, tp=False, dp=True)
-    reduction.complete(1)
-    assert streams.issued == []
-    reduction.complete(0)
-    assert kinds(streams) == ["gradients"]
 
 
 def test_averages_wait_for_their_own_sums_and_sums_for_nothing(streams: Recorder) -> None:
     """The stream of the sums carries the collectives of the layers, too, and must not wait for other batches."""
     placements = [{parameter(): COPIED_ON_SHARDS, parameter(): CUT_ROWS} for _ in range(2)]
-    reduction = reduction_of(placements, streams, tp=True, dp=True)
-    reduction.complete(1)
-    reduction.complete(0)
+    reduction_of(placements, streams, tp=True, dp=True).finish()
     assert kinds(streams) == ["intra_node", "gradients"] * 2
     assert [event.after for event in streams.issued] == [[], streams.issued[:1], [], streams.issued[2:3]]
 
@@ -107,13 +98,10 @@ def test_averages_wait_for_their_own_sums_and_sums_for_nothing(streams: Recorder
     ("tp", "dp", "expected"), [(False, False, []), (True, False, ["intra_node"]), (False, True, ["gradients"])]
 )
 def test_only_axes_of_several_ranks_communicate(tp: bool, dp: bool, expected: list[str], streams: Recorder) -> None:
-    reduction = reduction_of([{parameter(): COPIED_ON_SHARDS, parameter(): COPIED}], streams, tp, dp)
-    reduction.complete(0)
-    reduction.finish()
+    reduction_of([{parameter(): COPIED_ON_SHARDS, parameter(): COPIED}], streams, tp, dp).finish()
     assert kinds(streams) == expected
 
 
-def test_what_is_not_trained_holds_nothing_up(streams: Recorder) -> None:
-    reduction = reduction_of([{parameter(): COPIED}, {parameter(frozen=True): COPIED}], streams, tp=False, dp=True)
-    reduction.complete(0)
+def test_what_is_not_trained_is_in_no_bucket(streams: Recorder) -> None:
+    reduction_of([{parameter(): COPIED}, {parameter(frozen=True): COPIED}], streams, tp=False, dp=True).finish()
     assert kinds(streams) == ["gradients"]

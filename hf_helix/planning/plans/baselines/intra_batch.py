@@ -26,10 +26,10 @@ from hf_helix.planning.graph.backward import (
 )
 from hf_helix.planning.graph.operator import Graph, Kind, Operator
 from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.layout import Layout
+from hf_helix.planning.layout import GradientSum, Layout
 from hf_helix.planning.plans.block_plan import BlockPlan, OrderBlock, orders_from, orders_of
 from hf_helix.planning.plans.plan import graphs_digest
-from hf_helix.planning.profile import Name, Pair, Profile, named_operators
+from hf_helix.planning.profile import Name, Pair, Profile, named_operators, named_sums
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
@@ -151,6 +151,23 @@ def tile_pairs(pairs: Mapping[str, GraphPair], tiles: int) -> Mapping[str, Graph
     return {name: tile_pair(pair, tiles) for name, pair in pairs.items()}
 
 
+def tile_layout(layout: Layout, tiles: int) -> Layout:
+    """The layout with the graphs of all units cut into tiles. Every tile of a linear adds to its weight's gradient;
+    which operators share a gradient is left out."""
+    graphs = tile_pairs(layout.graphs, tiles)
+
+    def adders(unit: int, name: str) -> list[tuple[int, str]]:
+        known = {op.name for op in graphs[layout.units[unit]].backward.operators}
+        rows = [f"{name.removesuffix('.W')}.{tile}.W" for tile in range(tiles)]
+        return [(unit, each) for each in ([name] if name in known else rows)]
+
+    sums = [
+        GradientSum(tuple(each for adder in found.adders for each in adders(*adder)), found.bytes)
+        for found in layout.sums
+    ]
+    return replace(layout, graphs=graphs, shared=(), sums=sums)
+
+
 def tile_pair(pair: GraphPair, tiles: int) -> GraphPair:
     """The forward graph cut into tiles, and its backward: communication of tiles comes as early as it can, and the W's
     of a row of tiles behind all of the row's I's that communication follows, so that they run beside it."""
@@ -215,11 +232,13 @@ def tile_profile(profile: Profile, tiles: int) -> Profile:
     if tiles == 1:
         return profile
     old = profile.layout
-    layout = Layout(old.units, old.chunks, tile_pairs(old.graphs, tiles), ranks=old.ranks)
+    layout = tile_layout(old, tiles)
     sources = {name: source_of(name, op, profile, tiles) for name, op in named_operators(layout)}
     times = {name: profile.times[source] / parts for name, (source, parts) in sources.items()}
+    times |= {name: profile.times[name] for name, _ in named_sums(layout)}
     spread = {name: profile.spread.get(source, 0.0) for name, (source, _) in sources.items()}
     first = {name: name if name in times else _tile_entry(name, op, 0) for name, op in named_operators(old)}
+    first |= {name: name for name, _ in named_sums(old)}
     like = {name: first[profile.like.get(source, source)] for name, (source, _) in sources.items()}
     like = {name: other for name, other in like.items() if other != name}
     pairs = {}

@@ -1,0 +1,108 @@
+"""How much of the sums of gradients is exposed at the end of a window, at dp2 and cp2 on an emulated link.
+
+Cuts a Llama over two ranks, measures its operators, and times in turn, in one process group: windows without sums, with
+all sums behind the last computation, and with sums beside the last backward, under `greedy` whose last backward is
+ordered like all others, and under `greedy` that holds weight gradients back. What a window takes longer than without
+sums is exposed. Medians; the slower rank counts.
+
+    python benchmarks/gradient_sums.py --layouts dp2 cp2 --microbatches 4 8 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import shaped_link
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=("dp2", "cp2"), default=["dp2", "cp2"])
+    parser.add_argument("--link", default="150mbit", help="as of HelixConfig(link=...)")
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16])
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        sys.exit(subprocess.call([*launcher, *sys.argv], env={"OMP_NUM_THREADS": "1", **os.environ}))
+    options.rank = int(os.environ["RANK"])
+    work(options)
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank: every layout and window in turn."""
+    import torch.distributed as dist
+
+    shaped_link.join(options.rank)
+    if options.rank == 0:
+        print(shaped_link.versions())
+    for layout in options.layouts:
+        for line in measure(layout, options):
+            if options.rank == 0:
+                print(line, flush=True)
+    dist.destroy_process_group()
+
+
+def measure(layout: str, options: argparse.Namespace) -> list[str]:
+    """The lines of a layout."""
+    import torch
+
+    from hf_helix.config import HelixConfig
+    from hf_helix.engine.synthetic import Workload
+    from hf_helix.planning.plans.priority_plan import PriorityPlan
+    from hf_helix.tuning.candidates import baseline_runner, plan_runners
+    from hf_helix.tuning.measure.profiler import measure_profile
+
+    config = HelixConfig(tp_size=1, cp_size=2 if layout == "cp2" else 1, link=options.link)
+    made = Workload(shaped_link.llama(options), config, torch.device("cpu"))
+    profile = measure_profile(baseline_runner(made.runner, 4), made.window(4, options.batch, options.sequence), {})
+    lines = []
+    for count in options.microbatches:
+        window = made.window(count, options.batch, options.sequence)
+        holding = plan_runners(made.runner, ["greedy"], profile, count)["greedy"]
+        assert isinstance(holding.plan, PriorityPlan)
+        held = holding.plan.priorities.held_units
+        plain = holding.with_plan(replace(holding.plan, priorities=replace(holding.plan.priorities, held_units=None)))
+        found = timed(holding, plain, window, options.repeats)
+        lines.append(f"{layout}, {options.link}, {count} micro-batches, {held} units hold weight gradients back:")
+        bare = {"behind": found["none"], "beside": found["none"], "held back": found["none, held back"]}
+        for name, seconds in bare.items():
+            exposed = found[name] - seconds
+            share = exposed / found[name]
+            lines.append(f"  {name:<10} {found[name]:8.3f} s, {exposed:7.3f} s of sums exposed ({share:.1%})")
+    return lines
+
+
+def timed(holding: Any, plain: Any, window: Any, repeats: int) -> dict[str, float]:
+    """The median seconds of each way, all in turn."""
+    from hf_helix.runtime.grad_reduce import complete_gradients
+    from hf_helix.tuning.measure.overlap import _time_in_turn
+
+    def behind() -> None:
+        plain.train_window(window, complete=False)
+        complete_gradients(plain.stage.units, plain.mesh, plain.executor.streams)
+
+    works = {
+        "none": functools.partial(plain.train_window, window, complete=False),
+        "none, held back": functools.partial(holding.train_window, window, complete=False),
+        "behind": behind,
+        "beside": functools.partial(plain.train_window, window),
+        "held back": functools.partial(holding.train_window, window),
+    }
+    times = _time_in_turn(list(works.values()), plain, repeats)
+    return {name: statistics.median(found) for name, found in zip(works, times, strict=True)}
+
+
+if __name__ == "__main__":
+    main()

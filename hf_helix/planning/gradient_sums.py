@@ -1,0 +1,147 @@
+"""Sums of gradients as operators of a window: where they are issued.
+
+In:   a window in the order of issue, whose layout has `sums`.
+Out:  the order with the sums in it, as numbers and as instructions.
+Must hold: a sum is issued right behind the last operator that adds to its gradients. What is in a sum does not depend
+on the plan, so the bits of gradients do not either.
+
+The sums of a rank run one after the other, each once its gradients are complete. Whatever is complete first goes first:
+no order of jobs that are there at different times ends earlier on one machine, as long as it never idles while one
+waits. So there is nothing to choose about the sums. A plan chooses when their gradients are complete, by its order of
+the last backward, see `hf_helix.planning.plans.holding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from hf_helix.planning.cost import STREAMS, Times, Work
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Layout
+from hf_helix.planning.profile import named_sums
+from hf_helix.planning.window import ABSENT, Window
+
+STREAM = STREAMS.index(Kind.GRADIENTS)
+
+Item = TypeVar("Item")
+
+
+def sums_behind(window: Window, order: Sequence[int]) -> dict[int, list[int]]:
+    """Returns which sums are issued behind which positions of an order of issue.
+
+    Args:
+        window: what the ranks run.
+        order: places in the window, of one rank or of several; others stand for barriers.
+    """
+    layout = window.layout
+    left = _sums_of_calls(window)
+    found: dict[int, list[int]] = {}
+    issued: set[int] = set()
+    for position in range(len(order) - 1, -1, -1) if layout.sums else ():
+        place = order[position]
+        if 0 <= place < len(window):
+            last = [number for number in left.get(window.calls[place], ()) if number not in issued]
+            if last:
+                found[position] = last
+                issued.update(last)
+                if len(issued) == len(layout.sums):
+                    break
+    return found
+
+
+def _sums_of_calls(window: Window) -> dict[int, list[int]]:
+    """The sums that each call of the pattern adds to, worked out once."""
+    layout, pattern = window.layout, window.pattern
+    known = layout.derived.get("sums_of_calls")
+    if isinstance(known, dict):
+        return known
+    units = {unit for made in layout.sums for unit, _ in made.adders}
+    places = {
+        (unit, op.name): place
+        for unit in units
+        for place in pattern.spans[unit, False]
+        if (op := pattern.calls[place].operator) is not None
+    }
+    found: dict[int, list[int]] = {}
+    for number, made in enumerate(layout.sums):
+        for adder in made.adders:
+            found.setdefault(places[adder], []).append(number)
+    layout.derived["sums_of_calls"] = found
+    return found
+
+
+def insert(order: Sequence[Item], behind: Mapping[int, Sequence[Item]]) -> Iterator[Item]:
+    """Yields an order with further items behind some of its positions."""
+    for position, item in enumerate(order):
+        yield item
+        yield from behind.get(position, ())
+
+
+def with_sums(program: Sequence[Instruction], behind: Mapping[int, Sequence[int]], layout: Layout) -> list[Instruction]:
+    """Returns the instructions of a rank with the sums in it.
+
+    Args:
+        program: without them.
+        behind: see `sums_behind`.
+        layout: what the ranks hold.
+    """
+    if not behind:
+        return list(program)
+    operators = [op for _, op in named_sums(layout)]
+    made = {
+        position: [
+            Instruction(program[position].microbatch, program[position].unit, operators[number], gradient_sum=number)
+            for number in numbers
+        ]
+        for position, numbers in behind.items()
+    }
+    return list(insert(program, made))
+
+
+def add_sums(work: Work, window: Window, times: Times) -> Work:
+    """Returns the numbers of a window with all sums of its layout behind them; they are in no order yet.
+
+    Args:
+        work: of the window, with nothing but barriers behind it.
+        window: what the ranks run.
+        times: seconds of every operator.
+
+    Raises:
+        KeyError: `times` lacks a sum.
+    """
+    layout = window.layout
+    names = [name for name, _ in named_sums(layout)]
+    if not names:
+        return work
+    last = {call: place for place, call in enumerate(window.calls)}
+    needs: list[list[int]] = [[] for _ in names]
+    for call, numbers in _sums_of_calls(window).items():
+        for number in numbers:
+            needs[number] += [last[call]] if call in last else []
+    count = len(names)
+    return replace(
+        work,
+        streams=[*work.streams, *[STREAM] * count],
+        seconds=[*work.seconds, *(times[name] for name in names)],
+        needs=[*work.needs, *needs],
+        entries=[*work.entries, *range(len(work.names), len(work.names) + count)],
+        names=[*work.names, *names],
+        ranks=[*work.ranks, *(layout.rank_of(found.adders[0][0]) for found in layout.sums)],
+        lanes=[*work.lanes, *[0] * count],
+        hosts=[*work.hosts, *[ABSENT] * count],
+    )
+
+
+def order_with_sums(window: Window, order: Sequence[int], first: int) -> list[int]:
+    """Returns an order of issue with the sums in it.
+
+    Args:
+        window: what the ranks run.
+        order: without them.
+        first: the place of the first sum among the numbers, see `add_sums`.
+    """
+    behind = sums_behind(window, order)
+    return list(insert(order, {at: [first + number for number in numbers] for at, numbers in behind.items()}))

@@ -1,0 +1,189 @@
+"""Weight gradients that are held back in the last backward change no bit, and sums begin while it still computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.pipeline_jobs import trainer_of, window_of
+from support.pipeline_trainer_jobs import buckets_of, with_buckets
+
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plans.priority_plan import PriorityPlan
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import rough_profile
+from hf_helix.runtime.grad_reduce import complete_gradients
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.trace import Trace
+
+LAYERS, MICROBATCHES, LENGTHS = 3, 3, (16, 8, 12)
+SMALL = 8_000  # bytes of a bucket: a few parameters
+WAYS = (None, 0, 2, LAYERS + 2)
+"""Units that hold weight gradients back: none with the last backward ordered like all others, none, some, all."""
+
+LAYOUTS = [{}, {"cp_size": 2}]
+
+# What the ranks run
+
+
+def held_back(folder: str, helix: dict[str, Any], frozen: Sequence[str] = ()) -> dict[str, Any]:
+    """One window in several ways: its gradients, and by number of units that hold back, traces.
+
+    Args:
+        frozen: parameters that are frozen once the layout is made.
+    """
+    trainer: Any = trainer_of(folder, helix, {"num_hidden_layers": LAYERS})
+    window = window_of(trainer, MICROBATCHES, 2, LENGTHS)
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    first = with_buckets(trainer.helix.runner, SMALL)
+    for name in frozen:
+        trainer.model.get_parameter(name).requires_grad_(False)
+    plan = make_plan("greedy", rough_profile(first.layout), model=trainer.plan.model, mesh=trainer.plan.mesh)
+    assert isinstance(plan, PriorityPlan)
+
+    def gradients() -> dict[str, Any]:
+        found = {names[p]: p.grad.numpy().copy() for p in first.stage.placements if p.grad is not None}
+        trainer.model.zero_grad()
+        return found
+
+    found: dict[str, Any] = {"gradients": {}, "ran": {}, "behind": {}, "early": {}, "sums": len(first.layout.sums)}
+    with buckets_of(SMALL):
+        first.train_window(window, complete=False)
+        complete_gradients(first.stage.units, first.mesh, first.executor.streams)
+        found["expected"] = gradients()
+        for held in WAYS:
+            runner = first.with_plan(replace(plan, priorities=replace(plan.priorities, held_units=held)))
+            trace = traced(runner, window)
+            found["gradients"][held] = gradients()
+            found["ran"][held] = [label for verb, label in trace.events if verb == "run"]
+            found["behind"][held] = computations_behind(trace)
+            found["early"][held] = begun_before_the_end(trace)
+    first.executor.streams.close()
+    return found
+
+
+def traced(runner: Runner, window: Any) -> Trace:
+    """A window's trace, which also notes where sums are issued. The last computation begins once the first sum that was
+    issued before it is over: what is recorded does not depend on how fast anything ran."""
+    streams: Any = runner.executor.streams
+    issue, compute, issued = streams.issue, streams.compute, []
+    program = [(each, each.operator) for each in runner.program(MICROBATCHES).once]
+    computing = [(each, op) for each, op in program if op is not None and not op.kind.communicates]
+    last, operator = computing[-1]
+    label_of_last = runner.executor.label(last.microbatch, last.unit, operator)
+    streams.trace = trace = Trace()
+
+    def noted(kind: Kind, work: Any, after: Any, label: str, lane: str = "") -> Any:
+        event = issue(kind, work, after, label, lane)
+        if kind is Kind.GRADIENTS:
+            trace.note("sum", label)
+            issued.append(event)
+        return event
+
+    def late(work: Any, label: str) -> Any:
+        deadline = time.monotonic() + 60
+        while label == label_of_last and issued and not streams.is_over(issued[0]):
+            assert time.monotonic() < deadline, "the first sum waits for the last computation"
+            time.sleep(1e-3)
+        return compute(work, label)
+
+    streams.issue, streams.compute = noted, late
+    try:
+        runner.train_window(window)
+    finally:
+        streams.trace = None
+        del streams.issue, streams.compute
+    return trace
+
+
+def computations_behind(trace: Trace) -> list[int]:
+    """Of every sum, how many computations were issued after it."""
+    verbs = [verb for verb, _ in trace.events]
+    return [verbs[place:].count("run") for place, verb in enumerate(verbs) if verb == "sum"]
+
+
+def begun_before_the_end(trace: Trace) -> int:
+    """How many sums had begun, by the times of the trace, when the last computation ended."""
+    end = max(span.end for span in trace.spans if span.stream == Kind.COMPUTE.value)
+    return sum(span.start < end for span in trace.spans if span.stream == Kind.GRADIENTS.value)
+
+
+# Tests
+
+
+@pytest.fixture(scope="module")
+def found(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By layout, what the ranks found; each layout is run once."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def get(helix: dict[str, Any]) -> list[dict[str, Any]]:
+        if str(helix) not in known:
+            folder = str(tmp_path_factory.mktemp("held"))
+            known[str(helix)] = cluster_of(2).run(held_back, folder=folder, helix=helix)
+        return known[str(helix)]
+
+    return get
+
+
+@pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
+def test_held_back_weight_gradients_change_no_bit(helix: dict[str, Any], found: Any) -> None:
+    """Against sums that are issued behind everything; and both ranks have the same."""
+    ranks = found(helix)
+    for rank in ranks:
+        for held in WAYS:
+            assert_same_bits(rank["gradients"][held], ranks[0]["expected"], held)
+
+
+@pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
+def test_sums_begin_before_the_last_backward_ends(helix: dict[str, Any], found: Any) -> None:
+    """In the recorded order, and by the recorded start."""
+    for rank in found(helix):
+        assert rank["sums"] > LAYERS
+        for held in WAYS:
+            assert len(rank["behind"][held]) == rank["sums"]
+            assert rank["behind"][held][0] > 0
+            assert rank["early"][held] >= 1
+        for held in (0, 2):  # the head's sum, which no other unit's weight gradients keep waiting
+            assert rank["behind"][held][0] > 10
+
+
+@pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
+def test_held_back_weight_gradients_run_behind_the_embedding(helix: dict[str, Any], found: Any) -> None:
+    """Those of the units that hold them back, and of no others."""
+    last = f"B{MICROBATCHES - 1}."
+    for rank in found(helix):
+        behind = {held: weights_behind_the_embedding(ran, last) for held, ran in rank["ran"].items()}
+        assert behind[0] == set()
+        assert behind[2] == {"layers.0"}
+        assert behind[LAYERS + 2] > behind[2]
+
+
+def weights_behind_the_embedding(ran: Sequence[str], last: str) -> set[str]:
+    """The units whose weight gradients of the last micro-batch ran after the gradient of the embedding."""
+    embedding = max(place for place, label in enumerate(ran) if label.startswith(f"{last}embedding"))
+    late = [label for label in ran[embedding:] if label.startswith(last) and label.endswith(".W")]
+    return {".".join(label.split(".")[1:3]) if ".layers." in label else label.split(".")[1] for label in late}
+
+
+@pytest.mark.parametrize("helix", LAYOUTS, ids=["dp2", "cp2"])
+def test_what_is_frozen_after_the_layout_was_made_is_summed_at_the_end(
+    helix: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
+    """There are other buckets then than in the program, and none may be summed before it is complete."""
+    frozen = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"]
+    for rank in cluster_of(2).run(held_back, folder=str(tmp_path), helix=helix, frozen=frozen):
+        assert not set(frozen) & rank["expected"].keys()
+        for held in WAYS:
+            assert_same_bits(rank["gradients"][held], rank["expected"], held)
+            assert set(rank["behind"][held]) == {0}
+
+
+def assert_same_bits(gradients: dict[str, Any], expected: dict[str, Any], held: int | None) -> None:
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradient, expected[name], err_msg=f"{name}, {held} units hold back")
