@@ -1,9 +1,10 @@
 """Predicted against measured, layout by layout: `python -m benchmarks.predictions`.
 
-Two processes (or as many as `--ranks` says) measure their device as `hf-helix cluster` does, and for every speed of an
-emulated link (docs/emulated_link.md) what they carry over it. From these numbers alone every window is predicted, as
-`hf-helix simulate` does: each layout, with and without recomputation, under each plan. Then the same windows run under
-the same plans, all speeds and plans in turn, and the median of the slowest rank counts. A step here is forward,
+Two processes (or as many as `--ranks` says) measure for every speed of an emulated link (docs/emulated_link.md) what
+they carry over it, and before each layout their device, as `hf-helix cluster` does: a machine that others share is not
+as fast in every minute. From these numbers alone every window is predicted, as `hf-helix simulate` does: each layout,
+with and without recomputation, under each plan. Then the same windows run under the same plans, all speeds and plans in
+turn, and the median of the slowest rank counts. A step here is forward,
 backward and gradient sums of a window, without the optimizer; every layout trains on the same tokens, and how unevenly
 routers load the ranks is counted beforehand. Memory is that of activations, counted storage by storage. Nothing else
 should run on the machine.
@@ -44,7 +45,7 @@ from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.estimate import estimate_profile
-from hf_helix.simulation.measured.machine import measure_cluster, measure_links
+from hf_helix.simulation.measured.machine import measure_cluster, measure_device, measure_links
 from hf_helix.simulation.memory import peak_of_program
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case, Step, layout_of, simulate_step
@@ -191,11 +192,11 @@ def work(rank: int, ranks: int, options: argparse.Namespace, output: Path) -> No
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29581", RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    clusters = measure(options, ranks)
+    files = measure(options, ranks)
     rows: list[Row] = []
     for name in options.layouts:
         for recompute in options.recompute if LAYOUTS[name].sizes.devices == ranks else ():
-            rows += compare(name, recompute, clusters, options)
+            rows += compare(name, recompute, clusters_now(files, options, ranks), options)
             if rank == 0:
                 print("\n".join(line(row) for row in rows[-len(options.links) * len(options.plans) :]), flush=True)
     if rank == 0:
@@ -204,20 +205,29 @@ def work(rank: int, ranks: int, options: argparse.Namespace, output: Path) -> No
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace, ranks: int) -> dict[str, Cluster]:
-    """Returns this machine with each link: the device is measured once, each link over itself. Collective."""
+def measure(options: argparse.Namespace, ranks: int) -> dict[str, dict[str, Any]]:
+    """Returns what a cluster file of this machine holds, by link; each link is measured over itself. Collective."""
     if options.cluster:
         found = yaml.safe_load(Path(options.cluster).read_text())
         if found.get("devices_per_node") != ranks:
             sys.exit(f"--cluster {options.cluster}: must be measured with {ranks} processes on one node")
     else:
         found = measure_cluster(CPU)
-    clusters = {}
+    files = {}
     for link in options.links:
-        with_link = dict(found)
-        measure_links(with_link, build_mesh(ranks, CPU, link=link), lambda stage, share: None)
-        clusters[link] = parse_cluster(all_gather_object(with_link)[0], f"this machine, {link}")
-    return clusters
+        files[link] = dict(found)
+        measure_links(files[link], build_mesh(ranks, CPU, link=link), quiet)
+    return {link: all_gather_object(file)[0] for link, file in files.items()}
+
+
+def clusters_now(files: dict[str, dict[str, Any]], options: argparse.Namespace, ranks: int) -> dict[str, Cluster]:
+    """Returns this machine by link, with its device as fast as it is now. Collective."""
+    device = {} if options.cluster else {"device": all_gather_object(measure_device(CPU, ranks, quiet))[0]}
+    return {link: parse_cluster({**file, **device}, f"this machine, {link}") for link, file in files.items()}
+
+
+def quiet(stage: str, share: float) -> None:
+    """Shows no progress."""
 
 
 def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: argparse.Namespace) -> list[Row]:

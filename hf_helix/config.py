@@ -227,11 +227,6 @@ class HelixConfig:
                 "shard_parameters=True with cuda_graphs=True: weights that are gathered lie elsewhere in every window, "
                 "and a graph reads them where they lay; use cuda_graphs=False"
             )
-        if self.plan == "intra_batch":
-            raise ValueError(
-                "shard_parameters=True with plan='intra_batch': its tiles are not built for gathered weights; use "
-                "plan='auto', or 'sequential', which gathers the weights of a layer beside the layer before, too"
-            )
 
     def _check_files(self) -> None:
         if self.profile is not None and not isinstance(self.profile, str):

@@ -25,11 +25,13 @@ settings.register_profile("default", max_examples=200, deadline=None)
 
 @pytest.fixture(scope="session")
 def cluster_of() -> Iterator[Callable[[int], Cluster]]:
-    """`cluster_of(2)` is a running cluster of two ranks; one that died is replaced."""
+    """`cluster_of(2)` is a running cluster of two ranks; one that died is replaced, as is one that has made many groups."""
     running: dict[int, Cluster] = {}
 
     def get(size: int) -> Cluster:
-        if size not in running or not running[size].is_alive:
+        for known in [known for known, cluster in running.items() if not cluster.is_alive or cluster.is_worn]:
+            running.pop(known).close()
+        if size not in running:
             running[size] = Cluster(size)
         return running[size]
 

@@ -20,6 +20,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 JOB_TIMEOUT = 240
+MOST_THREADS = 60
+"""Each gloo group has a thread that wakes every 10 ms, used or not: with hundreds of them in each of 14 ranks, the
+machine did little else."""
 Job = str | Callable[..., Any]
 
 
@@ -88,6 +91,11 @@ class Cluster:
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
 
+    @property
+    def is_worn(self) -> bool:
+        """Whether a rank has more than `MOST_THREADS`: it keeps the groups of every mesh that it made."""
+        return any(len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS for process in self._processes)
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -106,10 +114,11 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         OMP_NUM_THREADS="1",
     )
     import torch
-    from support.tuning_jobs import hasty
+    from support.tuning_jobs import hasty, world
 
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays; collections need not look at it each time
+    assert world() == size  # the process group is there from the first job on
     with hasty():
         _work(pipe)
 

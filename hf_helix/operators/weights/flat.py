@@ -90,11 +90,6 @@ class Flat:
     _stand_ins: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict, repr=False)
 
     @property
-    def trained(self) -> bool:
-        """Whether its parameters have gradients."""
-        return any(parameter.requires_grad for parameter in self.placements)
-
-    @property
     def is_spread(self) -> bool:
         """Whether `spread` has been called."""
         return bool(self._extents)

@@ -4,14 +4,15 @@ In:   a stopwatch.
 Out:  operations a second of products and of attention, bytes a second of element-wise kernels, exponentials a second,
       and what a kernel and an operator take that do nothing.
 Must hold: what is timed is what a decoder runs: products of all three parts of a linear, attention with its backward,
-element-wise kernels whose results go to memory of their own and are kept for a while.
+element-wise kernels. What they read is not in the nearest cache, and what they write is memory of their own, which is
+kept for a while.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +50,11 @@ CPU_BLOCK, GPU_BLOCK = 512, 128
 ELEMENTS = tuple(2**power for power in range(12, 28))
 """Of tensors that element-wise kernels read."""
 
-OPERANDS = {"cpu": 8 << 20, "cuda": 256 << 20}
-"""Bytes of the operands that products take in turn, since those of a step are not in the nearest cache."""
+OPERANDS = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Bytes of the operands that kernels take in turn, since those of a step are not in the nearest cache."""
+
+MOST_OPERANDS = 256
+"""How many operands there are at most."""
 
 KEPT = {"cpu": 64 << 20, "cuda": 2 << 30}
 """Bytes of results that stay alive for a while, as activations do."""
@@ -59,6 +63,32 @@ LONGEST = 0.15
 """Seconds of a piece of work after which no larger one is tried."""
 
 CHAIN, TINY_KERNELS = 16, 8
+
+
+class Activations:
+    """Results that stay alive until so many later ones are there.
+
+    Args:
+        device: that they lie on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._most, self._bytes = KEPT[device.type], 0
+        self._kept: deque[Tensor] = deque()
+
+    def keep(self, *results: Tensor) -> None:
+        """Keeps results alive."""
+        self._kept += results
+        self._bytes += sum(result.nbytes for result in results)
+        while self._bytes > self._most:
+            self._bytes -= self._kept.popleft().nbytes
+
+
+def _in_turn(device: torch.device, make: Callable[[], tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """Yields operands for ever, as many different ones as fill `OPERANDS`."""
+    first = make()
+    count = OPERANDS[device.type] // sum(value.nbytes for value in first)
+    return itertools.cycle([first, *(make() for _ in range(min(MOST_OPERANDS, count) - 1))])
 
 
 @dataclass(frozen=True)
@@ -90,24 +120,23 @@ def measure_products(watch: Stopwatch, dtype: torch.dtype) -> Points:
 def _linear(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> list[Work]:
     """F, I and W of a linear with `m` tokens, `n` features out and `k` features in."""
 
-    def operands() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def operands() -> tuple[Tensor, ...]:
         value, gradient, weight = (torch.randn(size, device=device, dtype=dtype) for size in ((m, k), (m, n), (n, k)))
         total_type = torch.float32 if in_one_gemm(value, torch.float32) else dtype
         return value, gradient, weight, torch.zeros(n, k, device=device, dtype=total_type)
 
-    count = max(1, min(16, OPERANDS[device.type] // (4 * (m * k + m * n + n * k))))
-    turns = [itertools.cycle([operands() for _ in range(count)])] * 3
+    turns, results = _in_turn(device, operands), Activations(device)
 
     def forward() -> None:
-        value, _, weight, _ = next(turns[0])
-        functional.linear(value, weight)
+        value, _, weight, _ = next(turns)
+        results.keep(functional.linear(value, weight))
 
     def input_gradient() -> None:
-        _, gradient, weight, _ = next(turns[1])
-        gradient @ weight
+        _, gradient, weight, _ = next(turns)
+        results.keep(gradient @ weight)
 
     def weight_gradient() -> None:
-        value, gradient, _, total = next(turns[2])
+        value, gradient, _, total = next(turns)
         add_product(total, gradient.t(), value)
 
     return [forward, input_gradient, weight_gradient]
@@ -117,21 +146,29 @@ def measure_attention(watch: Stopwatch, dtype: torch.dtype) -> Points:
     """Returns seconds of causal attention, forward and backward, by its keys; see `attention_work`."""
     found = []
     for keys in KEYS:
-        q, k, v = (torch.randn(1, HEADS, keys, HEAD_SIZE, device=watch.device, dtype=dtype) for _ in range(3))
-        leaves = [value.requires_grad_() for value in (q, k, v)]
-        gradient = torch.randn_like(q)
-
-        def work(leaves: list[Tensor] = leaves, gradient: Tensor = gradient) -> None:
-            q, k, v = leaves
-            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            torch.autograd.grad(out, leaves, gradient)
-
         with torch.enable_grad():
-            seconds = watch.seconds(work)
+            seconds = watch.seconds(_attention(watch.device, dtype, keys))
         found.append((float(keys), seconds))
         if seconds > LONGEST:
             break
     return found
+
+
+def _attention(device: torch.device, dtype: torch.dtype, keys: int) -> Work:
+    """Causal attention, forward and backward."""
+
+    def operands() -> tuple[Tensor, ...]:
+        return tuple(torch.randn(1, HEADS, keys, HEAD_SIZE, device=device, dtype=dtype) for _ in range(4))
+
+    turns, results = _in_turn(device, operands), Activations(device)
+
+    def work() -> None:
+        *leaves, gradient = next(turns)
+        q, k, v = (value.requires_grad_() for value in leaves)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        results.keep(out.detach(), *torch.autograd.grad(out, (q, k, v), gradient))
+
+    return work
 
 
 def attention_work(keys: float, block: int) -> tuple[float, float]:
@@ -162,13 +199,14 @@ def measure_memory(watch: Stopwatch) -> Points:
 
 def _elementwise(device: torch.device, elements: int) -> Work:
     """A sum, a product and a negative: eight passes over memory, each kernel with a result of its own."""
-    first, other = torch.randn(elements, device=device), torch.randn(elements, device=device)
-    kept: deque[Tensor] = deque([first], maxlen=max(2, min(256, KEPT[device.type] // (4 * elements))))
+    turns = _in_turn(device, lambda: (torch.randn(elements, device=device), torch.randn(elements, device=device)))
+    results = Activations(device)
 
     def work() -> None:
-        kept.append(kept[-1] + other)
-        kept.append(kept[-1] * other)
-        kept.append(-kept[-1])
+        first, other = next(turns)
+        total = first + other
+        product = total * other
+        results.keep(total, product, -product)
 
     return work
 

@@ -70,11 +70,9 @@ def measure_cluster(
     started = time.perf_counter()
     nodes, per_node = _nodes(all_gather_object(host_name()))
     show = progress or (lambda stage, share: None)
-    reserved = _reserved(device)
-    watch = Stopwatch(device, BUDGET[device.type])
     found: dict[str, Any] = {"name": "", "nodes": nodes, "devices_per_node": per_node}
     found["backend"] = backend_of(device) if dist.is_initialized() else ("nccl" if device.type == "cuda" else "gloo")
-    found["device"] = _measure_device(watch, per_node, reserved, show)
+    found["device"] = measure_device(device, per_node, show)
     notes = {}
     if world_size() > 1:
         mesh = build_mesh(per_node, device, cp_size=nodes, link=link)
@@ -100,8 +98,16 @@ def _nodes(hosts: Sequence[str]) -> tuple[int, int]:
     return len(names), per_node
 
 
-def _measure_device(watch: Stopwatch, per_node: int, reserved: float, show: StageProgress) -> dict[str, Any]:
-    device = watch.device
+def measure_device(device: torch.device, per_node: int, show: StageProgress) -> dict[str, Any]:
+    """Returns what a cluster file holds of a device. Collective.
+
+    Args:
+        device: of this rank.
+        per_node: ranks that share the memory of a node.
+        show: called with what is being measured.
+    """
+    reserved = _reserved(device)
+    watch = Stopwatch(device, BUDGET[device.type])
     show("calls", 0.0)
     calls = measure_calls(watch)
     show("memory", 0.05)

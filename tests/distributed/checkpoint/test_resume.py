@@ -182,9 +182,10 @@ def test_a_stream_that_rank_0_hands_out_is_refused(cluster_of: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [TP2, SPREAD["helix"]], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_train_go_on_bit_for_bit(way: str, cluster_of: Any, tmp_path: Path) -> None:
-    options = {"training": {}, "helix": TP2, **WAYS[way]}
+def test_ways_to_train_go_on_bit_for_bit(way: str, layout: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+    options = {"training": {}, "helix": layout, **WAYS[way]}
     steps = options["training"].get("save_steps", 3)
     whole, rest = str(tmp_path / "whole"), str(tmp_path / "rest")
     expected = cluster_of(2).run(f"{JOB}run", folder=whole, **options)

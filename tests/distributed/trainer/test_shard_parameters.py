@@ -131,6 +131,26 @@ def peaks(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> dict[str
     return {**found, "flats": [flat.length for flat in runner.stage.flats]}
 
 
+def tuned(folder: str, **options: Any) -> dict[str, Any]:
+    """Trains as users do who say nothing of plans, and then asks for everything that can be measured."""
+    trainer = jobs.make_trainer(folder, {**SHARDED, "tuning_share": 1.0}, **options)
+    trainer.train()
+    assert trainer.tuning is not None
+    bits = [parameter.detach().clone() for parameter in trainer.helix.runner.stage.stepped]
+    overlap, memory = trainer.helix.measure_overlap(repeats=1), trainer.helix.measure_memory()
+    trainer.helix.trace(f"{folder}/trace.json")
+    stepped = trainer.helix.runner.stage.stepped
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "verdict": str(trainer.tuning),
+        "plans": sorted(trainer.tuning.overlaps),
+        "communication": overlap.communication,
+        "memory": memory,
+        "changed": any(not torch.equal(*pair) for pair in zip(bits, stepped, strict=True)),
+        "left": any(parameter.grad is not None for parameter in (*stepped, *trainer.model.parameters())),
+    }
+
+
 def train_with_fsdp2(folder: str, weights: str, **options: Any) -> dict[str, Any]:
     """The stock Trainer on a model that Transformers spreads with FSDP2 (`fully_shard`) when it loads it."""
     model = AutoModelForCausalLM.from_pretrained(weights, distributed_config=DistributedConfig(fsdp_size=2))
@@ -204,6 +224,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "llama": (2, {}, {"training": CLIPPED}),
     "llama tied, decayed": (2, {}, {"model": TIED, "training": {**CLIPPED, "weight_decay": 0.1}}),
     "llama tp2": (4, {"tp_size": 2}, {"training": CLIPPED}),
+    "llama tp2, in tiles": (4, {"tp_size": 2, "plan": "intra_batch"}, {"training": CLIPPED}),
     "mixtral": (2, {}, {"model": {"family": "mixtral"}, "training": CLIPPED}),
 }
 
@@ -228,6 +249,19 @@ def test_training_equals_stock_fsdp(cluster_of: Any, tmp_path: Path) -> None:
     for result in cluster_of(2).run("train", folder=mine, helix={**SHARDED, "plan": "greedy"}, training=CLIPPED):
         compare_runs(result, expected)
     compare_weights(mine, fsdp)
+
+
+def test_plans_are_made_of_measured_gathers(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    """What `auto` does by itself: gathers are timed beside computation, plans are compared, and training goes on."""
+    expected, _ = stock(jobs.train, dp=2, training=CLIPPED)
+    job = {"folder": str(tmp_path), "training": CLIPPED}
+    for found in cluster_of(2).run(tuned, **job):
+        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-5)
+        assert len(found["plans"]) > 2, found["verdict"]
+        assert found["communication"] > 0
+        assert min(found["memory"]) > 0
+        assert not found["changed"]
+        assert not found["left"]
 
 
 @pytest.mark.parametrize(
@@ -267,7 +301,6 @@ def test_two_layers_are_whole_at_a_time(cluster_of: Any, tmp_path: Path) -> None
 REFUSED = {
     "two shardings": ({"shard_optimizer": True}, {}, "shard_optimizer=False"),
     "graphs": ({"cuda_graphs": True}, {}, "cuda_graphs=False"),
-    "tiles": ({"plan": "intra_batch"}, {}, "plan='auto'"),
     "optimizers of whole matrices": ({}, {"optim": "adafactor"}, "shard_parameters=True a rank holds only a part"),
 }
 
