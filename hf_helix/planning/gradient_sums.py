@@ -1,7 +1,7 @@
-"""Sums of gradients as operators of a window: where they are issued.
+"""Sums of gradients as operators of a window: what is summed in one piece, and where it is issued.
 
-In:   a window in the order of issue, whose layout has `sums`.
-Out:  the order with the sums in it, as numbers and as instructions.
+In:   sizes of gradients; a window in the order of issue, whose layout has `sums`.
+Out:  buckets; the order with the sums in it, as numbers and as instructions.
 Must hold: a sum is issued right behind the last operator that adds to its gradients. What is in a sum does not depend
 on the plan, so the bits of gradients do not either.
 
@@ -9,6 +9,9 @@ The sums of a rank run one after the other, each once its gradients are complete
 no order of jobs that are there at different times ends earlier on one machine, as long as it never idles while one
 waits. So there is nothing to choose about the sums. A plan chooses when their gradients are complete, by its order of
 the last backward, see `hf_helix.planning.plans.holding`.
+
+Buckets are as large as pays, but for the last ones: what is left of a window behind its last computation is the sum
+that this computation completes. So from where less than `TAIL` buckets are left, each takes one in `TAIL` of the rest.
 """
 
 from __future__ import annotations
@@ -24,9 +27,34 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import named_sums
 from hf_helix.planning.window import ABSENT, Window
 
+BUCKET_BYTES = 25 * 2**20
+SMALLEST_BYTES = 2**20
+"""Below it a collective takes its latency, and another bucket gains nothing."""
+
+TAIL = 4
+
 STREAM = STREAMS.index(Kind.GRADIENTS)
 
 Item = TypeVar("Item")
+
+
+def fill_buckets(sizes: Sequence[int], largest: int) -> list[int]:
+    """Returns the bucket of each gradient, numbered from 0.
+
+    Args:
+        sizes: bytes of the gradients, in the order in which a micro-batch by itself completes them.
+        largest: bytes of a bucket at most, unless it holds one gradient alone.
+    """
+    left = sum(size for size in sizes if size <= largest)
+    found: list[int] = []
+    number, filled, limit = -1, 0, 0
+    for size in sizes:
+        if not found or filled + size > limit:
+            number, filled, limit = number + 1, 0, min(largest, max(SMALLEST_BYTES, left // TAIL))
+        found.append(number)
+        filled += size
+        left -= size if size <= largest else 0
+    return found
 
 
 def sums_behind(window: Window, order: Sequence[int]) -> dict[int, list[int]]:

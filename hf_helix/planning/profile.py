@@ -99,8 +99,12 @@ class Profile:
         """How many times longer the first takes while the second runs beside it."""
         key = (self.like.get(name, name), self.like.get(other, other))
         measured, by_kind = self._slowdowns
-        found = measured.get(key)
-        return by_kind.get((self._measured_as(name), self._measured_as(other)), 1.0) if found is None else found
+        if key in measured:
+            return measured[key]
+        kinds = self.kind(name), self.kind(other)
+        if kinds in by_kind or Kind.GRADIENTS not in kinds:
+            return by_kind.get(kinds, 1.0)
+        return by_kind.get((self._measured_as(name), self._measured_as(other)), 1.0)
 
     def _measured_as(self, name: Name) -> Kind:
         """The kind whose pairs stand for an operator: sums of gradients cost what collectives between hosts cost, or

@@ -36,7 +36,7 @@ class Bar:
     """One operator that runs.
 
     Attributes:
-        stream: "compute", "intra_node" or "inter_node".
+        stream: "compute", "intra_node", "inter_node" or "gradients".
         strand: "F" or "B".
         label: as in a trace, such as "B2.layers.3.mlp.down.W".
         start: seconds, as `end`.
@@ -123,15 +123,16 @@ def _unit_labels(timeline: Timeline, program: Sequence[Instruction]) -> dict[int
 
 
 def bars_of_trace(trace: Trace) -> list[Bar]:
-    """What ran, sums of gradients left out; times from the start of the first operator on."""
+    """What ran; times from the start of the first operator on. Sums of gradients are of the last micro-batch."""
     first = min((span.start for span in trace.spans), default=0.0)
-    return [
-        Bar(
-            s.stream, *parse_label(s.label)[:2], s.label, s.start - first, s.end - first, s.stream != Kind.COMPUTE.value
-        )
-        for s in trace.spans
-        if not sums_gradients(s.label)
-    ]
+    last = max((parse_label(s.label)[1] for s in trace.spans if not sums_gradients(s.label)), default=0)
+    bars = []
+    for s in trace.spans:
+        label = f"B{last}.{s.label}" if sums_gradients(s.label) else s.label
+        strand, microbatch, *_ = parse_label(label)
+        times = s.start - first, s.end - first
+        bars.append(Bar(s.stream, strand, microbatch, label, *times, s.stream != Kind.COMPUTE.value))
+    return bars
 
 
 def between(bars: Iterable[Bar], start: float, end: float) -> list[Bar]:

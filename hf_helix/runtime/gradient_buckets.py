@@ -6,32 +6,41 @@ Must hold: every trained parameter whose gradient another rank adds to is in one
 the model and on the sizes of the mesh alone: not on the plan, so sums have the same bits under every plan, and not on
 what this rank holds of a parameter, so all ranks of a pipeline know the buckets of each other.
 
-Parameters that are spread over ranks in one flat are one bucket, whose sum leaves each rank its part. Other buckets are
-as large as pays, but for the last ones: what is left of a window behind its last computation is the sum
-that this computation completes. So from where less than `TAIL` buckets are left, each takes one in `TAIL` of the rest.
+How large buckets are says `hf_helix.planning.gradient_sums`. But parameters that are spread over ranks in one flat are
+one bucket, whose sum leaves each rank its part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from hf_helix.operators.unit import Placement, Unit
 from hf_helix.operators.weights.flat import Flat
+from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.layout import GradientSum, Layout
 from hf_helix.runtime.distributed.mesh import Mesh
 
-BUCKET_BYTES = 25 * 2**20
-SMALLEST_BYTES = 2**20
-"""Below it a collective takes its latency, and another bucket gains nothing."""
-
-TAIL = 4
-
 Adder = tuple[int, str]
 """An operator of backward: the index of its unit, and its name there."""
+
+
+class Completed(NamedTuple):
+    """A trained parameter.
+
+    Attributes:
+        parameter: itself.
+        placement: how it is cut.
+        adders: the operators that add to its gradient.
+    """
+
+    parameter: nn.Parameter
+    placement: Placement
+    adders: tuple[Adder, ...]
 
 
 @dataclass(frozen=True)
@@ -66,38 +75,25 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
         units: what it holds, by index in the layout.
         mesh: which ranks share what.
     """
-    adders = _all_adders(units)
-    found = dict(each for each in _by_completion(units, adders) if _is_summed(*each, mesh))
-    sizes = {parameter: _most_bytes(parameter, placement, mesh) for parameter, placement in found.items()}
+    found = [made for made in by_completion(units) if _is_summed(made.parameter, made.placement, mesh)]
+    sizes = {made.parameter: _most_bytes(made.parameter, made.placement, mesh) for made in found}
     flats = {p: flat for unit in units.values() for flat in unit.flats.values() for p in flat.placements}
-    groups = _groups_by_size({p: size for p, size in sizes.items() if p not in flats})
-    groups += [[p for p in found if flats.get(p) is flat] for flat in dict.fromkeys(flats.values())]
-    last = {parameter: place for place, parameter in enumerate(found)}
+    whole = [parameter for parameter in sizes if parameter not in flats]
+    numbers = dict(zip(whole, fill_buckets([sizes[parameter] for parameter in whole], BUCKET_BYTES), strict=True))
+    groups: dict[int | Flat, list[Completed]] = {}
+    for made in found:
+        bucket = flats.get(made.parameter, numbers.get(made.parameter, 0))
+        groups[bucket] = [*groups.pop(bucket, ()), made]  # behind those that are complete before
     return [
         Bucket(
-            {parameter: found[parameter] for parameter in group},
-            tuple(dict.fromkeys(adder for parameter in group for adder in adders[parameter])),
-            sum(sizes[parameter] for parameter in group),
-            any(mesh.copies_of(found[parameter]) is not None for parameter in group),
-            flats.get(group[0]),
+            {made.parameter: made.placement for made in group},
+            tuple(dict.fromkeys(adder for made in group for adder in made.adders)),
+            sum(sizes[made.parameter] for made in group),
+            any(mesh.copies_of(made.placement) is not None for made in group),
+            flats.get(group[0].parameter),
         )
-        for group in sorted(filter(None, groups), key=lambda group: max(last[parameter] for parameter in group))
+        for group in groups.values()
     ]
-
-
-def _groups_by_size(sizes: Mapping[nn.Parameter, int]) -> list[list[nn.Parameter]]:
-    """Cuts parameters in the order in which their gradients are complete into groups; bytes by parameter."""
-    left = sum(size for size in sizes.values() if size <= BUCKET_BYTES)
-    groups: list[list[nn.Parameter]] = []
-    filled, limit = 0, 0
-    for parameter, size in sizes.items():
-        if not groups or filled + size > limit:
-            groups.append([])
-            filled, limit = 0, min(BUCKET_BYTES, max(SMALLEST_BYTES, left // TAIL))
-        groups[-1].append(parameter)
-        filled += size
-        left -= size if size <= BUCKET_BYTES else 0
-    return groups
 
 
 def layout_with_sums(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
@@ -140,10 +136,13 @@ def _all_adders(units: Mapping[int, Unit]) -> dict[Tensor, list[Adder]]:
     return found
 
 
-def _by_completion(
-    units: Mapping[int, Unit], adders: Mapping[Tensor, list[Adder]]
-) -> list[tuple[nn.Parameter, Placement]]:
-    """The trained parameters in the order in which a micro-batch by itself would complete their gradients."""
+def by_completion(units: Mapping[int, Unit]) -> Iterator[Completed]:
+    """Yields the trained parameters in the order in which a micro-batch by itself would complete their gradients.
+
+    Args:
+        units: by index in the layout.
+    """
+    adders = _all_adders(units)
     order: dict[Adder, int] = {}
     found: dict[nn.Parameter, tuple[int, Placement]] = {}
     for index in sorted(units, reverse=True):
@@ -152,8 +151,9 @@ def _by_completion(
         for parameter, placement in units[index].placements.items():
             last = max((order[adder] for adder in adders[parameter] if adder in order), default=len(order))
             found[parameter] = last, placement
-    complete = sorted(found, key=lambda parameter: found[parameter][0])
-    return [(parameter, found[parameter][1]) for parameter in complete if parameter.requires_grad]
+    for parameter in sorted(found, key=lambda parameter: found[parameter][0]):
+        if parameter.requires_grad:
+            yield Completed(parameter, found[parameter][1], tuple(adders[parameter]))
 
 
 def _is_summed(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> bool:

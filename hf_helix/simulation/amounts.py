@@ -18,6 +18,7 @@ from hf_helix.operators.unit import EXPERTS
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import Name, named_operators
+from hf_helix.runtime.gradient_buckets import by_completion
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
@@ -59,6 +60,21 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class Gradient:
+    """The gradient of a parameter on a rank.
+
+    Attributes:
+        adders: the operators of backward that add to it, as (name of the unit, name there).
+        elements: how many it has.
+        is_experts: whether it is of experts, which fewer ranks have copies of.
+    """
+
+    adders: tuple[tuple[str, str], ...]
+    elements: int
+    is_experts: bool
+
+
+@dataclass(frozen=True)
 class Model:
     """What a layout needs to know of a model.
 
@@ -95,6 +111,7 @@ class Amounts:
         weights: of every unit, by name.
         handed_on: bytes of what a unit hands to the next.
         copies: bytes that a window keeps of copies of weights in the type of matrix products, by unit.
+        gradients: by name of the unit that completes them, those of each in the order in which it does.
     """
 
     model: Model
@@ -103,6 +120,7 @@ class Amounts:
     weights: Mapping[str, Weights]
     handed_on: int
     copies: Mapping[str, int]
+    gradients: Mapping[str, Sequence[Gradient]]
 
 
 class _Done(Event):
@@ -193,7 +211,7 @@ def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, model: Mode
     for name, label in labels.items():
         if name[1].startswith("F."):
             copies[name[0]] += max(0, first.found[label].delta - second.found[label].delta)
-    return Amounts(model, layout, operators, _weights(runner), handed_on, copies)
+    return Amounts(model, layout, operators, _weights(runner), handed_on, copies, _gradients(runner))
 
 
 def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> Meter:
@@ -220,4 +238,14 @@ def _weights(runner: Runner) -> dict[str, Weights]:
             else:
                 trained += parameter.numel()
         found[unit.name] = Weights(trained, experts, frozen)
+    return found
+
+
+def _gradients(runner: Runner) -> dict[str, list[Gradient]]:
+    model = runner.stage.model
+    found: dict[str, list[Gradient]] = {unit.name: [] for unit in model.values()}
+    for made in by_completion(model):
+        adders = tuple((model[index].name, name) for index, name in made.adders)
+        last = model[min(index for index, _ in made.adders)].name
+        found[last].append(Gradient(adders, made.parameter.numel(), made.placement.over == EXPERTS))
     return found

@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields
 from itertools import zip_longest
 
 from hf_helix.planning.cost import entry_of
+from hf_helix.planning.gradient_sums import BUCKET_BYTES
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.profile import named_operators
-from hf_helix.runtime.gradient_buckets import BUCKET_BYTES
 from hf_helix.simulation.amounts import Amounts, Weights
 
 PARAMETER, GRADIENT, STATES = 4, 4, 8

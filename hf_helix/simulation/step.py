@@ -12,13 +12,14 @@ more of each takes is added as often as there are more; a layout that is looked 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from hf_helix.planning.cost import Timeline
+from hf_helix.planning.cost import STREAMS, Timeline
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import transfer_graphs
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout, place_names
+from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
@@ -40,7 +41,7 @@ from hf_helix.simulation.memory import (
 )
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.steady import costs_under, exposed_seconds, steady_layers
-from hf_helix.simulation.sums import exposed_sums
+from hf_helix.simulation.sums import exposed_sums, profile_with_sums
 from hf_helix.simulation.window import usual_schedules, window_of
 
 OPTIMIZER_BYTES = 32
@@ -95,7 +96,7 @@ class Step:
     Attributes:
         case: what was simulated.
         window: seconds of forward and backward of all micro-batches.
-        sums: seconds after it in which only gradients are summed.
+        sums: seconds after it in which only gradients are summed, or which their sums add to it.
         optimizer: seconds of the optimizer.
         loads: seconds of each kind of work in a window, on the rank that has most.
         exposed: seconds of each kind of communication in a window that run beside no computation, likewise; without
@@ -198,6 +199,8 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
         ValueError: the layout cannot be built.
     """
     profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
+    if whole:
+        profile = profile_with_sums(profile, amounts, rings(cluster, case.sizes), cluster)
     plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
     return simulate_plan(amounts, case, cluster, profile, plan, whole)
 
@@ -211,7 +214,8 @@ def simulate_plan(
         amounts: of a rank of this case's layout.
         case: what is trained how.
         cluster: what it runs on.
-        profile: the times of the operators, with the layout of the case, see `layout_of`.
+        profile: the times of the operators, with the layout of the case, see `layout_of`. Sums of gradients that it
+            knows are predicted with a whole window, operator by operator.
         plan: for this profile.
         whole: as of `simulate_step`.
     """
@@ -220,13 +224,16 @@ def simulate_plan(
     costs = costs_under(profile, layers)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
     seconds, drawn = window.seconds, None
+    sums = exposed_sums(amounts, layout, rings(cluster, case.sizes), cluster, profile)
     if whole:
         is_short = _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
         scheduler = Scheduler(case.schedule if is_short else window.name, case.sizes.pp, costs)
         schedule = scheduler(case.microbatches)
         if is_short:
             drawn = predict_plan(plan, profile, schedule)
-        seconds = drawn[1].seconds if drawn else predict_seconds(plan, profile, schedule)
+        seconds = _without_sums(drawn[1]) if drawn else _seconds_without_sums(plan, profile, schedule)
+        if layout.sums:
+            sums = (drawn[1].seconds if drawn else predict_seconds(plan, profile, schedule)) - seconds
         programs = build_programs(schedule if is_short else scheduler(2 * case.sizes.pp + 2), layout, plan)
         peaks = [peak_of_program(amounts, layout, program) for program in programs]
         memory = _heaviest(amounts, layout, case, peaks)
@@ -237,7 +244,7 @@ def simulate_plan(
     exposed = {kind: loads[kind] * share for kind, share in layers.exposed.items() if loads[kind]}
     if drawn:
         exposed = {kind: found for kind, (_, found) in exposed_seconds(drawn[1], window.busiest).items()}
-    sums = exposed_sums(amounts, layout, rings(cluster, case.sizes), cluster, profile)
+        exposed.pop(Kind.GRADIENTS, None)  # they are in `sums`
     return Step(
         case,
         seconds,
@@ -250,6 +257,17 @@ def simulate_plan(
         model_flops(amounts, case),
         drawn,
     )
+
+
+def _without_sums(timeline: Timeline) -> float:
+    """Returns when the last of a window ends but sums of gradients."""
+    streams = timeline.work.streams
+    return max(end for end, stream in zip(timeline.ends, streams, strict=True) if STREAMS[stream] is not Kind.GRADIENTS)
+
+
+def _seconds_without_sums(plan: Plan, profile: Profile, schedule: Schedule) -> float:
+    bare = replace(profile, layout=replace(profile.layout, sums=()))
+    return predict_seconds(plan, bare, schedule)
 
 
 def model_flops(amounts: Amounts, case: Case) -> tuple[float, float]:

@@ -1,31 +1,119 @@
-"""Sums of gradients over ranks: how long they last after the backward beside which they begin.
+"""Sums of gradients over ranks: which there are, what each takes, and how long they last after the backward beside
+which they begin.
 
-In:   what the units of every rank hold and send, their times, and the axes over which gradients are summed.
-Out:  seconds.
+In:   the gradients that the units of every rank complete, and the axes over which they are summed.
+Out:  the layout's sums as the runtime makes them, a profile that knows them, seconds.
 Must hold: gradients are summed in the buckets that training fills, each once the last of them is complete; a link
 carries in all what it can, so sums make way for what backward sends over the same link, or it for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from hf_helix.planning.layout import Layout
-from hf_helix.planning.profile import Profile
-from hf_helix.runtime.gradient_buckets import BUCKET_BYTES
-from hf_helix.simulation.amounts import Amounts
+from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.layout import GradientSum, Layout
+from hf_helix.planning.profile import Name, Pair, Profile, named_operators, named_sums
+from hf_helix.simulation.amounts import Amounts, Gradient
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import Ring, transfer_seconds
+from hf_helix.simulation.estimate import LEAST, Ring, transfer_seconds
 from hf_helix.simulation.kernels import Transfer
 from hf_helix.simulation.memory import GRADIENT
 
 COPIES, EXPERT_COPIES = "copies", "expert_copies"
 
+Adders = tuple[tuple[int, str], ...]
+
+
+def gradient_sums(amounts: Amounts, layout: Layout) -> list[tuple[GradientSum, int]]:
+    """Returns the sums of all ranks of a pipeline, each with the bytes of it that are of experts.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks of a pipeline.
+    """
+    found = []
+    for rank in range(layout.num_ranks):
+        completed = list(_completed(amounts, layout, rank))
+        numbers = fill_buckets([GRADIENT * made.elements for made, _ in completed], BUCKET_BYTES)
+        buckets: dict[int, list[tuple[Gradient, Adders]]] = {}
+        for number, each in zip(numbers, completed, strict=True):
+            buckets.setdefault(number, []).append(each)
+        for bucket in buckets.values():
+            adders = tuple(dict.fromkeys(adder for _, mine in bucket for adder in mine))
+            experts = GRADIENT * sum(made.elements for made, _ in bucket if made.is_experts)
+            found.append((GradientSum(adders, GRADIENT * sum(made.elements for made, _ in bucket)), experts))
+    return found
+
+
+def _completed(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
+    """Yields the gradients of a rank in the order in which a micro-batch completes them, each with what adds to it."""
+    units = list(layout.units)
+    for unit in reversed(layout.units_of(rank)):
+        for made in amounts.gradients.get(units[unit], ()):
+            # What another unit adds to is a weight that embedding and head share; there is one of each.
+            yield made, tuple((unit if name == units[unit] else units.index(name), op) for name, op in made.adders)
+
+
+def profile_with_sums(profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster) -> Profile:
+    """Returns the profile with the sums of gradients in its layout; the same where no other rank sees other tokens.
+
+    Args:
+        profile: the times of the operators.
+        amounts: of a rank of this layout.
+        axes: where the ranks of every axis stand.
+        cluster: what it runs on.
+    """
+    if axes[COPIES].size == 1:
+        return profile
+    found = gradient_sums(amounts, profile.layout)
+    layout = replace(profile.layout, sums=[made for made, _ in found])
+    names = [name for name, _ in named_sums(layout)]
+    seconds = [max(LEAST, _seconds(*each, axes, cluster)) for each in found]
+    times = {**profile.times, **dict(zip(names, seconds, strict=True))}
+    pairs = {**profile.pairs, **_contended(layout, times, axes, cluster)}
+    return replace(profile, layout=layout, times=times, pairs=pairs)
+
+
+def _seconds(made: GradientSum, experts: int, axes: Mapping[str, Ring], cluster: Cluster) -> float:
+    """Returns the seconds in which gradients are put in one piece and summed; a CPU also divides them."""
+    passes = 2 if cluster.backend == "nccl" else 4
+    device, seconds = cluster.device, 0.0
+    for axis, held in ((COPIES, made.bytes - experts), (EXPERT_COPIES, experts)):
+        size = axes[axis].size
+        if size > 1 and held:
+            seconds += passes * held / (device.bandwidth * device.memory_efficiency.at(2 * held))
+            sent = Transfer(axis, "all_reduce", 2 * held * (size - 1) // size)
+            seconds += transfer_seconds(sent, axes[axis], cluster)
+    return seconds
+
+
+def _contended(
+    layout: Layout, times: Mapping[Name, float], axes: Mapping[str, Ring], cluster: Cluster
+) -> dict[tuple[Name, Name], Pair]:
+    """Returns, for every kind of operator that sums slow down or are slowed down by, a pair of two. Over one link, each
+    gets half of it."""
+    link = Kind.INTER_NODE if axes[COPIES].crosses else Kind.INTRA_NODE
+    summing = max((name for name, _ in named_sums(layout)), key=lambda name: times[name])
+    pairs = {}
+    for kind in (Kind.COMPUTE, Kind.INTRA_NODE, Kind.INTER_NODE):
+        others = [name for name, op in named_operators(layout) if op.kind is kind]
+        slow = cluster.contention.get((link, kind), 1.0), cluster.contention.get((kind, link), 1.0)
+        if kind is link:
+            slow = 2.0, 2.0
+        if others and slow != (1.0, 1.0):
+            other = max(others, key=lambda name: times[name])
+            pairs[summing, other] = Pair.of(times[summing], times[other], *slow)
+    return pairs
+
 
 def exposed_sums(
     amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, profile: Profile
 ) -> float:
-    """Returns the seconds after the last backward in which gradients are still summed, of the rank that takes longest.
+    """Returns the seconds after the last backward in which gradients are still summed, of the rank that takes longest,
+    where no weight gradients are held back.
 
     Args:
         amounts: of a rank of this layout.
@@ -34,55 +122,19 @@ def exposed_sums(
         cluster: what it runs on.
         profile: the times of the operators.
     """
+    completed: dict[int, float] = {}  # seconds of the sums that each unit completes
+    for made, experts in gradient_sums(amounts, layout) if axes[COPIES].size > 1 else ():
+        last = min(unit for unit, _ in made.adders)
+        completed[last] = completed.get(last, 0.0) + _seconds(made, experts, axes, cluster)
     worst = 0.0
     for rank in range(layout.num_ranks):
         waiting = 0.0
-        buckets = [_Buckets(axis, axes[axis], cluster) for axis in (COPIES, EXPERT_COPIES)]
-        for name in reversed([layout.units[unit] for unit in layout.units_of(rank)]):
-            if name not in amounts.weights:
-                continue
-            waiting = max(0.0, waiting - _free_seconds(amounts, layout, name, profile, axes))
-            held = amounts.weights[name]
-            waiting += sum(
-                bucket.add(count) for bucket, count in zip(buckets, (held.trained, held.experts), strict=True)
-            )
-        waiting += sum(bucket.rest() for bucket in buckets)
+        for unit in reversed(layout.units_of(rank)):
+            if layout.units[unit] in amounts.weights:
+                waiting = max(0.0, waiting - _free_seconds(amounts, layout, layout.units[unit], profile, axes))
+                waiting += completed.get(unit, 0.0)
         worst = max(worst, waiting)
     return worst
-
-
-class _Buckets:
-    """Gradients that are summed over an axis, bucket by bucket.
-
-    Args:
-        axis: the name of the axis.
-        ring: its ranks.
-        cluster: what carries them.
-    """
-
-    def __init__(self, axis: str, ring: Ring, cluster: Cluster) -> None:
-        self._axis, self._ring, self._cluster = axis, ring, cluster
-        self._filled = 0
-
-    def add(self, count: int) -> float:
-        """Returns the seconds for which the buckets are summed that so many more elements fill."""
-        full, self._filled = divmod(self._filled + count * GRADIENT, BUCKET_BYTES)
-        return full * self._seconds(BUCKET_BYTES)
-
-    def rest(self) -> float:
-        """Returns the seconds for which the last bucket is summed."""
-        return self._seconds(self._filled)
-
-    def _seconds(self, held: int) -> float:
-        """Returns the seconds in which gradients are put in one piece and summed; a CPU also divides them."""
-        size = self._ring.size
-        if size == 1 or not held:
-            return 0.0
-        passes = 2 if self._cluster.backend == "nccl" else 4
-        device = self._cluster.device
-        moving = passes * held / (device.bandwidth * device.memory_efficiency.at(2 * held))
-        sent = Transfer(self._axis, "all_reduce", 2 * held * (size - 1) // size)
-        return moving + transfer_seconds(sent, self._ring, self._cluster)
 
 
 def _free_seconds(amounts: Amounts, layout: Layout, name: str, profile: Profile, axes: Mapping[str, Ring]) -> float:

@@ -51,7 +51,7 @@ class PriorityPlan(Plan):
         plan, the other rank has sent, so `slots_ahead` means nothing here."""
         found = self.priorities
         scheduler = ListScheduler(schedule, layout, found.times, found.extra_live_layers)
-        return scheduler.issue(found.priority, gates, found.held_units)
+        return scheduler.issue(found.priority, gates, found.held_units if layout.sums else None)
 
     def data(self) -> Any:
         """Milliseconds of every operator, the layers that may be alive, and the units that hold weight gradients back

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from support.windows import MS, PAIRS, SVG, bar, boxes, profile, window
 
 from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.instructions import BARRIER_INSTRUCTION
+from hf_helix.planning.layout import GradientSum
+from hf_helix.planning.pipeline.named import build_schedule
+from hf_helix.planning.plans.registry import make_plan, predict_plan
+from hf_helix.planning.profile import Profile
 from hf_helix.report.bars import Bar, bars_of_timeline, bars_of_trace, between, busy_fraction, parse_label, part_of
 from hf_helix.report.heatmap import draw_breakdown, draw_heatmap, text_heatmap
 from hf_helix.report.timeline import draw_timeline, text_timeline
@@ -72,13 +77,31 @@ def test_barriers_are_no_bars() -> None:
 
 def test_bars_of_a_trace() -> None:
     spans = [Span("compute", "F0.embedding.lookup", 7.0, 8.0), Span("intra_node", "B2.layers.3.mlp.gather", 7.5, 9.0)]
+    spans.append(Span("gradients", "gradients.average", 8.0, 9.5))
     found = bars_of_trace(Trace(spans=spans))
     assert found == [
         Bar("compute", "F", 0, "F0.embedding.lookup", 0.0, 1.0, False),
         Bar("intra_node", "B", 2, "B2.layers.3.mlp.gather", 0.5, 2.0, True),
+        Bar("gradients", "B", 2, "B2.gradients.average", 1.0, 2.5, True),
     ]
-    assert [b.letter for b in found] == ["F", "b"]
+    assert [b.letter for b in found] == ["F", "b", "s"]
     assert bars_of_trace(Trace()) == []
+
+
+def test_sums_of_gradients_have_a_row_of_their_own() -> None:
+    known = profile()
+    sums = [GradientSum(((unit, "up.W"),), 4) for unit in (1, 0)]
+    times = {**known.times, ("gradients", "B.sum.0"): 20e-3, ("gradients", "B.sum.1"): 20e-3}
+    known = Profile({}, replace(known.layout, sums=sums), times)
+    plan = make_plan("sequential", known, model="m", mesh={"tp_size": 1})
+    program, timeline = predict_plan(plan, known, build_schedule("folded_1f1b", 1, 2))
+    bars = bars_of_timeline(timeline, program)
+    mine = [b for b in bars if b.stream == "gradients"]
+    assert [(b.label, b.letter) for b in mine] == [("B1.layer.1.sum.0", "s"), ("B1.layer.0.sum.1", "s")]
+    *rest, last = (line for line in text_timeline(bars).splitlines() if "% busy" in line)
+    assert last.startswith("gradients ")
+    assert "ss" in last
+    assert not any("s" in line.split(maxsplit=1)[1].split("  ")[0] for line in rest)
 
 
 def test_a_stretch() -> None:

@@ -115,6 +115,20 @@ def test_data_parallel_copies_cost_their_sums_alone(paper: OnPaper):
     assert step_of(paper, cp=2, shard_optimizer=True).memory.states == step_of(paper, cp=2).memory.states
 
 
+@pytest.mark.parametrize("plan", ["sequential", "greedy"])
+def test_a_whole_window_has_its_sums(plan: str, paper: OnPaper) -> None:
+    """Sum by sum, on a stream of their own; what shows behind the last computation is little more than the last."""
+    step = step_of(paper, True, tp=2, dp=2, microbatches=4, plan=plan)
+    assert step.drawn is not None
+    program, timeline = step.drawn
+    numbers = [made.gradient_sum for made in program if made.gradient_sum >= 0]
+    assert numbers == list(range(len(numbers)))
+    assert step.seconds == step.window + step.sums + step.optimizer
+    assert step.window + step.sums == pytest.approx(timeline.seconds)
+    assert Kind.GRADIENTS not in step.exposed
+    assert step_of(paper, True, tp=2, microbatches=4, plan=plan).sums == 0.0
+
+
 def test_recomputation_trades_time_for_memory(paper: OnPaper):
     steps = [step_of(paper, tp=2, recompute=mode) for mode in ("none", "selective", "full")]
     assert steps[0].seconds < steps[1].seconds < steps[2].seconds

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from support.on_paper import cluster_with, counted, on_meta
+from support.on_paper import case_of, cluster_with, counted, on_meta
 
+from hf_helix.config import HelixConfig
+from hf_helix.engine.build import declare
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.layout import Layout
+from hf_helix.runtime import gradient_buckets
 from hf_helix.simulation import sums
-from hf_helix.simulation.estimate import Ring, estimate_profile
+from hf_helix.simulation.estimate import Ring, estimate_profile, rings
+from hf_helix.simulation.mesh import paper_mesh
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.sums import exposed_sums
+from hf_helix.simulation.step import layout_of
+from hf_helix.simulation.sums import exposed_sums, gradient_sums, profile_with_sums
 
 CLUSTER = cluster_with(nodes=2, devices_per_node=2, node={"gb_per_s": 100}, network={"gb_per_s": 100})
 AMOUNTS = counted(on_meta(), bf16=True, tp_size=2)
@@ -43,3 +52,51 @@ def test_full_buckets_are_summed_beside_backward(monkeypatch: pytest.MonkeyPatch
 def test_sums_wait_for_what_backward_sends_over_the_same_link(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sums, "BUCKET_BYTES", HELD // 8)
     assert exposed(INSIDE) > exposed(ACROSS)
+
+
+def layout_of_training(model: Any, tp_size: int) -> Layout:
+    """What the runtime makes of a model on two data-parallel ranks."""
+    mesh = paper_mesh({"tp": tp_size}).mesh
+    group: Any = object()
+    mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, copies_group=group, expert_copies_group=group, dp_group=group)
+    config = HelixConfig(tp_size=tp_size)
+    return declare(model, config, mesh, ["none"] * model.config.num_hidden_layers).stage.layout
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 20_000, 25 * 2**20])
+@pytest.mark.parametrize(
+    ("options", "tp"), [({}, 1), ({}, 2), ({"tie_word_embeddings": True}, 1), ({"model_type": "qwen3"}, 2)], ids=str
+)
+def test_sums_are_those_of_training(
+    bucket_bytes: int, options: dict[str, Any], tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same gradients in the same sums, completed by the same operators, in the same order."""
+    for module in (sums, gradient_buckets):
+        monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
+    model = on_meta(**options, num_hidden_layers=3)
+    amounts = counted(model, tp_size=tp)
+    found = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case_of(tp=tp, dp=2)))]
+    assert found == list(layout_of_training(model, tp).sums)
+    assert (len(found) > 1) == (bucket_bytes < 2**20)
+
+
+def test_a_profile_has_sums_only_where_other_ranks_see_other_tokens() -> None:
+    axes = {**rings(CLUSTER, Sizes(tp=2, dp=2)), "copies": ACROSS}
+    found = profile_with_sums(PROFILE, AMOUNTS, axes, CLUSTER)
+    (made,) = found.layout.sums
+    assert made.bytes == HELD
+    assert found.times["gradients", "B.sum.0"] == pytest.approx(seconds_of(HELD))
+    assert profile_with_sums(PROFILE, AMOUNTS, {**axes, "copies": ALONE}, CLUSTER) is PROFILE
+
+
+def test_sums_and_collectives_of_one_link_share_it() -> None:
+    """Both take twice as long beside each other; over different links neither does."""
+    axes: dict[str, Ring] = {"tp": INSIDE, "cp": ALONE, "experts": ALONE, "expert_copies": ALONE}
+    name = ("gradients", "B.sum.0")
+    collective = next(name for name in PROFILE.times if PROFILE.kind(name) is Kind.INTRA_NODE)
+    shared, apart = (
+        profile_with_sums(PROFILE, AMOUNTS, {**axes, "copies": copies}, CLUSTER) for copies in (INSIDE, ACROSS)
+    )
+    for first, second in ((name, collective), (collective, name)):
+        assert shared.slowdown(first, second) == pytest.approx(2.0)
+        assert apart.slowdown(first, second) == 1.0
