@@ -22,6 +22,7 @@ from hf_helix.checkpoint.shard import cut_parameters
 from hf_helix.config import HelixConfig
 from hf_helix.engine.checks import check_placements
 from hf_helix.engine.recompute import recompute_units
+from hf_helix.models.family import number_distinct_graphs
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
@@ -191,7 +192,7 @@ def _declare_units(
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
     units = recompute_units(family.units(base, sharing, additions, places), modes)
     if config.shard_parameters:
-        units = spread_units(units, mesh.spread_over)
+        units = number_distinct_graphs(spread_units(units, mesh.spread_over))
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     if places is None:
         check_forwards(model, base, family, called)

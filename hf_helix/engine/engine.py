@@ -274,12 +274,17 @@ class Engine(Diagnostics):
         """Lets an optimizer step this rank's parts of the parameters that are spread, in place of these.
 
         Args:
-            optimizer: of the model's parameters, without states, or of these parts already. Groups, their options and
-                the order of what is in them stay.
+            optimizer: of the model's parameters, or of these parts already; it has not stepped. Groups, their options
+                and the order of what is in them stay, and so do the states that some optimizers start with (Adagrad).
         """
         shards = self.runner.stage.shards
         for group in optimizer.param_groups:
             group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
+        for flat in self.runner.stage.flats:
+            for parameter, shard in flat.shards.items():
+                if parameter in optimizer.state:
+                    states = optimizer.state.pop(parameter).items()
+                    optimizer.state[shard] = {key: flat.part_of(state, parameter) for key, state in states}
 
     def shard_optimizer(self, optimizer: Any, optimizer_class: Any, arguments: Mapping[str, Any]) -> Any:
         """Returns an optimizer whose states are spread over the data-parallel ranks; the given one where there is one.

@@ -127,6 +127,9 @@ def place_units(
             assert make_buffers is not None, "several ranks need room for what goes between them"
             ends[index] = _end(names[index], pipe, stage, ranks, make_buffers, passing)
     graphs = {unit.name: unit.graphs for unit in units}
+    assert all(unit.graphs.forward == graphs[unit.name].forward for unit in units), (
+        "units of one name have equal graphs"
+    )
     if pipe.size > 1:
         graphs |= transfer_graphs(passing)
     stage_of_rank = Stage(Layout(names, chunks, graphs, shared_gradients(model), ranks), pipe.rank, model, ends)

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +138,14 @@ class Flat:
             for bound in (self._begin, self._begin + self.shard.numel())
         )
         return first, last
+
+    def part_of(self, value: Any, parameter: nn.Parameter) -> Any:
+        """Returns this rank's part of something of a parameter's shape, with memory of its own; other things as they
+        are."""
+        if not isinstance(value, Tensor) or value.shape != self._extents[parameter].shape or not value.dim():
+            return value
+        first, last = self.part(parameter)
+        return value.reshape(-1)[first:last].clone()
 
     def views(self, whole: Tensor) -> dict[nn.Parameter, Tensor]:
         """Returns the parameters in a whole piece [length], of any type."""

@@ -3,7 +3,7 @@
 In:   the units of a whole model, and which ranks hold copies of what.
 Out:  units whose graphs have an all-gather for each of their flats (forward and, but for the last unit, again in
       backward), and operators that read what it brings.
-Must hold: what a unit computes stays the same. Units that had equal graphs have equal graphs.
+Must hold: what a unit computes stays the same. Units that had equal graphs have equal graphs where they train the same.
 """
 
 from __future__ import annotations

@@ -43,13 +43,14 @@ def windows(
         The losses; by plan, the shards of gradients that differ in their bits from the parts of the gradients without
         sharding, and by how much in parts of the norm; how many shards there are; what is wrong after a window.
     """
-    whole = make(folder, {**helix, "plan": "sequential"}, model, training)
+    freeze = model.pop("freeze", ())
+    whole = make(folder, {**helix, "plan": "sequential"}, model, training, freeze)
     whole.model.train()
     expected = [loss.item() for loss in whole.helix.runner.train_window(window_of(whole, 3, 2, (33, 16, 21)))]
     gradients = {name: parameter.grad for name, parameter in whole.model.named_parameters()}
     norm = whole.helix.gradient_norm().item()
     whole.helix.close()
-    trainer = make(folder, {**helix, **SHARDED, "plan": "sequential"}, model, training)
+    trainer = make(folder, {**helix, **SHARDED, "plan": "sequential"}, model, training, freeze)
     trainer.model.train()
     stage = trainer.helix.runner.stage
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
@@ -183,6 +184,7 @@ WINDOWS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "llama tied": (2, {}, TIED, {}),
     "llama recomputed": (2, {"recompute": "full"}, {}, {}),
     "llama with adapters": (2, {}, {"lora": {}}, {}),
+    "llama, some of a layer frozen": (2, {}, {"freeze": ["model.layers.1.mlp.up_proj.weight"]}, {}),
     "llama bf16": (2, {}, {}, {"bf16": True}),
     "llama tp2": (4, {"tp_size": 2}, TIED, {}),
     "mixtral ep2": (4, {"ep_size": 2}, {"family": "mixtral"}, {}),
@@ -194,7 +196,7 @@ WINDOWS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] =
     "gemma3": (2, {}, {"family": f"{HOME}gemma3"}, {}),
     "bf16 weights": (2, {}, {"dtype": "bfloat16"}, {}),
 }
-QUICK = ("llama", "llama tied", "llama recomputed", "llama tp2", "mixtral")
+QUICK = ("llama", "llama tied", "llama, some of a layer frozen", "llama recomputed", "llama tp2", "mixtral")
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[SLOW] * (name not in QUICK)) for name in WINDOWS])
