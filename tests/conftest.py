@@ -25,7 +25,7 @@ settings.register_profile("default", max_examples=200, deadline=None)
 
 @pytest.fixture(scope="session")
 def cluster_of() -> Iterator[Callable[[int], Cluster]]:
-    """`cluster_of(2)` is a running cluster of two ranks; one that died is replaced, as is one that has made many groups."""
+    """`cluster_of(2)` is a running cluster of two ranks; one that died or has many threads is replaced."""
     running: dict[int, Cluster] = {}
 
     def get(size: int) -> Cluster:

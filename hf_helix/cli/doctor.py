@@ -58,6 +58,7 @@ def run(options: argparse.Namespace) -> None:
     from hf_helix.engine.on_paper import OnPaper
     from hf_helix.report.step import dropped_lines, ranking_lines, step_lines
     from hf_helix.simulation.layouts import Search
+    from hf_helix.simulation.processes import usable_cores
     from hf_helix.simulation.sizes import size_text
     from hf_helix.simulation.step import simulate_step
     from hf_helix.tuning.progress import progress_bar
@@ -80,6 +81,7 @@ def run(options: argparse.Namespace) -> None:
             dtype=options.dtype,
             imbalance=options.imbalance,
             progress=lambda share: progress("simulating layouts", share),
+            workers=usable_cores(),
         ).run()
     if not ranking.steps:
         reasons = "\n".join(dropped_lines(ranking.dropped))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_helix.cli.options import add_parser
+from hf_helix.simulation.processes import usable_cores
 from hf_helix.version import __version__
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "platform", platform.platform()
     for package in PACKAGES:
         yield package, _version(package)
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    yield "cores", f"{len(usable)} of {os.cpu_count()}"
+    yield "cores", f"{usable_cores()} of {os.cpu_count()}"
     yield from _devices()
     yield from _folders()
     yield from _environment()

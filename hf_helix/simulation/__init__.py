@@ -4,6 +4,7 @@ kernels     the words in which amounts are counted                              
 meter       counts kernels and live bytes of what runs on the meta device
 mesh        one rank of a layout, whose axes send nothing
 amounts     what every operator of a rank computes, moves and keeps
+processes   the same work on several pieces, in a few processes                            (no torch)
 cluster     what devices compute and links carry, from a YAML file                           (no torch)
 section     a mapping of that file, whose keys are taken one by one                          (no torch)
 sizes       the parallel sizes of a layout                                                   (no torch)

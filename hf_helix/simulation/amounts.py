@@ -192,7 +192,7 @@ def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, model: Mode
     batch = replace(batch, prepare=lambda: dict(side))
     with runner.precision.weights.kept():  # as in a window, in which they are cast once
         # The first window makes gradients and copies of weights, which are there in every further one.
-        first = _run(runner, batch, streams, Meter(list(runner.stage.placements)))
+        first = _run(runner, batch, streams, Meter(list(runner.stage.placements), counts=False))
         streams.sent.clear()
         held = [tensor for p in runner.stage.placements for tensor in (p, p.grad) if tensor is not None]
         held += [value for value in side.values() if isinstance(value, Tensor)]

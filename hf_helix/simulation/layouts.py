@@ -18,8 +18,9 @@ from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, divisors
 from hf_helix.simulation.fsdp import FSDP, simulate_fsdp
 from hf_helix.simulation.memory import bytes_text
+from hf_helix.simulation.processes import in_processes
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case, Step, memory_of_case, simulate_step
+from hf_helix.simulation.step import Case, Step, activations_of_case, layout_of, memory_of_case, simulate_step
 
 BATCHES = (1, 2, 4, 8)
 """Sequences in a micro-batch that are tried."""
@@ -85,6 +86,7 @@ class Search:
         dtype: the type of matrix products.
         imbalance: see `Case`.
         progress: told which part of the cases is done.
+        workers: processes that search; 1 for this one alone.
     """
 
     amounts: AmountsOf
@@ -98,7 +100,8 @@ class Search:
     dtype: str = "bf16"
     imbalance: float = 1.0
     progress: Callable[[float], object] | None = None
-    dropped: list[Dropped] = field(default_factory=list)
+    workers: int = 1
+    _peaks: dict[Case, list[int]] = field(default_factory=dict)
 
     def run(self) -> Ranking:
         """Returns the layouts by speed; none where nothing fits.
@@ -106,18 +109,36 @@ class Search:
         Raises:
             ValueError: the cluster has no rate for the type of matrix products.
         """
-        found: list[Step] = []
         candidates = list(layouts(self.cluster, self.experts > 1))
-        for place, sizes in enumerate(candidates):
-            best = self._best(sizes)
-            found += [best] if best is not None else []
+        cuts: dict[tuple[int, ...], list[Sizes]] = {}
+        for sizes in candidates:  # what a rank does for a micro-batch is counted once for each of these
+            cuts.setdefault((sizes.tp, sizes.cp, sizes.ep), []).append(sizes)
+        found: list[Ranking] = []
+        for part in in_processes(self._ranked, list(cuts.values()), self.workers):
+            found.append(part)
             if self.progress is not None:
-                self.progress((place + 1) / len(candidates))
-        found.sort(key=lambda step: -step.tokens_per_second)
-        return Ranking(found, self.dropped, self._fsdp())
+                self.progress(len(found) / len(cuts))
+        steps = sorted((step for part in found for step in part.steps), key=lambda step: -step.tokens_per_second)
+        dropped = sorted(
+            (each for part in found for each in part.dropped), key=lambda each: candidates.index(each.case.sizes)
+        )
+        return Ranking(steps, dropped, next((part.fsdp for part in found if part.fsdp is not None), None))
 
-    def _best(self, sizes: Sizes) -> Step | None:
-        """Returns the fastest case of some parallel sizes that fits."""
+    def _ranked(self, candidates: Sequence[Sizes]) -> Ranking:
+        """Returns some of the layouts, in no order, and plain FSDP where plain data parallelism is one of them."""
+        found: list[Step] = []
+        dropped: list[Dropped] = []
+        for sizes in candidates:
+            best = self._best(sizes)
+            if isinstance(best, Dropped):
+                dropped.append(best)
+            else:
+                found.append(best)
+        plain = Sizes(dp=self.cluster.devices)
+        return Ranking(found, dropped, self._fsdp() if plain in candidates else None)
+
+    def _best(self, sizes: Sizes) -> Step | Dropped:
+        """Returns the fastest case of some parallel sizes that fits, or why there is none."""
         best: Step | None = None
         for batch in BATCHES:
             microbatches = self.batch_tokens // (sizes.dp * batch * self.length)
@@ -126,15 +147,14 @@ class Search:
                 check_sizes(sizes, self.length, self.layers, self.experts, self.schedule)
                 if microbatches < 1:
                     raise ValueError(f"{sizes.dp} data-parallel ranks need {sizes.dp * self.length:,} tokens in a step")
-                case = self._fitting(case, best.case if best is not None else case)
+                case = self._fitting(case, best.case if best is not None else None)
             except ValueError as error:
-                if best is None:
-                    self.dropped.append(Dropped(case, str(error)))
-                return best  # a larger micro-batch needs more memory
+                return best or Dropped(case, str(error))  # a larger micro-batch needs more memory
             step = simulate_step(self.amounts(case), case, self.cluster)
             if best is not None and step.tokens_per_second <= best.tokens_per_second:
                 break
             best = step
+        assert best is not None
         return best
 
     def _case(self, sizes: Sizes, batch: int, microbatches: int) -> Case:
@@ -176,28 +196,39 @@ class Search:
             best = fastest
         return best
 
-    def _fitting(self, case: Case, smaller: Case) -> Case:
+    def _fitting(self, case: Case, smaller: Case | None) -> Case:
         """Returns the case as it fits: with no more recomputation than needs be, and states kept whole if possible.
 
         Args:
             case: without anything that saves memory.
-            smaller: needs no more memory, and fits as it is, or may.
+            smaller: a case with smaller micro-batches, which needs no more memory and fits; None for the smallest.
 
         Raises:
             ValueError: the model cannot be cut like this, or does not fit.
         """
         shards = (False, True) if case.sizes.dp > 1 and case.sizes.ep == 1 else (False,)
         saving = [(mode, shard) for mode in RECOMPUTE for shard in shards]
-        saving = saving[saving.index((smaller.recompute, smaller.shard_optimizer)) :]
+        if smaller is not None:
+            saving = saving[saving.index((smaller.recompute, smaller.shard_optimizer)) :]
         ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode, shard in saving]
-        least = self._memory(ways[-1])
-        if least > self.cluster.device.memory:
-            room = f"of a device that has {bytes_text(self.cluster.device.memory)}"
-            raise ValueError(f"needs {bytes_text(least)} {room}, with all that saves memory")
-        return next(way for way in ways if self._memory(way) <= self.cluster.device.memory)
+        room = self.cluster.device.memory
+        # Every mode takes time to count. Most of what does not fit does not fit with the smallest micro-batches; larger
+        # ones mostly fit as the smaller did.
+        least = self._memory(ways[-1]) if smaller is None else 0.0
+        fitting = next((way for way in ways if self._memory(way) <= room), None) if least <= room else None
+        if fitting is None:
+            least = least or self._memory(ways[-1])
+            raise ValueError(
+                f"needs {bytes_text(least)} of a device that has {bytes_text(room)}, with all that saves memory"
+            )
+        return fitting
 
     def _memory(self, case: Case) -> float:
-        return memory_of_case(self.amounts(case), case).total
+        amounts, whole = self.amounts(case), replace(case, shard_optimizer=False)
+        layout = layout_of(amounts, case)
+        if whole not in self._peaks:
+            self._peaks[whole] = activations_of_case(amounts, case, layout)
+        return memory_of_case(amounts, case, layout, self._peaks[whole]).total
 
 
 def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:

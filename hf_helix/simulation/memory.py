@@ -19,7 +19,7 @@ from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.graph.pair import RECEIVE, SEND
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.pipeline.actions import Action, Slot
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
 from hf_helix.planning.profile import named_operators
 from hf_helix.simulation.amounts import Amounts, Weights
 
@@ -121,16 +121,22 @@ def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruct
     return peak
 
 
-def peak_of_slots(amounts: Amounts, layout: Layout, slots: Sequence[Slot], two_strands: bool) -> int:
-    """Returns the same for a schedule, before there is a program: strands take turns, layer by layer.
+def peaks_of_schedule(amounts: Amounts, layout: Layout, schedule: Schedule, two_strands: bool) -> list[int]:
+    """Returns the same for every rank of a schedule, before there are programs: strands take turns, layer by layer.
 
     Args:
         amounts: of a rank of this layout.
         layout: of all ranks.
-        slots: of a rank's schedule.
+        schedule: of a window.
         two_strands: whether the plan may keep one layer more.
     """
     passes = {key: _pass(found) for key, found in _changes(amounts, layout).items()}
+    layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
+    more = max((above for (unit, _), (_, above) in passes.items() if unit in layers), default=0)
+    return [_peak_of_slots(layout, slots, passes) + (more if two_strands else 0) for slots in schedule]
+
+
+def _peak_of_slots(layout: Layout, slots: Sequence[Slot], passes: Mapping[tuple[str, str], tuple[int, int]]) -> int:
     alive = peak = sent = 0
     for slot in slots:
         entering = _units(layout, slot.forward) if slot.forward else []
@@ -144,9 +150,7 @@ def peak_of_slots(amounts: Amounts, layout: Layout, slots: Sequence[Slot], two_s
                 sent, delta = max(0, -delta), max(0, delta)
             peak = max(peak, alive + above)
             alive += delta
-    layers = {name for name, pair in layout.graphs.items() if pair.forward.repeats}
-    more = max((above for (unit, _), (_, above) in passes.items() if unit in layers), default=0)
-    return peak + (more if two_strands else 0)
+    return peak
 
 
 def _pass(changes: Sequence[tuple[int, int]]) -> tuple[int, int]:

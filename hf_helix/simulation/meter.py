@@ -50,10 +50,12 @@ class Meter(TorchDispatchMode):
     Args:
         existing: tensors whose storages do not count as live memory.
         before: a meter, what was alive at whose end does not count either.
+        counts: whether kernels and peaks are counted, too, and not only what stays alive.
     """
 
-    def __init__(self, existing: Sequence[Tensor] = (), before: Meter | None = None) -> None:
+    def __init__(self, existing: Sequence[Tensor] = (), before: Meter | None = None, counts: bool = True) -> None:
         super().__init__()
+        self._counts = counts
         self.found: dict[str, Metered] = defaultdict(Metered)
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._held = list(existing)  # so that no new storage takes the address of one of these
@@ -84,13 +86,16 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        is_new = False
         for leaf in outputs:
             storage = leaf.untyped_storage()
             if storage._cdata not in self._existing:
                 reference = StorageWeakRef(storage)
+                is_new |= reference.cdata not in self._live
                 self._live[reference.cdata] = reference, storage.nbytes()
-        if self._now is not None:
-            self._now.peak = max(self._now.peak, self.live() - self._start)
+        if self._now is not None and self._counts:
+            if is_new:
+                self._now.peak = max(self._now.peak, self.live() - self._start)
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             kernel = kernel_of(function, args, kwargs or {}, inputs, outputs)
             if kernel is not None:

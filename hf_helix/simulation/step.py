@@ -37,7 +37,7 @@ from hf_helix.simulation.memory import (
     held_weights,
     memory_of,
     peak_of_program,
-    peak_of_slots,
+    peaks_of_schedule,
 )
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.steady import costs_under, exposed_seconds, steady_layers
@@ -157,24 +157,36 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
     return Layout(names, chunks, graphs, (), ranks)
 
 
-def memory_of_case(amounts: Amounts, case: Case, layout: Layout | None = None) -> Memory:
+def memory_of_case(
+    amounts: Amounts, case: Case, layout: Layout | None = None, peaks: Sequence[int] | None = None
+) -> Memory:
     """Returns the memory of the rank that needs most.
 
     Args:
         amounts: of a rank of this case's layout.
         case: what is trained how.
         layout: of the case, where it is known.
+        peaks: the activations of each rank, where they are known.
 
     Raises:
         ValueError: the layout cannot be built.
     """
     layout = layout or layout_of(amounts, case)
+    return _heaviest(amounts, layout, case, peaks or activations_of_case(amounts, case, layout))
+
+
+def activations_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[int]:
+    """Returns the bytes of activations that each rank of a pipeline keeps and works with at most.
+
+    Args:
+        amounts: of a rank of this case's layout.
+        case: what is trained how; whether states are sharded does not matter.
+        layout: of the case.
+    """
     two_strands = not runs_one_strand(case.plan)
-    peaks = [
-        [peak_of_slots(amounts, layout, slots, two_strands) for slots in schedule]
-        for schedule in usual_schedules(case.schedule, case.sizes.pp, case.microbatches, two_strands)
-    ]
-    return _heaviest(amounts, layout, case, [max(of_rank) for of_rank in zip(*peaks, strict=True)])
+    usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches, two_strands)
+    peaks = [peaks_of_schedule(amounts, layout, schedule, two_strands) for schedule in usual]
+    return [max(of_rank) for of_rank in zip(*peaks, strict=True)]
 
 
 def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[int]) -> Memory:

@@ -47,6 +47,16 @@ def test_the_fastest_comes_first_and_uses_no_more_tokens_than_asked_for(ranking:
     assert all(step.case.tokens == SEQUENCES * LENGTH for step in ranking.steps)
 
 
+def test_several_processes_find_the_same(ranking: Ranking):
+    model = on_meta(num_hidden_layers=4, hidden_size=96, num_attention_heads=6)
+    assert search(model, sequences=SEQUENCES, workers=2) == ranking
+
+
+def test_an_error_in_another_process_is_raised():
+    with pytest.raises(ValueError, match=r"has no device\.peak_tflops for fp32"):
+        search(on_meta(), dtype="fp32", workers=2)
+
+
 def test_plain_data_parallelism_is_judged_by_the_same_rules(ranking: Ranking):
     plain = ranking.plain()
     assert plain is not None
