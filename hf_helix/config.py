@@ -30,7 +30,7 @@ AUTO = "auto"
 RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # see planning.plans.registry
 PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
-AXES = ("tp", "cp", "ep")
+AXES = ("tp", "cp", "ep", "dp")
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
 SCHEDULE_ALIASES = {"w": "folded_1f1b"}
@@ -79,6 +79,9 @@ class HelixConfig:
         layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
             `1f1b`); None to spread the work evenly, embedding, head and loss included.
         shard_optimizer: keep the optimizer's states on one data-parallel rank each instead of on all (ZeRO-1).
+        shard_parameters: keep the parameters, their gradients and the optimizer's states spread over the data-parallel
+            ranks (ZeRO-3, FSDP): a layer's weights are gathered just before it runs, beside the computation of the
+            layer before, and dropped after it. See docs/data_parallelism.md.
         recompute: what backward computes again, so that layers need not keep it (activation checkpointing):
             `none`: nothing;
             `selective`: what is cheap: norms, rope, attention, activations, and the gathers before linears;
@@ -86,8 +89,8 @@ class HelixConfig:
             None for `full` with `TrainingArguments(gradient_checkpointing=True)`, and else for `none`.
         cp_method: how keys and values reach the ranks that share a sequence: `ring`, step by step beside the attention
             to those that are there, or `all_gather`, all at once.
-        inter_node_axes: the axes whose ranks are on different hosts (`tp`, `cp`, `ep`): their communication runs on a
-            stream beside that of the others. None to go by the hosts' names. Given in YAML as a list.
+        inter_node_axes: the axes whose ranks are on different hosts (`tp`, `cp`, `ep`, `dp`): their communication runs
+            on a stream beside that of the others. None to go by the hosts' names. Given in YAML as a list.
         profile: path of a profile made with `hf-helix profile`, to plan with instead of measuring.
         compile: compile what lies between matrix products, attention and communication (norms, ropes, activations, the
             loss) with `torch.compile`: fewer kernels on a GPU, at the price of compiling at the start. Results
@@ -118,6 +121,7 @@ class HelixConfig:
     cache: bool = True
     layers_per_stage: tuple[int, ...] | None = None
     shard_optimizer: bool = False
+    shard_parameters: bool = False
     cp_method: str = "ring"
     expert_capacity_factor: float | None = None
     inter_node_axes: tuple[str, ...] | None = None
@@ -145,7 +149,7 @@ class HelixConfig:
             if not isinstance(value, str) or not value:
                 raise TypeError(f"{name} must be a string, such as {name}='auto'; got {value!r}")
         object.__setattr__(self, "schedule", schedule_name(self.schedule))
-        for name in ("cache", "compile", "cuda_graphs", "shard_optimizer"):
+        for name in ("cache", "compile", "cuda_graphs", "shard_optimizer", "shard_parameters"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, such as {name}=True; got {getattr(self, name)!r}")
         self._check_share()
@@ -153,6 +157,7 @@ class HelixConfig:
         self._check_context()
         self._check_capacity()
         self._check_recompute()
+        self._check_sharding()
         if self.link is not None:
             parse_link(self.link)
         self._check_files()
@@ -209,6 +214,20 @@ class HelixConfig:
                 f"{_nearest(str(self.recompute), RECOMPUTE)}, or None to follow gradient_checkpointing"
             )
 
+    def _check_sharding(self) -> None:
+        if not self.shard_parameters:
+            return
+        if self.shard_optimizer:
+            raise ValueError(
+                "shard_parameters=True with shard_optimizer=True: sharded parameters have sharded states already; use "
+                "shard_optimizer=False"
+            )
+        if self.cuda_graphs:
+            raise ValueError(
+                "shard_parameters=True with cuda_graphs=True: weights that are gathered lie elsewhere in every window, "
+                "and a graph reads them where they lay; use cuda_graphs=False"
+            )
+
     def _check_files(self) -> None:
         if self.profile is not None and not isinstance(self.profile, str):
             raise TypeError(
@@ -239,7 +258,7 @@ class HelixConfig:
     @property
     def communicates(self) -> bool:
         """Whether operators do."""
-        return self.ranks_per_batch * self.ep_size > 1
+        return self.ranks_per_batch * self.ep_size > 1 or self.shard_parameters
 
     @classmethod
     def from_mapping(cls, options: object, source: str) -> HelixConfig:

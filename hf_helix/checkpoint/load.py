@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_helix.checkpoint.reader import FLOATS, Checkpoint, Reader, Source, match_tensors, persistent_tensors
 from hf_helix.checkpoint.shard import materialize
+from hf_helix.checkpoint.whole_slices import WholeSlices
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.planning.text import shorten_list
@@ -54,10 +55,14 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
     about = "\n".join(f"{key} {list(shape)} {dtype}" for key, (_, shape, dtype) in checkpoint.tensors.items())
     check_same_on_all_ranks(about, f"tensors in {folder}")
     materialize(model, stage, mesh)
+    whole = WholeSlices(stage, written=True)
     for name, source in sources.items():
         if tensors[name].is_local:
+            out = model.get_parameter_or_buffer(name)
+            whole.lend(out)
             with checkpoint.reader() as reader:
-                tensors[name].read(source, name, model.get_parameter_or_buffer(name), model, reader)
+                tensors[name].read(source, name, out, model, reader)
+    whole.end()
 
 
 @dataclass(frozen=True)

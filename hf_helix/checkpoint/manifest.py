@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hf_helix.checkpoint.optimizer_state import LocalParameter
+from hf_helix.checkpoint.local_parameter import LocalParameter
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -158,7 +158,7 @@ def describe_parameters(
     """Describes every parameter of the model, also those that other pipeline ranks hold. Collective.
 
     Args:
-        local: the parameters that this rank holds.
+        local: what this rank steps of the parameters, see `local_parameters`.
         mesh: the layout of the ranks.
         optimizer: whose groups the parameters are in; None before there is one.
     """

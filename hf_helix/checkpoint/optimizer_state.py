@@ -1,6 +1,7 @@
 """Saves and loads an optimizer's states with torch's distributed checkpoint (DCP), in terms of whole parameters.
 
-In:   an optimizer over the slices that this rank holds, with the parameters' names and places.
+In:   an optimizer over the slices that this rank holds, or over stretches of them, with the parameters' names and
+      places.
 Out:  a folder to which every rank writes its part; from it, the states of whatever slices another layout has.
 Must hold: what several ranks hold is written once; a state of its parameter's shape is cut as the parameter and lies in
 the folder with its offset in the whole, so that any layout finds its part; a state that no other layout could use is
@@ -12,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,68 +32,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from hf_helix.operators.communication.transport import Axis
-from hf_helix.operators.unit import Placement
+from hf_helix.checkpoint.local_parameter import LocalParameter, Offset
 from hf_helix.runtime.distributed.groups import control_group
-from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.sharded_optimizer import ShardedOptimizer
-from hf_helix.runtime.stage import Stage
 
 GROUPS = "param_groups"
 _NOT_OPTIONS = ("params", "param_names")  # of a parameter group
-
-Offset = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LocalParameter:
-    """A parameter that this rank holds a slice of.
-
-    Attributes:
-        name: of the parameter in the model.
-        placement: how it is cut.
-        axis: the ranks that it is cut over.
-    """
-
-    name: str
-    placement: Placement
-    axis: Axis
-
-    @property
-    def mark(self) -> str:
-        """The suffix of a state that belongs to this slice alone; empty where the parameter is not cut."""
-        is_cut = self.placement.dim is not None and self.axis.size > 1
-        return f"@{self.axis.rank}of{self.axis.size}" if is_cut else ""
-
-    def whole_shape(self, local: Tensor) -> torch.Size:
-        """The shape of the whole tensor of a slice."""
-        return torch.Size(self.placement.whole_shape(local.shape))
-
-    def pieces(self, local: Tensor) -> dict[Offset, Tensor]:
-        """Views of a slice by their offset in the whole tensor, one for each block that is cut by itself."""
-        dim = self.placement.dim
-        if dim is None:
-            return {(0,) * local.dim(): local}
-        bounds = self.placement.bounds(self.axis.size, self.axis.rank)
-        parts = local.split([last - first for first, last in bounds], dim)
-        offsets = [tuple(first if d == dim else 0 for d in range(local.dim())) for first, _ in bounds]
-        return {offset: part for offset, part in zip(offsets, parts, strict=True) if part.numel()}
-
-
-def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Parameter, LocalParameter]:
-    """The parameters that this rank holds, without those of other pipeline ranks.
-
-    Args:
-        model: the cut model.
-        stage: its units on this rank.
-        mesh: the layout of the ranks.
-    """
-    placements, owners = stage.all_placements, stage.owners
-    return {
-        parameter: LocalParameter(name, placements[parameter], mesh.axis_of(placements[parameter]))
-        for name, parameter in model.named_parameters()
-        if owners.get(parameter) == stage.rank
-    }
 
 
 class WholeTensor(Tensor):
@@ -101,12 +45,13 @@ class WholeTensor(Tensor):
 
     local: Tensor
     _pieces: dict[Offset, Tensor]
+    _is_written: bool
 
     @staticmethod
     def __new__(cls, about: LocalParameter, local: Tensor) -> WholeTensor:
         whole = about.whole_shape(local)
         made = Tensor._make_wrapper_subclass(cls, whole, dtype=local.dtype, device=local.device)
-        made.local, made._pieces = local, about.pieces(local)
+        made.local, made._pieces, made._is_written = local, about.pieces(local), about.is_first_copy
         return made
 
     @classmethod
@@ -120,7 +65,9 @@ class WholeTensor(Tensor):
         return self._chunks()
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        items = []
+        items: list[WriteItem] = []
+        if not self._is_written:
+            return items
         for chunk, piece in zip(self._chunks(), self._pieces.values(), strict=True):
             data = TensorWriteData(chunk, TensorProperties.create_from_tensor(piece), self.size())
             items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
@@ -135,8 +82,8 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     """Writes the states of an optimizer and the options of its parameter groups. Collective.
 
     Args:
-        optimizer: of this rank's slices.
-        local: the parameters that this rank holds, see `local_parameters`.
+        optimizer: of this rank's slices, or of stretches of them.
+        local: what it steps, see `local_parameters`.
         folder: is made if it is not there.
 
     Raises:
@@ -167,8 +114,8 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     """Loads the states that `save_states` has written, on any layout. Collective.
 
     Args:
-        optimizer: of this rank's slices.
-        local: the parameters that this rank holds, see `local_parameters`.
+        optimizer: of this rank's slices, or of stretches of them.
+        local: what it steps, see `local_parameters`.
         folder: of the states.
 
     Raises:
@@ -227,8 +174,8 @@ def _saved_states(
         elif mark.partition("of")[2] != about.mark.partition("of")[2]:
             raise ValueError(
                 f"the optimizer's state {key!r} of {owner} has the shape {list(saved.size)}, and the parameter "
-                f"{list(about.whole_shape(parameter))}, so it cannot be cut for another tp_size or ep_size; resume "
-                "with those of the checkpoint"
+                f"{list(about.whole_shape(parameter))}, so it cannot be cut for another tp_size or ep_size, or for "
+                "another number of ranks with shard_parameters=True; resume with those of the checkpoint"
             )
         elif mark == about.mark.removeprefix("@"):
             yield parameter, key, name, saved

@@ -23,6 +23,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from hf_helix.checkpoint.load import model_tensors
 from hf_helix.checkpoint.reader import Checkpoint
 from hf_helix.checkpoint.shard import materialize
+from hf_helix.checkpoint.whole_slices import WholeSlices
 from hf_helix.planning.text import shorten_list
 from hf_helix.runtime.distributed.agreement import check_same_on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -80,6 +81,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     _check_pieces(outline, pieces)
     materialize(model, stage, mesh)
     tensors = model_tensors(model, stage, mesh)
+    whole = WholeSlices(stage, written=True)
     # One buffer for all pieces: buffers that are made and freed piece by piece would leave gaps in the allocator.
     sizes = [sum(weight.numel() for weight in outline.get_submodule(piece).parameters()) for piece in pieces]
     buffer = torch.empty(max(sizes), dtype=model.dtype)
@@ -94,7 +96,10 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
             torch.default_generator.manual_seed(own)
             _move_into(outline.get_submodule(piece), buffer).apply(outline._init_weights)
         for name in names:
-            tensors[name].copy_slice(outline.get_parameter(name), model.get_parameter(name))
+            out = model.get_parameter(name)
+            whole.lend(out)
+            tensors[name].copy_slice(outline.get_parameter(name), out)
+    whole.end()
 
 
 def _pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:

@@ -2,9 +2,10 @@
 
 In:   a cut model, its stage and its mesh; a folder.
 Out:  the files that `save_pretrained` of the whole model would write: the same names, tensors and bytes.
-Must hold: no tensor is gathered. Where its bytes lie is known beforehand (`layout`, `safetensors_file`), so that slices
-go straight to their places in the files (`draft`), and of copies one is written. Ranks that do not see rank 0's folder
-send it their slices one by one. A failure on any rank is raised on all of them.
+Must hold: no tensor is gathered but those that are spread over data-parallel ranks, a few layers at a time. Where its
+bytes lie is known beforehand (`layout`, `safetensors_file`), so that slices go straight to their places in the files
+(`draft`), and of copies one is written. Ranks that do not see rank 0's folder send it their slices one by one. A
+failure on any rank is raised on all of them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hf_helix.checkpoint.draft import Draft, DraftFiles, Part
 from hf_helix.checkpoint.layout import CheckpointLayout
 from hf_helix.checkpoint.reader import Source, match_tensors, persistent_tensors
 from hf_helix.checkpoint.shard import join_slices
+from hf_helix.checkpoint.whole_slices import WholeSlices
 from hf_helix.operators.unit import COPIED, Placement
 from hf_helix.runtime.distributed.agreement import agree_on_success, decide_on_rank_0
 from hf_helix.runtime.distributed.groups import control_group, receive_on_host, send_on_host
@@ -89,6 +91,7 @@ class _Writer:
         self.files = files
         self.writers = writers
         self.tensors = persistent_tensors(model)
+        self.whole = WholeSlices(stage)
         self.placements, self.owners, self.rank = stage.all_placements, stage.owners, stage.rank
         self._given: dict[tuple[int, ...], dict[int, int]] = {}  # bytes by rank, of ranks that hold the same
 
@@ -99,12 +102,20 @@ class _Writer:
         jobs = [self._parts(source) for source in sources]
         others = self._parts_of_others({number: parts for number, parts in enumerate(jobs) if parts})
         for number, (source, parts) in enumerate(zip(sources, jobs, strict=True)):
+            self._make_whole(source)
             if parts is not None:
                 for part, value in zip(parts, self._values(source), strict=True):
                     self._put(part, value)
             for sender, theirs in others.items():
                 for part in theirs.get(number, ()):
                     self.files.write(part, self._receive(part, sender))
+        self.whole.end()
+
+    def _make_whole(self, source: Source) -> None:
+        """Gathers what is spread of the parameters that a source is made into. Collective over these ranks."""
+        if self.whole.is_needed:
+            for name in source.convert(self.model, self.layout.tensors.__getitem__):
+                self.whole.lend(self.tensors[name])
 
     def _parts(self, source: Source) -> list[Part] | None:
         """The tensors on disk, or slices of them, that this rank writes of a source; None where it holds nothing of it,

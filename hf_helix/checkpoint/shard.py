@@ -45,6 +45,7 @@ def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
     """Gives the parameters and buffers that this rank holds memory on its device, where they are on the meta device.
 
     Parameters are cut and not filled yet, those of other pipeline ranks empty; buffers are as the model makes them.
+    What is spread over data-parallel ranks is spread from the start, and no rank ever has all of it.
 
     Args:
         model: is changed in place; parameters and buffers that are real already stay as they are.
@@ -57,14 +58,19 @@ def materialize(model: Any, stage: Stage, mesh: Mesh) -> None:
     for name, module in model.named_modules():
         _materialize_buffers(model, name, module, mesh.device)
     owners = stage.owners
+    spread = {parameter for flat in stage.flats for parameter in flat.placements}
     for parameter, placement in stage.all_placements.items():
         if not parameter.is_meta:
             continue
         mine, axis = owners[parameter] == stage.rank, mesh.axis_of(placement)
         shape = placement.shape(parameter.shape, axis.size, axis.rank) if mine else (0,)
-        value = torch.empty(shape, dtype=parameter.dtype, device=mesh.device)
+        held = (1,) * len(shape) if parameter in spread else shape
+        value = torch.empty(held, dtype=parameter.dtype, device=mesh.device).expand(shape)
         # `parameter.data = value` is refused from one device to another.
         swap_tensors(parameter, nn.Parameter(value, requires_grad=mine and parameter.requires_grad))
+    for flat in stage.flats:
+        if not flat.is_spread:
+            flat.spread(mesh.device)
 
 
 def _materialize_buffers(model: Any, name: str, module: nn.Module, device: torch.device) -> None:
@@ -152,8 +158,13 @@ def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | Non
 
 def is_cut(stage: Stage, mesh: Mesh) -> bool:
     """Whether a rank holds only a part of the model. The same on every rank."""
-    return mesh.pipe.size > 1 or any(
-        placement.dim is not None and mesh.axis_of(placement).size > 1 for placement in stage.all_placements.values()
+    return (
+        mesh.pipe.size > 1
+        or bool(stage.flats)
+        or any(
+            placement.dim is not None and mesh.axis_of(placement).size > 1
+            for placement in stage.all_placements.values()
+        )
     )
 
 

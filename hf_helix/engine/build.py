@@ -22,11 +22,13 @@ from hf_helix.checkpoint.shard import cut_parameters
 from hf_helix.config import HelixConfig
 from hf_helix.engine.checks import check_placements
 from hf_helix.engine.recompute import recompute_units
+from hf_helix.models.family import number_distinct_graphs
 from hf_helix.models.graph.context import LossTweaks, ParallelContext
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.unit import Unit
+from hf_helix.operators.weights.gather import spread_units
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
@@ -189,6 +191,8 @@ def _declare_units(
     ways = config.cp_method, config.expert_capacity_factor
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
     units = recompute_units(family.units(base, sharing, additions, places), modes)
+    if config.shard_parameters:
+        units = number_distinct_graphs(spread_units(units, mesh.spread_over))
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     if places is None:
         check_forwards(model, base, family, called)
@@ -215,3 +219,6 @@ def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) 
     else:
         base = base_of(model)
         initialize_parameters(model, family_of(base).layers(base), stage, mesh, options.seed)
+    for flat in stage.flats:
+        if not flat.is_spread:
+            flat.spread(mesh.device)

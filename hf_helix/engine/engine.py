@@ -134,6 +134,8 @@ class Engine(Diagnostics):
             self.sizes.put_on(whole)
         if has_parts:
             refuse_parts(self.model, instead)
+        for whole in {self.model, self.base} if self.runner.stage.flats else ():
+            whole.zero_grad = functools.partial(self._zero_grad, whole.zero_grad)
 
     def _check_forwards_again(self) -> None:
         """Hooks may have come between construction and the first batch."""
@@ -166,7 +168,7 @@ class Engine(Diagnostics):
         """
         before = self.tuning
         self.settle_link(batches, scale, step)  # before any time is taken
-        with set_aside(self.runner.stage.placements):
+        with set_aside(self.runner.stage.stepped):
             make_window = functools.partial(self._checked_window, batches, scale, step)
             self.runner = self.tuner.update(self.runner, make_window, len(batches), steps_left)
         return self.tuning if self.tuning is not before else None
@@ -185,7 +187,7 @@ class Engine(Diagnostics):
         if link is None or self._has_said_link:
             return
         if link.rate is None:
-            with watched(), set_aside(self.runner.stage.placements):
+            with watched(), set_aside(self.runner.stage.stepped):
                 even_out(self.runner, self._checked_window(batches, scale, step)[:TUNED_MICROBATCHES])
         say(f"emulated link: {link}; transfers wait asleep until it would have carried them")
         self._has_said_link = True
@@ -215,9 +217,9 @@ class Engine(Diagnostics):
         longest = max(batch["input_ids"].shape[-1] for batch in batches)
         if self.graphs is not None:
             self.graphs.keep_gradients()
-            with set_aside(self.runner.stage.placements):
+            with set_aside(self.runner.stage.stepped):
                 return self._count(window, longest, functools.partial(self.graphs.train_window, self.runner, window))
-        with set_aside(self.runner.stage.placements):
+        with set_aside(self.runner.stage.stepped):
             return self._count_traced(window, longest, functools.partial(self.runner.train_window, window))
 
     def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
@@ -243,14 +245,46 @@ class Engine(Diagnostics):
 
     def gradient_norm(self) -> Tensor:
         """Returns the 2-norm of the gradient of the whole model, on every rank. Collective."""
-        return gradient_norm(self.runner.stage.placements, self.mesh)
+        stage = self.runner.stage
+        return gradient_norm(stage.placements, self.mesh, stage.flats)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales the gradient down to a norm of `max_norm`; returns the norm it had. Collective."""
         norm = self.gradient_norm()
-        parameters = [parameter for parameter in self.runner.stage.placements if parameter.grad is not None]
+        parameters = [parameter for parameter in self.runner.stage.stepped if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    def _zero_grad(self, stock: Any, set_to_none: bool = True) -> None:
+        """Does what `model.zero_grad` does, for the shards as well: what the optimizer steps is not in the model."""
+        stock(set_to_none)
+        for shard in self.runner.stage.shards.values():
+            if set_to_none:
+                shard.grad = None
+            elif shard.grad is not None:
+                shard.grad.zero_()
+
+    def free_spread_parameters(self) -> None:
+        """Makes parameters that are spread stand-ins again, after somebody has given them memory: `model.to("cpu:0")`
+        copies what is on `cpu`."""
+        for flat in self.runner.stage.flats:
+            flat.take_back()
+
+    def step_shards(self, optimizer: Any) -> None:
+        """Lets an optimizer step this rank's parts of the parameters that are spread, in place of these.
+
+        Args:
+            optimizer: of the model's parameters, or of these parts already; it has not stepped. Groups, their options
+                and the order of what is in them stay, and so do the states that some optimizers start with (Adagrad).
+        """
+        shards = self.runner.stage.shards
+        for group in optimizer.param_groups:
+            group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
+        for flat in self.runner.stage.flats:
+            for parameter, shard in flat.shards.items():
+                if parameter in optimizer.state:
+                    states = optimizer.state.pop(parameter).items()
+                    optimizer.state[shard] = {key: flat.part_of(state, parameter) for key, state in states}
 
     def shard_optimizer(self, optimizer: Any, optimizer_class: Any, arguments: Mapping[str, Any]) -> Any:
         """Returns an optimizer whose states are spread over the data-parallel ranks; the given one where there is one.

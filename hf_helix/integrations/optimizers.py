@@ -65,7 +65,7 @@ def cuts_of(config: HelixConfig, tensorwise: bool = False) -> str:
     """
     sizes = {"tp_size": config.tp_size, "ep_size": config.ep_size} | ({} if tensorwise else {"pp_size": config.pp_size})
     given = [f"{name}={size}" for name, size in sizes.items() if size > 1]
-    given += ["shard_optimizer=True"] if config.shard_optimizer else []
+    given += [f"{name}=True" for name in ("shard_optimizer", "shard_parameters") if getattr(config, name)]
     if not given:
         return ""
     return f"it may look at more than single elements, and with {' and '.join(given)} a rank holds only a part"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -273,16 +274,20 @@ class Family(ABC):
 
 def number_distinct_graphs(units: Sequence[Unit]) -> list[Unit]:
     """Numbers the names of units whose graphs differ (they train other weights), so that one name means one graph."""
-    known: dict[str, list[Graph]] = {}
+    known: dict[str, list[tuple[Graph, str]]] = {}
+    taken = {unit.name for unit in units}
     named = []
     for unit in units:
         graph = unit.graphs.forward
         alike = known.setdefault(graph.name, [])
-        if graph not in alike:
-            alike.append(graph)
-        number = alike.index(graph)
-        if number:
-            unit = replace(unit, graphs=GraphPair.of(replace(graph, name=f"{graph.name}.{number + 1}")))
+        name = next((name for other, name in alike if other == graph), "")
+        if not name:
+            numbered = (f"{graph.name}.{number}" for number in count(len(alike) + 1))
+            name = next(each for each in numbered if each not in taken) if alike else graph.name
+            taken.add(name)
+            alike.append((graph, name))
+        if name != graph.name:
+            unit = replace(unit, graphs=GraphPair.of(replace(graph, name=name)))
         named.append(unit)
     return named
 

@@ -114,6 +114,11 @@ class TensorOperator(ABC):
         """The parameters whose gradients backward adds to."""
         return ()
 
+    def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
+        """Returns those of `parameters` whose values a part reads. Of others it knows shape and type, and may add to
+        their gradients."""
+        return () if part is Part.W else self.parameters
+
     def draws(self) -> bool:
         """Returns whether forward draws random numbers at present; the mode of a module may decide."""
         return False

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hf_helix.operators.base import Call, Computation, Tensors, autocast_device
 from hf_helix.operators.explicit import Explicit
+from hf_helix.planning.graph.operator import Part
 
 COMPILER = "inductor"
 """The backend of `torch.compile`."""
@@ -63,6 +64,7 @@ class Segment(Computation):
         draws: returns True while the function draws random numbers (dropout); it then runs under the call's seed.
         num_plain: how many of its outputs, the last ones, have no gradient (indices).
         explicit: takes the place of the function where it applies.
+        backward_reads: whether backward reads the values of parameters; that of a lookup in a table does not.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Segment(Computation):
         draws: Callable[[], bool] | None = None,
         num_plain: int = 0,
         explicit: Explicit | None = None,
+        backward_reads: bool = True,
     ) -> None:
         self.num_plain = num_plain
         self.function = function
@@ -80,10 +83,14 @@ class Segment(Computation):
         self.explicit = explicit
         self._parameters = tuple(parameters)
         self._draws = draws
+        self._backward_reads = backward_reads
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         return self._parameters
+
+    def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
+        return self._parameters if self._backward_reads or part in (Part.F, Part.R) else ()
 
     def draws(self) -> bool:
         return self._draws is not None and self._draws()

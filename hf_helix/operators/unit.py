@@ -9,7 +9,8 @@ Must hold: units of the same name have equal graphs, so one order serves them al
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from hf_helix.operators.base import TensorOperator
 from hf_helix.operators.moe.dispatch import RouterMeter
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.graph.recompute import NONE, recomputed
+
+if TYPE_CHECKING:
+    from hf_helix.operators.weights.flat import Flat
 
 TP, EXPERTS = "tp", "experts"
 
@@ -122,6 +126,8 @@ class Unit:
         meters: what its routers count.
         called: the submodules that operators call as they are, hooks included; of others they read the weights.
         logits: of the head, the value that the loss reads: what the model's own forward returns as logits.
+        flats: the values that hold gathered weights, those of backward included, with the parameters in them; empty
+            where every rank keeps all weights.
     """
 
     label: str
@@ -131,6 +137,7 @@ class Unit:
     meters: Sequence[RouterMeter] = ()
     called: Sequence[torch.nn.Module] = ()
     logits: str | None = None
+    flats: Mapping[str, Flat] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ Must hold: every operator of every micro-batch once, each after what it reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from hf_helix.planning.graph.operator import Operator, Part
@@ -22,7 +22,7 @@ class Instruction:
 
     Attributes:
         unit: index among the layout's units; of a barrier, any unit of its rank (-1 where there is one rank).
-        adds, waits: as of `Operator`, by key.
+        accumulates, control_deps, weights: as of `Operator`, by key.
         frees: values that nothing reads any more.
         ends: whether nothing of the micro-batch comes after but sums of gradients.
         gradient_sum: of a sum of gradients, its place among the layout's; of everything else -1.
@@ -38,11 +38,13 @@ class Instruction:
     ends: bool = False
     gradient_sum: int = -1
     control_deps: tuple[Key, ...] = ()
+    weights: tuple[Key, ...] = ()
 
     @property
     def needs(self) -> tuple[Key, ...]:
         """Every value that must exist."""
-        return self.reads + tuple(key for key in self.accumulates if key is not None) + self.control_deps
+        added = tuple(key for key in self.accumulates if key is not None)
+        return self.reads + added + self.control_deps + self.weights
 
     def of(self, microbatch: int) -> Instruction:
         """The same for another micro-batch."""
@@ -57,6 +59,7 @@ class Instruction:
             self.ends,
             self.gradient_sum,
             self.control_deps,
+            self.weights,
         )
 
 
@@ -87,8 +90,7 @@ def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Pass]:
     found = []
     for action in slot.actions:
         for place in _places(action, layout):
-            pair = layout.graphs[layout.units[place[1]]]
-            graph = pair.forward if action.computation_type == "F" else pair.backward
+            graph = layout.graph(place[1], action.computation_type == "F")
             if graph.transfers and any(op.receives is receives for op in graph.operators):
                 found.append((place, action))
     return found
@@ -101,7 +103,6 @@ def _places(action: Action | None, layout: Layout) -> list[Place]:
 def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
     """What a micro-batch runs in a unit, in canonical order."""
     microbatch, unit = place
-    pair = layout.graphs[layout.units[unit]]
 
     def instruction(op: Operator) -> Instruction:
         def keys(names: Iterable[str]) -> tuple[Key, ...]:
@@ -109,15 +110,58 @@ def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
 
         adds = tuple(None if name is None else layout.key(unit, name, forward) for name in op.accumulates)
         return Instruction(
-            microbatch, unit, op, keys(op.reads), adds, keys(op.writes), control_deps=keys(op.control_deps)
+            microbatch,
+            unit,
+            op,
+            keys(op.reads),
+            adds,
+            keys(op.writes),
+            control_deps=keys(op.control_deps),
+            weights=keys(op.weights),
         )
 
-    return [instruction(op) for op in (pair.forward if forward else pair.backward).operators]
+    return [instruction(op) for op in layout.graph(unit, forward).operators]
+
+
+def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
+    """What is issued while a micro-batch passes through a unit, in canonical order.
+
+    These are the operators of the unit. But those that are issued ahead come with the unit that the micro-batch passes
+    through before, once what enters that unit is there; the first unit of a pass has its own.
+    """
+    microbatch, unit = place
+    made = unit_instructions(layout, place, forward)
+    if layout.transfers(unit):
+        return made
+    before, behind = layout.neighbours(unit, forward)
+    first = [each for each in made if _is_ahead(each.operator)] if before is None else []
+    following = _ahead_of((microbatch, behind), place, layout, forward) if behind is not None else []
+    return first + following + [each for each in made if not _is_ahead(each.operator)]
+
+
+def _ahead_of(behind: Place, place: Place, layout: Layout, forward: bool) -> list[Instruction]:
+    """What is issued ahead for a unit while the micro-batch passes through the one before.
+
+    Args:
+        behind: the micro-batch and the unit that it is issued for.
+        place: the micro-batch and the unit that it passes through.
+        layout: what the ranks hold.
+        forward: whether the micro-batch passes forward.
+    """
+    if not any(map(_is_ahead, layout.graph(behind[1], forward).operators)):
+        return []
+    entering = tuple(layout.key(place[1], name, forward) for name in layout.graph(place[1], forward).inputs)
+    following = unit_instructions(layout, behind, forward)
+    return [replace(each, control_deps=entering) for each in following if _is_ahead(each.operator)]
+
+
+def _is_ahead(op: Operator | None) -> bool:
+    return op is not None and op.ahead
 
 
 def action_instructions(layout: Layout, place: Place, action: Action) -> list[Instruction]:
     """What an action runs in a unit: of a backward in two halves, only its half."""
-    made = unit_instructions(layout, place, action.computation_type == "F")
+    made = pass_instructions(layout, place, action.computation_type == "F")
     parts = PARTS_OF[action.computation_type]
     return [instruction for instruction in made if instruction.operator and instruction.operator.part in parts]
 

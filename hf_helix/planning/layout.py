@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from hf_helix.planning.graph.operator import Graph
 from hf_helix.planning.graph.pair import RECEIVE, SEND, GraphPair
 
 Key = tuple[int, str]
@@ -76,6 +77,20 @@ class Layout:
     def units_of(self, rank: int) -> list[int]:
         """The units of a pipeline rank in forward order."""
         return [unit for unit, home in sorted(self._homes.items()) if home == rank]
+
+    def neighbours(self, unit: int, forward: bool) -> tuple[int | None, int | None]:
+        """Returns the units that a micro-batch passes through before a unit and behind it, in forward or in backward;
+        None where that is on another rank."""
+        before, behind = (
+            other if self._homes.get(other) == self.rank_of(unit) and not self.transfers(other) else None
+            for other in (unit - 1, unit + 1)
+        )
+        return (before, behind) if forward else (behind, before)
+
+    def graph(self, unit: int, forward: bool) -> Graph:
+        """The operators of a unit, forward or backward."""
+        pair = self.graphs[self.units[unit]]
+        return pair.forward if forward else pair.backward
 
     def sums_of(self, rank: int) -> list[int]:
         """The sums of gradients of a pipeline rank, as indices into `sums`."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from hf_helix.planning.cost import Times, Work, entry_of, work_of
 from hf_helix.planning.graph.operator import Part
-from hf_helix.planning.instructions import PARTS_OF, Instruction, slot_passes, unit_instructions
+from hf_helix.planning.instructions import PARTS_OF, Instruction, pass_instructions, slot_passes
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule, num_microbatches_of
 
@@ -40,7 +40,7 @@ class Pattern:
         units = sorted(unit for chunk in layout.chunks.values() for unit in chunk)
         for forward in (True, False):
             for unit in units if forward else reversed(units):
-                made = unit_instructions(layout, (0, unit), forward)
+                made = pass_instructions(layout, (0, unit), forward)
                 self.spans[unit, forward] = range(len(self.calls), len(self.calls) + len(made))
                 self.calls += made
         self.names = [entry_of(call, layout) for call in self.calls]
@@ -169,9 +169,9 @@ class Window:
     def _numbers(self) -> dict[tuple[str, str], int]:
         """Numbers the operators as they come."""
         numbers: dict[tuple[str, str], int] = {}
-        seen: set[tuple[str, str]] = set()
+        seen: set[tuple[int, str]] = set()  # layers may differ in what they issue ahead
         for made in self.passes:
-            kind = self.layout.units[made.unit], made.computation_type
+            kind = made.unit, made.computation_type
             if kind not in seen:
                 seen.add(kind)
                 for call in made.calls:

@@ -78,7 +78,11 @@ class Executor:
         """
         bound = self._bind(program)
         with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
-            return self._run(bound, microbatches, sources, training, sum_gradients, at_barrier)
+            kept = self._run(bound, microbatches, sources, training, sum_gradients, at_barrier)
+        for unit in self.units.values():
+            for flat in unit.flats.values():
+                flat.take_back()
+        return kept
 
     def _bind(self, program: Sequence[Instruction]) -> Bound:
         """Returns the steps of a program, which stay the same from window to window; a period has its steps once."""
@@ -124,6 +128,8 @@ class Executor:
                 self._communicate(step, step.op, strand)
             else:
                 self._compute(step, step.op, strand)
+            for flat, key in step.returns:
+                flat.take_back(strand.values[key])
             for key in step.frees:
                 del strand.values[key]
                 if strand.events:
@@ -152,13 +158,14 @@ class Executor:
         call = strand.calls.get(step.place) or strand.call(*step.place, step.unit)
         # An operator that is recomputed in backward saves nothing in forward.
         call.training = strand.training and step.keeps
+        run = step.method(values) if step.weights else step.run
         if trace is None:
-            outputs = step.run(call, *map(values.__getitem__, step.reads))
+            outputs = run(call, *map(values.__getitem__, step.reads))
         else:
             label = self.label(strand.key[1], step.place[0], op)
             trace.note("run", label)
             inputs = [values[key] for key in step.reads]
-            outputs = self.streams.compute(lambda: step.run(call, *inputs), label)
+            outputs = self.streams.compute(lambda: run(call, *inputs), label)
         if step.adds:
             for key, partial, output in zip(step.writes, step.adds, outputs, strict=False):
                 values[key] = output if partial is None else values[partial] + output

@@ -8,6 +8,7 @@ Must hold: a parameter that several ranks copy counts once; sums come in the sam
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from hf_helix.operators.communication.emulated_link import Link, all_reduce
 from hf_helix.operators.linears.side_by_side import in_one
 from hf_helix.operators.unit import EXPERTS, TP, Placement, Unit
+from hf_helix.operators.weights.flat import Flat
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.flat_gradients import FlatGradients
 from hf_helix.runtime.gradient_buckets import Bucket, gradient_buckets
 from hf_helix.runtime.streams import Event, Streams
 
@@ -50,7 +53,11 @@ class Reduction:
 
     def sum_bucket(self, number: int) -> None:
         """Sums a bucket whose gradients are complete on this rank."""
-        self._reduce(self._left.pop(number).placements)
+        bucket = self._left.pop(number)
+        if bucket.flat is None:
+            self._reduce(bucket.placements)
+        else:
+            self._reduce_to_shards(bucket.flat)
 
     def finish(self) -> None:
         """Sums what is left, such as the few parts that only tensor parallelism sums, and lets the compute stream wait
@@ -73,6 +80,16 @@ class Reduction:
             summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum")
         for parameters, group in averaged:
             self._issue(Kind.GRADIENTS, parameters, group, self._mesh.dp_size, summed, "gradients.average")
+
+    def _reduce_to_shards(self, flat: Flat) -> None:
+        gradients = FlatGradients.take(flat)
+        if gradients is None:
+            return
+        parts = [parameter for parameter, placement in flat.placements.items() if placement.sums_gradient]
+        tp = self._mesh.tp
+        summed = self._issue(tp.kind, parts, tp.group, 1, (), "gradients.sum") if tp.group is not None else []
+        work = gradients.reduce_scatter(self._mesh.dp_size)
+        self._events.append(self._streams.issue(flat.sums.kind, work, summed, "gradients.scatter"))
 
     def _averaged(self, placements: Placements, over: str) -> tuple[list[nn.Parameter], dist.ProcessGroup | None]:
         """The parameters that lie over an axis, and who has copies of them."""
@@ -187,19 +204,48 @@ def _parts(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [part.view(gradient.shape) for gradient, part in zip(gradients, flat.split(lengths), strict=True)]
 
 
-def gradient_norm(placements: Placements, mesh: Mesh) -> Tensor:
-    """The 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective."""
-    trained = [parameter for parameter in placements if parameter.grad is not None]
-    whole = _squares(p.grad for p in trained if placements[p].dim is None).to(mesh.device)
+def gradient_norm(placements: Placements, mesh: Mesh, flats: Sequence[Flat] = ()) -> Tensor:
+    """The 2-norm of the gradient of the whole model, as `clip_grad_norm_` would return it. Collective.
+
+    Args:
+        placements: the parameters of this rank.
+        mesh: which ranks share what.
+        flats: those that parameters are in which are spread.
+    """
+    whole = _squares_of(placements, flats, lambda placement: placement.dim is None, mesh.device)
     for over, axis in ((TP, mesh.tp), (EXPERTS, mesh.experts)):
-        mine = [placements[p].dim is not None and placements[p].over == over for p in trained]
-        cut = _squares(p.grad for p, chosen in zip(trained, mine, strict=True) if chosen).to(mesh.device)
+        is_cut = functools.partial(_is_cut_over, over)
+        cut = _squares_of(placements, flats, is_cut, mesh.device)
         if axis.group is not None:
             dist.all_reduce(cut, group=axis.group)
         whole += cut
     if mesh.pipe.group is not None:  # every parameter is on one rank of the pipeline
         dist.all_reduce(whole, group=mesh.pipe.group)
     return whole.sqrt()
+
+
+def _is_cut_over(over: str, placement: Placement) -> bool:
+    return placement.dim is not None and placement.over == over
+
+
+def _squares_of(
+    placements: Placements, flats: Sequence[Flat], chosen: Callable[[Placement], bool], device: torch.device
+) -> Tensor:
+    """The sum of squares over the gradients of parameters that lie in a certain way. Collective over the ranks that
+    these are spread over."""
+    total = _squares(parameter.grad for parameter, placement in placements.items() if chosen(placement)).to(device)
+    for axis in dict.fromkeys(flat.sums for flat in flats if any(map(chosen, flat.placements.values()))):
+        shards = (
+            shard.grad
+            for flat in flats
+            if flat.sums is axis
+            for parameter, shard in flat.shards.items()
+            if chosen(flat.placements[parameter])
+        )
+        part = _squares(shards).to(device)
+        dist.all_reduce(part, group=axis.group)
+        total += part
+    return total
 
 
 def _squares(gradients: Iterable[Tensor | None]) -> Tensor:

@@ -6,7 +6,8 @@ Must hold: every trained parameter whose gradient another rank adds to is in one
 the model and on the sizes of the mesh alone: not on the plan, so sums have the same bits under every plan, and not on
 what this rank holds of a parameter, so all ranks of a pipeline know the buckets of each other.
 
-How large buckets are says `hf_helix.planning.gradient_sums`.
+How large buckets are says `hf_helix.planning.gradient_sums`. But parameters that are spread over ranks in one flat are
+one bucket, whose sum leaves each rank its part.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from hf_helix.operators.unit import Placement, Unit
+from hf_helix.operators.weights.flat import Flat
 from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.layout import GradientSum, Layout
@@ -51,12 +53,14 @@ class Bucket:
         bytes: of the gradients, on the rank that holds most of them.
         spans_batches: whether ranks that see other tokens (dp, cp) add to them; if not, they are parts that tensor
             parallelism sums, few and small.
+        flat: what the parameters are spread in; None where every rank keeps all of them.
     """
 
     placements: Mapping[nn.Parameter, Placement]
     adders: tuple[Adder, ...]
     bytes: int
     spans_batches: bool
+    flat: Flat | None = None
 
     @property
     def is_planned(self) -> bool:
@@ -72,16 +76,21 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
         mesh: which ranks share what.
     """
     found = [made for made in by_completion(units) if _is_summed(made.parameter, made.placement, mesh)]
-    sizes = [_most_bytes(made.parameter, made.placement, mesh) for made in found]
-    groups: dict[int, list[tuple[Completed, int]]] = {}
-    for number, made, size in zip(fill_buckets(sizes, BUCKET_BYTES), found, sizes, strict=True):
-        groups.setdefault(number, []).append((made, size))
+    sizes = {made.parameter: _most_bytes(made.parameter, made.placement, mesh) for made in found}
+    flats = {p: flat for unit in units.values() for flat in unit.flats.values() for p in flat.placements}
+    whole = [parameter for parameter in sizes if parameter not in flats]
+    numbers = dict(zip(whole, fill_buckets([sizes[parameter] for parameter in whole], BUCKET_BYTES), strict=True))
+    groups: dict[int | Flat, list[Completed]] = {}
+    for made in found:
+        bucket = flats.get(made.parameter, numbers.get(made.parameter, 0))
+        groups[bucket] = [*groups.pop(bucket, ()), made]  # behind those that are complete before
     return [
         Bucket(
-            {made.parameter: made.placement for made, _ in group},
-            tuple(dict.fromkeys(adder for made, _ in group for adder in made.adders)),
-            sum(size for _, size in group),
-            any(mesh.copies_of(made.placement) is not None for made, _ in group),
+            {made.parameter: made.placement for made in group},
+            tuple(dict.fromkeys(adder for made in group for adder in made.adders)),
+            sum(sizes[made.parameter] for made in group),
+            any(mesh.copies_of(made.placement) is not None for made in group),
+            flats.get(group[0].parameter),
         )
         for group in groups.values()
     ]

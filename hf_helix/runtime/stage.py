@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_helix.operators.communication.pipeline_p2p import MakeBuffers, Transfer, transfer_unit
 from hf_helix.operators.unit import Placement, Unit
+from hf_helix.operators.weights.flat import Flat
 from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 from hf_helix.planning.layout import Layout, place_names
 from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks
@@ -50,6 +51,23 @@ class Stage:
         return {
             parameter: placement for unit in self.units.values() for parameter, placement in unit.placements.items()
         }
+
+    @property
+    def flats(self) -> list[Flat]:
+        """The flats that this rank's parameters are in; empty where every rank keeps all weights."""
+        return list(dict.fromkeys(flat for unit in self.units.values() for flat in unit.flats.values()))
+
+    @property
+    def shards(self) -> dict[nn.Parameter, nn.Parameter]:
+        """This rank's parts of the parameters that are spread, by parameter."""
+        return {parameter: shard for flat in self.flats for parameter, shard in flat.shards.items()}
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """What an optimizer steps, and what has the complete gradients after a window: this rank's parameters, and of
+        those that are spread the parts of this rank."""
+        shards = self.shards
+        return [shards.get(parameter, parameter) for parameter in self.placements]
 
     @property
     def all_placements(self) -> dict[nn.Parameter, Placement]:
@@ -109,6 +127,9 @@ def place_units(
             assert make_buffers is not None, "several ranks need room for what goes between them"
             ends[index] = _end(names[index], pipe, stage, ranks, make_buffers, passing)
     graphs = {unit.name: unit.graphs for unit in units}
+    assert all(unit.graphs.forward == graphs[unit.name].forward for unit in units), (
+        "units of one name have equal graphs"
+    )
     if pipe.size > 1:
         graphs |= transfer_graphs(passing)
     stage_of_rank = Stage(Layout(names, chunks, graphs, shared_gradients(model), ranks), pipe.rank, model, ends)

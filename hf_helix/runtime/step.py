@@ -7,12 +7,17 @@ Must hold: a step holds nothing of the micro-batches of one window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
 
 from hf_helix.operators.base import Communication, Method, Tensors, Work
 from hf_helix.operators.unit import Unit
+from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.weights.lending import lending
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Key
 
 
 class Step:
@@ -28,6 +33,8 @@ class Step:
         prepare, lane: what issues it, and the queue that it goes to; only of one that communicates.
         keeps: whether a forward may keep something for backward.
         sizes: the keys of the values that say how much there is to move; the host reads them.
+        weights: the gathered weights that it reads, as flats and keys.
+        returns: those that nothing reads after it, likewise.
     """
 
     __slots__ = (
@@ -44,10 +51,12 @@ class Step:
         "place",
         "prepare",
         "reads",
+        "returns",
         "run",
         "sends",
         "sizes",
         "unit",
+        "weights",
         "writes",
     )
 
@@ -75,4 +84,17 @@ class Step:
             self.lane = operator.lane(op.part)
         self.keeps = not (op.recomputed and op.part is Part.F)
         self.sends = op.sends
+        flats = {name: self.unit.flats[name] for name in op.weights}
+        self.weights = list(zip(flats.values(), instruction.weights, strict=True))
+        self.returns = _flats_of(self.frees, units)
         self.sizes = [key for name, key in zip(op.reads, instruction.reads, strict=True) if name in op.host_read_sizes]
+
+    def method(self, values: Mapping[Key, Tensor]) -> Method:
+        """Returns the method that runs it on the compute stream, with the weights that were gathered for it."""
+        return lending(self.run, [(flat, values[key]) for flat, key in self.weights]) if self.weights else self.run
+
+
+def _flats_of(keys: Sequence[Key], units: Mapping[int, Unit]) -> list[tuple[Flat, Key]]:
+    """Those of several values that hold gathered weights, with their flats."""
+    named = ((units[unit].flats.get(name), (unit, name)) for unit, name in keys if unit in units)
+    return [(flat, key) for flat, key in named if flat is not None]

@@ -42,6 +42,7 @@ def fingerprint(
         "model": f"{type(model).__name__} {model_digest(model)}"
         + (f" {autocast_dtype}".replace("torch.", "") if autocast_dtype else ""),
         "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
+        **({"weights": f"spread over {mesh.copies.weights.size}"} if mesh.copies is not None else {}),
         "attention": str(model.config._attn_implementation),
         **again,
         "transformers": version("transformers"),

@@ -24,11 +24,14 @@ def trainer_of(folder: str, helix: dict[str, Any], model: Any, **options: Any) -
     return HelixTrainer(model=model, args=args, train_dataset=data, helix_config=config, **options)
 
 
-def held(model: nn.Module) -> dict[str, Any]:
-    """Everything that this rank has of a model, buffers and what is not trained included."""
+def held(trainer: HelixTrainer) -> dict[str, Any]:
+    """Everything that this rank has of a model, buffers and what is not trained included; of parameters that are
+    spread, its parts."""
+    model, shards = trainer.model, trainer.helix.runner.stage.shards
     found: dict[str, Any] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
-        found[name] = (tensor.detach().clone(), tensor.requires_grad)
+        mine = shards.get(tensor, tensor)
+        found[name] = (mine.detach().clone(), mine.requires_grad)
     return found
 
 
@@ -64,7 +67,7 @@ def start_in_every_way(
     name; by a model on the meta device and the folder; and put into a model that was cut with other weights.
     """
     whole = trainer_of(folder, helix, AutoModelForCausalLM.from_pretrained(source))
-    expected = held(whole.model)
+    expected = held(whole)
     named = trainer_of(folder, helix, source)
     empty = outline(family, changes, whole.model.dtype)
     ours = [id(parameter) for parameter in empty.parameters()]
@@ -78,7 +81,7 @@ def start_in_every_way(
     load_parameters(again.model, again.helix.runner.stage, again.helix.mesh, source)
     found = {"named": named, "meta": meta, "again": again}
     return {
-        "differences": {how: differences(held(trainer.model), expected) for how, trainer in found.items()},
+        "differences": {how: differences(held(trainer), expected) for how, trainer in found.items()},
         "losses": [losses(trainer) for trainer in (whole, named, meta, again)],
         "configurations": [
             [made.model.config.to_dict(), made.model.generation_config.to_dict()] for made in (whole, named)
@@ -90,12 +93,12 @@ def start_in_every_way(
 def refused(folder: str, helix: dict[str, Any], source: str, model: dict[str, Any], own_folder: bool = False) -> None:
     """Load what does not fit into a cut model; nothing of it may change."""
     trainer = trainer_of(folder, helix, tiny(**model))
-    before = held(trainer.model)
+    before = held(trainer)
     source = f"{source}/{os.environ['RANK']}" if own_folder else source
     try:
         load_parameters(trainer.model, trainer.helix.runner.stage, trainer.helix.mesh, source)
     finally:
-        assert not differences(held(trainer.model), before)
+        assert not differences(held(trainer), before)
 
 
 def construct(
@@ -127,4 +130,4 @@ def draw(folder: str, helix: dict[str, Any], family: str, changes: dict[str, Any
     """Start from a model on the meta device alone, train nothing, save; what is left on the meta device."""
     trainer = trainer_of(folder, helix, outline(family, changes, getattr(torch, dtype)))
     trainer.save_model(folder)
-    return [name for name, (value, _) in held(trainer.model).items() if value.is_meta]
+    return [name for name, (value, _) in held(trainer).items() if value.is_meta]

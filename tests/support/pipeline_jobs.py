@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from support.jobs import frozen
 from support.models import arguments, sequences, tiny
 from torch import Tensor
 
@@ -65,10 +66,14 @@ def reference(model: dict[str, Any], batches: Sequence[Batch]) -> dict[str, Any]
 
 
 def make(
-    folder: str, helix: dict[str, Any], model: dict[str, Any], training: dict[str, Any] | None = None
+    folder: str,
+    helix: dict[str, Any],
+    model: dict[str, Any],
+    training: dict[str, Any] | None = None,
+    freeze: Sequence[str] = (),
 ) -> HelixTrainer:
     return HelixTrainer(
-        model=tiny(**model),
+        model=frozen(tiny(**model), freeze),
         args=arguments(folder, **(training or {})),
         train_dataset=sequences(4),
         helix_config=HelixConfig(**{"cache": False, **helix}),

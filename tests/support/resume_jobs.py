@@ -35,18 +35,19 @@ TRAINING = {
 
 
 def run(folder: str, helix: dict[str, Any] | None, resume: Any = None, **options: Any) -> dict[str, Any]:
-    """Train, from the start or from a checkpoint; what came out, and digests of this rank's weights."""
+    """Train, from the start or from a checkpoint; what came out, and digests of what this rank steps."""
     trainer = make(folder, helix, **options)
     with hasty(), contextlib.redirect_stdout(io.StringIO()):
         trainer.train(resume_from_checkpoint=resume)
         evaluated = trainer.evaluate()["eval_loss"]
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     best = trainer.state.best_model_checkpoint
+    stepped = trainer.model.parameters() if helix is None else trainer.helix.runner.stage.stepped
     return {
         "losses": {entry["step"]: entry["loss"] for entry in history},
         "rates": {entry["step"]: entry["learning_rate"] for entry in history},
         "eval": evaluated,
-        "weights": {name: digest(parameter) for name, parameter in trainer.model.named_parameters()},
+        "weights": [digest(parameter) for parameter in stepped],
         "checkpoints": sorted(path.name for path in Path(folder).iterdir()),
         "tokens": trainer.state.num_input_tokens_seen,
         "flos": trainer.state.total_flos,

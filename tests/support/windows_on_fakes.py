@@ -68,7 +68,8 @@ def one_rank(
     shape = {name: getattr(helix, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     world = dp * shape["tp_size"] * shape["pp_size"] * shape["cp_size"]
     with fake_world(world, rank) if world > 1 else contextlib.nullcontext():
-        mesh = build_mesh(device=CPU, **shape, inter_node_axes=inter_node_axes)
+        spreads = helix.shard_parameters
+        mesh = build_mesh(device=CPU, **shape, inter_node_axes=inter_node_axes, spreads=spreads)
         workload = Workload(config, helix, CPU, mesh, autocast_dtype)
         made = workload.runner
         made.executor.streams.close()
@@ -89,7 +90,7 @@ def train_windows(cuda: FakeCuda, sharded: bool = False, **options: Any) -> Runn
         options: see `one_rank`.
     """
     with one_rank(cuda, **options) as (runner, window):
-        parameters = [parameter for parameter in runner.stage.placements if parameter.requires_grad]
+        parameters = [parameter for parameter in runner.stage.stepped if parameter.requires_grad]
         rows = [{"params": parameters}]
         group = {"process_group": runner.mesh.dp_group}
         made = torch.optim.AdamW

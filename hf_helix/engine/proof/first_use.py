@@ -72,6 +72,7 @@ def _prove(model: Any, config: HelixConfig, mesh: Mesh) -> Proof:
         profile=None,
         compile=False,
         cuda_graphs=False,
+        shard_parameters=False,
     )
     if mesh.link is not None:  # an emulated link would only take time
         mesh = mesh_of(replace(config, link=None), mesh.device)

@@ -98,6 +98,9 @@ def prepare(
         if isinstance(given, DataLoader):
             check_loader(given, accelerator, mesh.dp_size)
     model = _cut(accelerator, models[0], config, mesh, seed, weights) if models else None
+    for given in objects:
+        if model is not None and isinstance(given, torch.optim.Optimizer):
+            model.engine.step_shards(given)
     optimizers = {
         id(given): accelerator.prepare_optimizer(given) for given in objects if isinstance(given, torch.optim.Optimizer)
     }
@@ -140,6 +143,7 @@ def _cut(
         USE_INSTEAD,
     )
     model.to(accelerator.device)
+    engine.free_spread_parameters()
     model._is_accelerate_prepared = True  # nothing is left to wrap
     cut = HelixModel(engine, accelerator)
     for name, instead in REFUSED.items():
@@ -227,8 +231,10 @@ class HelixModel:
         self.engine.save_pretrained(folder, max_shard_size)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the model: this rank's slices, empty where another pipeline rank holds the parameter."""
-        return self.module.parameters()
+        """What an optimizer steps of the parameters of the model: this rank's slices, empty where another pipeline rank
+        holds the parameter; with `shard_parameters`, this rank's parts of them."""
+        shards = self.engine.runner.stage.shards
+        return (shards.get(parameter, parameter) for parameter in self.module.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(

@@ -27,14 +27,9 @@ from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
 
 from hf_helix.checkpoint import atomic as staging
+from hf_helix.checkpoint.local_parameter import LocalParameter, local_parameters
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
-from hf_helix.checkpoint.optimizer_state import (
-    LocalParameter,
-    load_states,
-    local_parameters,
-    save_states,
-    stepped_optimizer,
-)
+from hf_helix.checkpoint.optimizer_state import load_states, save_states, stepped_optimizer
 from hf_helix.checkpoint.rng import Generators, generators, set_generators
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.trainer.interrupts import prepare_for_interrupts

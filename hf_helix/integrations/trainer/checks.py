@@ -29,7 +29,7 @@ from hf_helix.integrations.optimizers import (
     cuts_of,
 )
 from hf_helix.integrations.trainer.overrides import check_overrides
-from hf_helix.runtime.distributed.mesh import check_joined
+from hf_helix.runtime.distributed.checks import check_joined
 
 # Field, whether its value is refused, what to do instead.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (

@@ -117,6 +117,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             call.set("model", model)
             self._cut(model, arguments)
         super().__init__(*call.positional, **call.named)
+        if model is not None:
+            self.helix.free_spread_parameters()  # which the stock Trainer has moved to its device
         check_trainer(self, arguments)
 
     # -- construction --------------------------------------------------------------------------------------------
@@ -225,7 +227,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the optimizer as the stock method does. With `shard_optimizer`, each data-parallel rank keeps a share
-        of its states.
+        of its states; with `shard_parameters`, it steps this rank's parts of the parameters.
         """
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
@@ -233,6 +235,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
             given = self.optimizer_cls_and_kwargs
             made, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
             self.optimizer = self.helix.shard_optimizer(optimizer, made, options)
+        self.helix.step_shards(self.optimizer)
         return self.optimizer
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

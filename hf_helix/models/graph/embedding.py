@@ -46,6 +46,8 @@ def lookup_segment(table: Opened, embedding: nn.Module, tp: Axis, neftune_alpha:
     parameters: list[Any] = [copy.weight for copy in table.copies]
     for adapter in table.all_adapters():
         parameters += adapter.parameters
+    reads = table.lora is not None  # the gradient of a table does not depend on what is in it
     if neftune_alpha is not None and tp.rank == 0:  # one of the partial sums brings the noise
-        return Segment(find_noisy, parameters, ("ids", "length"), draws=lambda: embedding.training)
-    return Segment(find, parameters, ("ids",))
+        draws, side = (lambda: embedding.training), ("ids", "length")
+        return Segment(find_noisy, parameters, side, draws=draws, backward_reads=reads)
+    return Segment(find, parameters, ("ids",), backward_reads=reads)

@@ -232,3 +232,16 @@ class Axis:
     def single(cls) -> Axis:
         """An axis of one rank; no operator of it communicates."""
         return cls(SilentTransport(1, 0))
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The ranks that hold the same of a parameter and see other tokens, where they share the work of keeping it.
+
+    Attributes:
+        weights: the axis that operators gather weights over.
+        sums: the same ranks, for sums of gradients, which run on another stream and so need a transport of their own.
+    """
+
+    weights: Axis
+    sums: Axis

@@ -21,6 +21,7 @@ from hf_helix.operators.base import Call, SplitComputation, Tensors
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients, add_to_gradients
 from hf_helix.operators.linears.low_rank import Adapters, LowRank, dropout_masks
 from hf_helix.operators.linears.side_by_side import columns_in_one, join_columns
+from hf_helix.planning.graph.operator import Part
 
 SMALL = 0.1  # the W of biases or low-rank adapters, by that of a weight: roughly, until it is measured
 
@@ -62,6 +63,9 @@ class Linear(SplitComputation):
     def parameters(self) -> tuple[Tensor, ...]:
         own = [p for linear in self.linears for p in (linear.weight, linear.bias) if p is not None]
         return *own, *self._of_adapters()
+
+    def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
+        return tuple(self._of_adapters()) if part is Part.W else self.parameters
 
     @property
     def trained(self) -> float:

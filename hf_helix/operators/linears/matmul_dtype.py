@@ -31,6 +31,19 @@ class CastWeights:
         finally:
             self._kept = before
 
+    @contextmanager
+    def within(self, kept: dict[tuple[object, ...], Any]) -> Iterator[None]:
+        """Around operators whose weights are there for a while only: copies are kept as long as these.
+
+        Args:
+            kept: what belongs to the weights; empty at first.
+        """
+        before, self._kept = self._kept, kept
+        try:
+            yield
+        finally:
+            self._kept = before
+
     def of(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """The weights one below the other; itself where there is one, of this type already.
 

@@ -72,7 +72,7 @@ def backward_parts(graph: Graph) -> BackwardParts:
     """The backward operators of a forward graph. Raises as `derive_backward`."""
     readers = _readers(graph)
     plain = _plain_values(graph)
-    repeated = {value for op in graph.operators if op.recomputed for value in op.writes} - plain
+    repeated = _repeated_values(graph)
     parts = BackwardParts([], {}, _repeats(graph, repeated))
     for op in reversed(graph.operators):
         if not op.differentiable:
@@ -94,6 +94,9 @@ def backward_parts(graph: Graph) -> BackwardParts:
             saved_for_backward=(),
             non_differentiable=(),
             host_read_sizes=tuple(value for value in op.host_read_sizes if value in op.saved_for_backward),
+            weights=_seen_again(op.dgrad_weights, repeated),
+            dgrad_weights=(),
+            wgrad_weights=(),
             # A segment's backward is about twice its forward; the parts of a split linear cost one forward each.
             relative_cost=op.relative_cost if op.splits_dgrad_wgrad or op.kind.communicates else 2 * op.relative_cost,
         )
@@ -107,6 +110,7 @@ def backward_parts(graph: Graph) -> BackwardParts:
                 reads=(*gradients, *_seen_again(op.reads, repeated)),
                 writes=(),
                 accumulates=(),
+                weights=_seen_again(op.wgrad_weights, repeated),
                 relative_cost=op.relative_cost * op.wgrad_fraction,
             )
     return parts
@@ -119,7 +123,7 @@ def backward_graph(graph: Graph, operators: Sequence[Operator]) -> Graph:
         graph: the forward graph.
         operators: all of its backward.
     """
-    read = {value for op in operators for value in op.reads}
+    read = {value for op in operators for value in (*op.reads, *op.weights)}
     return Graph(
         name=graph.name,
         operators=tuple(operators),
@@ -141,8 +145,8 @@ def _left_by(op: Operator) -> tuple[str, ...]:
 
 
 def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
-    """The operators that backward recomputes once the unit's gradients are there, in the order of forward. Indices and
-    counts are kept, not recomputed."""
+    """The operators that backward recomputes once the unit's gradients are there, in the order of forward. What is
+    issued ahead is needed by then."""
     return [
         replace(
             op,
@@ -155,7 +159,10 @@ def _repeats(graph: Graph, repeated: Collection[str]) -> list[Operator]:
             ordered_after=(),
             saved_for_backward=(),
             non_differentiable=(),
-            control_deps=tuple(f"d.{value}" for value in graph.outputs),
+            control_deps=() if op.ahead else tuple(f"d.{value}" for value in graph.outputs),
+            weights=_seen_again(op.weights, repeated),
+            dgrad_weights=(),
+            wgrad_weights=(),
         )
         for op in graph.operators
         if op.recomputed
@@ -171,7 +178,7 @@ def place_recomputation(operators: Sequence[Operator], repeats: Sequence[Operato
     found: dict[str, Operator] = {}
 
     def put(op: Operator) -> None:
-        values = (*op.reads, *reads[op.forward_name]) if op.part is Part.I else op.reads
+        values = (*op.reads, *op.weights, *(reads[op.forward_name] if op.part is Part.I else ()))
         needed = [writers[value] for value in values if value in writers]
         for other in (*needed, *(named[name] for name in op.ordered_after if name in named)):
             if other.name not in found:
@@ -184,6 +191,18 @@ def place_recomputation(operators: Sequence[Operator], repeats: Sequence[Operato
     for op in operators:
         put(op)
     return list(found.values())
+
+
+def _repeated_values(graph: Graph) -> set[str]:
+    """The values that backward recomputes: what recomputed operators write. Indices and counts that an operator makes
+    beside values with gradients are kept."""
+    return {
+        value
+        for op in graph.operators
+        if op.recomputed
+        for value in op.writes
+        if value not in op.non_differentiable or not op.differentiable
+    }
 
 
 def _plain_values(graph: Graph) -> set[str]:
@@ -266,7 +285,9 @@ def _readers(graph: Graph) -> dict[str, list[Operator]]:
             if op.differentiable:
                 readers[value].append(op)
     kept = {
-        value for op in graph.operators for value in (*op.saved_for_backward, *(() if op.differentiable else op.reads))
+        value
+        for op in graph.operators
+        for value in (*op.saved_for_backward, *op.weights, *(() if op.differentiable else op.reads))
     }
     plain = _plain_values(graph)
     for op in graph.operators:

@@ -74,6 +74,12 @@ class Operator:
         non_differentiable: those of `writes` that have no gradient (indices, counts).
         host_read_sizes: those of `reads` that say how much there is to move: the host reads them when it issues the
             operator.
+        weights: values that hold parameters which it reads, gathered over the ranks that each keep a part of them. The
+            executor lends them to the modules of the model; they are no arguments of the operator.
+        dgrad_weights: those of `weights` that its backward, or its input gradient, reads as well.
+        wgrad_weights: those of `weights` that its weight gradient reads as well.
+        ahead: whether it is issued where a micro-batch enters the unit before, so that what it brings is there in time:
+            forward the unit in front of its own, in backward the one behind it. It reads nothing.
         relative_cost: a rough relative time.
     """
 
@@ -95,6 +101,10 @@ class Operator:
     control_deps: tuple[str, ...] = ()
     non_differentiable: tuple[str, ...] = ()
     host_read_sizes: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    dgrad_weights: tuple[str, ...] = ()
+    wgrad_weights: tuple[str, ...] = ()
+    ahead: bool = False
     relative_cost: float = 1.0
 
     def __post_init__(self) -> None:
@@ -104,7 +114,8 @@ class Operator:
     @property
     def depends_on(self) -> tuple[str, ...]:
         """Every value that must exist before this operator runs."""
-        return self.reads + tuple(name for name in self.accumulates if name is not None) + self.control_deps
+        added = tuple(name for name in self.accumulates if name is not None)
+        return self.reads + added + self.control_deps + self.weights
 
     @property
     def differentiable(self) -> bool:
@@ -185,12 +196,14 @@ class Graph:
                 f"{name}+={add}" if add else name for name, add in zip_longest(op.writes, op.accumulates) if name
             )
             traits = op.kind.value + " split" * op.splits_dgrad_wgrad + " recomputed" * op.recomputed
+            traits += " ahead" * op.ahead
             if op.wgrad_fraction != 1:
                 traits += f" wgrad_fraction {op.wgrad_fraction:g}"
             lists = {
                 "after": op.ordered_after,
                 "saves": op.saved_for_backward,
                 "without gradient": op.non_differentiable,
+                "with": op.weights,
             }
             rest = "".join(f" {what} {' '.join(values)}" for what, values in lists.items() if values)
             lines.append(f"  {op.name} [{traits}, cost {op.relative_cost:g}] {' '.join(op.reads)} -> {writes}{rest}")

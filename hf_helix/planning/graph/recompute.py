@@ -42,6 +42,8 @@ def recomputed(graph: Graph, mode: str) -> Graph:
         if may and (op.has_saved_state or needed.intersection(op.writes) - plain):
             marked.add(op.name)
             needed.update(op.reads)
+        elif op.recomputed and not op.differentiable:  # weights, which are gathered again in every mode
+            marked.add(op.name)
     return replace(graph, operators=tuple(replace(op, recomputed=op.name in marked) for op in graph.operators))
 
 

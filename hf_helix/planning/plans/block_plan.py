@@ -170,14 +170,17 @@ class _Blocks:
         halves = slot.backward.computation_type if slot.backward else ""
         key = forward[1] if forward else None, backward[1] if backward else None, halves
         if key not in self._known:
-            pattern, made = self._window.pattern, {BARRIER: (False, ABSENT)}
+            pattern, made = self._window.pattern, {BARRIER: [(False, ABSENT)]}
             for letter, place, kind in (("F", forward, "F"), ("B", backward, halves)):
                 for call in pattern.of(place[1], kind) if place else ():
-                    made[pattern.names[call][1]] = letter == "F", call
+                    made.setdefault(pattern.names[call][1], []).append((letter == "F", call))
             units = self._window.layout.units
             names = (units[place[1]] if place else None for place in (forward, backward))
-            # Where the schedule halves a backward, only one half is there.
-            self._known[key] = [made[entry] for entry in self._plan.order(*names) if entry in made]
+            order = self._plan.order(*names)
+            # What is issued ahead for the next unit may have no entry in this one: it comes first. Where the schedule
+            # halves a backward, only one half is there.
+            unnamed = [entry for entry in made if entry != BARRIER and entry not in order]
+            self._known[key] = [call for entry in (*unnamed, *order) for call in made.get(entry, ())]
         return self._known[key]
 
 

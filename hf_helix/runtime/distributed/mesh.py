@@ -10,8 +10,7 @@ interpreter exits.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,10 +21,11 @@ from hf_helix.config import HelixConfig
 from hf_helix.link_speed import parse_link
 from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
 from hf_helix.operators.communication.group_transports import GlooTransport, GroupTransport
-from hf_helix.operators.communication.transport import Axis, Transport
+from hf_helix.operators.communication.transport import Axis, Copies, Transport
 from hf_helix.operators.unit import EXPERTS, Placement
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed import groups
+from hf_helix.runtime.distributed.checks import check_joined, check_link, check_world
 from hf_helix.runtime.distributed.pipe import Pipe, make_pipe
 
 
@@ -47,6 +47,8 @@ class Mesh:
         expert_copies_group: ranks with the same experts and other tokens; None where there is only one.
         batch_group: ranks that share a batch; None where there is only one.
         link: the emulated link that this rank is connected by; None where bytes go as they are.
+        copies: the ranks of `copies_group`, where weights are spread over them; None where they are not.
+        expert_copies: those of `expert_copies_group`, likewise.
     """
 
     sizes: dict[str, int]
@@ -61,6 +63,8 @@ class Mesh:
     expert_copies_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
     link: Link | None = None
+    copies: Copies | None = None
+    expert_copies: Copies | None = None
 
     def over(self, link: Link) -> Mesh:
         """Returns a mesh of the same ranks and groups, on which operators and sums of gradients go over a link."""
@@ -70,7 +74,17 @@ class Mesh:
 
         axes = {axis: linked(axis) for axis in (self.tp, self.cp, self.experts)}  # experts may share tp's
         tp, cp, experts = (axes[axis] for axis in (self.tp, self.cp, self.experts))
-        return replace(self, tp=tp, cp=cp, experts=experts, pipe=self.pipe.over(link), link=link)
+        spread = {each: each and Copies(linked(each.weights), linked(each.sums)) for each in self._spread}
+        return replace(
+            self,
+            tp=tp,
+            cp=cp,
+            experts=experts,
+            pipe=self.pipe.over(link),
+            link=link,
+            copies=spread[self.copies],
+            expert_copies=spread[self.expert_copies],
+        )
 
     @property
     def dp_size(self) -> int:
@@ -85,8 +99,13 @@ class Mesh:
     @property
     def axes(self) -> list[Axis]:
         """Those that operators communicate over."""
-        axes = dict.fromkeys((self.tp, self.cp, self.experts))
+        spread = [each.weights for each in self._spread if each is not None]
+        axes = dict.fromkeys((self.tp, self.cp, self.experts, *spread))
         return [axis for axis in axes if axis.size > 1]
+
+    @property
+    def _spread(self) -> tuple[Copies | None, Copies | None]:
+        return self.copies, self.expert_copies
 
     def axis_of(self, placement: Placement) -> Axis:
         """The ranks that a parameter is cut over."""
@@ -95,6 +114,10 @@ class Mesh:
     def copies_of(self, placement: Placement) -> dist.ProcessGroup | None:
         """The ranks that hold the same of a parameter and see other tokens."""
         return self.expert_copies_group if placement.over == EXPERTS else self.copies_group
+
+    def spread_over(self, placement: Placement) -> Copies | None:
+        """The ranks of `copies_of` that each keep a part of a parameter; None where every rank keeps all of it."""
+        return self.expert_copies if placement.over == EXPERTS else self.copies
 
     def holds_first_copy(self, placement: Placement) -> bool:
         """Whether this rank is the one to write what it holds of a parameter."""
@@ -120,6 +143,7 @@ def build_mesh(
     ep_size: int = 1,
     inter_node_axes: Collection[str] | None = None,
     link: str | None = None,
+    spreads: bool = False,
 ) -> Mesh:
     """The mesh over every process of the launcher's group; one of the same sizes that is there already is used again.
 
@@ -128,8 +152,10 @@ def build_mesh(
 
     Args:
         ep_size: of the data-parallel ranks, how many share the experts.
-        inter_node_axes: the axes (`tp`, `cp`, `ep`) that communicate between hosts; None to ask for the ranks' hosts.
+        inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) that communicate between hosts; None to ask for the ranks'
+            hosts.
         link: see `HelixConfig`.
+        spreads: whether weights are spread over the ranks that have copies of them.
 
     Raises:
         ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
@@ -140,11 +166,12 @@ def build_mesh(
     check_joined(world)
     check_world(world, tp_size, pp_size, cp_size, ep_size)
     cross = None if inter_node_axes is None else tuple(sorted(inter_node_axes))
-    key = tp_size, pp_size, cp_size, ep_size, cross, device, dist.group.WORLD if dist.is_initialized() else None
+    group = dist.group.WORLD if dist.is_initialized() else None
+    key = tp_size, pp_size, cp_size, ep_size, cross, device, spreads, group
     if key not in _meshes:
         dp_size = world // (tp_size * pp_size * cp_size)
         sizes = {"dp": dp_size, "pp": pp_size, "cp": cp_size, "tp": tp_size, "ep": ep_size}
-        _meshes[key] = _new_mesh(sizes, device, cross)
+        _meshes[key] = _new_mesh(sizes, device, cross, spreads)
     if link is None:
         return _meshes[key]
     check_link(link, device, world)
@@ -154,7 +181,7 @@ def build_mesh(
 def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
     """Returns the mesh that a configuration asks for, see `build_mesh`."""
     sizes = config.pp_size, config.cp_size, config.ep_size
-    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link)
+    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, config.shard_parameters)
 
 
 _meshes: dict[object, Mesh] = {}
@@ -166,7 +193,9 @@ def forget_meshes() -> None:
     _meshes.clear()
 
 
-def _new_mesh(sizes: dict[str, int], device: torch.device, inter_node_axes: Collection[str] | None) -> Mesh:
+def _new_mesh(
+    sizes: dict[str, int], device: torch.device, inter_node_axes: Collection[str] | None, spreads: bool
+) -> Mesh:
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     shared, single = pp_size * cp_size * tp_size, Axis.single()
     if dp_size * shared == 1:
@@ -175,14 +204,7 @@ def _new_mesh(sizes: dict[str, int], device: torch.device, inter_node_axes: Coll
     groups.control_group()  # later, not all ranks may come to need it at the same time
     if backend == groups.NCCL:
         groups.order_launches(pp_size)
-    # Dimensions: copies of the experts, ep, pp, cp, tp.
-    places = torch.arange(dp_size * shared).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
-    rows = {
-        "tp": places,
-        "cp": places.movedim(3, -1),
-        "ep": places.movedim(1, -1),
-        "experts": places.movedim(1, 3).flatten(3),
-    }
+    rows = _rows_of(sizes)
     if inter_node_axes is None:
         inter_node_axes = _axes_between_hosts(rows)
     device_mesh = _device_mesh(device, dp_size, shared)
@@ -198,20 +220,47 @@ def _new_mesh(sizes: dict[str, int], device: torch.device, inter_node_axes: Coll
         kind = Kind.INTER_NODE if set(kinds) & set(inter_node_axes) else Kind.INTRA_NODE
         return Axis(_transport(group, rows[name], backend), kind)
 
+    def spread_over(name: str, group: dist.ProcessGroup | None) -> Copies | None:
+        if not spreads or group is None:
+            return None
+        crosses = "dp" in inter_node_axes or (cp_size > 1 and "cp" in inter_node_axes)
+        kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
+        weights = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), kind)
+        return Copies(weights, Axis(_transport(group, rows[name], backend), Kind.GRADIENTS))
+
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])
-    copies = places.permute(2, 4, 0, 1, 3).flatten(2)
-    copies_group = dp_group if cp_size == 1 else groups.group_of(copies, use="gradients")
-    expert_copies_group = copies_group
+    copies_group = dp_group if cp_size == 1 else groups.group_of(rows["copies"], use="gradients")
+    copies = spread_over("copies", copies_group)
+    expert_copies_group, expert_copies = copies_group, copies
     if ep_size > 1:
-        copies = places.permute(1, 2, 4, 0, 3).flatten(3)
-        expert_copies_group = groups.group_of(copies, use="gradients") if copies.shape[-1] > 1 else None
-    pipe = make_pipe(places.movedim(2, -1), backend)
+        several = rows["expert_copies"].shape[-1] > 1
+        expert_copies_group = groups.group_of(rows["expert_copies"], use="gradients") if several else None
+        expert_copies = spread_over("expert_copies", expert_copies_group)
+    pipe = make_pipe(rows["pp"], backend)
     found = dp_group, copies_group, expert_copies_group, batch_group
-    mesh = Mesh(sizes, device, device_mesh, tp, cp, experts, pipe, *found)
+    mesh = Mesh(sizes, device, device_mesh, tp, cp, experts, pipe, *found, copies=copies, expert_copies=expert_copies)
     if backend == groups.NCCL:
         connect(mesh)
     return mesh
+
+
+def _rows_of(sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """The ranks that each axis connects: the last dimension is one row of them."""
+    dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
+    world = dp_size * pp_size * cp_size * tp_size
+    # Dimensions: copies of the experts, ep, pp, cp, tp.
+    places = torch.arange(world).view(dp_size // ep_size, ep_size, pp_size, cp_size, tp_size)
+    return {
+        "tp": places,
+        "cp": places.movedim(3, -1),
+        "ep": places.movedim(1, -1),
+        "dp": places.permute(2, 3, 4, 0, 1).flatten(3),
+        "pp": places.movedim(2, -1),
+        "experts": places.movedim(1, 3).flatten(3),
+        "copies": places.permute(2, 4, 0, 1, 3).flatten(2),
+        "expert_copies": places.permute(1, 2, 4, 0, 3).flatten(3),
+    }
 
 
 def _device_mesh(device: torch.device, dp_size: int, shared: int) -> DeviceMesh:
@@ -261,68 +310,3 @@ def _transport(group: dist.ProcessGroup, places: torch.Tensor, backend: str) -> 
     if backend != groups.GLOO:
         return GroupTransport(group)
     return GlooTransport(group, groups.group_of(places, groups.GLOO))
-
-
-def check_joined(world: int) -> None:
-    """Raise ValueError if the launcher started several processes and this one counts a world of one."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1 and world == 1:
-        by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ  # `accelerate launch` sets it
-        needed = "both `distributed_type: MULTI_GPU` with `use_cpu: true` in the YAML and " if by_accelerate else ""
-        raise ValueError(
-            f"the launcher started {launched} processes, but this one runs alone. On CPU, Accelerate needs {needed}"
-            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True), in the script"
-        )
-
-
-def check_link(link: str, device: torch.device, world: int) -> None:
-    """Raise ValueError where there is nothing that a link could be emulated for."""
-    if device.type == "cuda":
-        raise ValueError(
-            f"link={link!r} emulates a link for runs on CPU, whose transfers wait in threads of their own; this run is "
-            "on CUDA, whose transfers run on the device: use link=None, or TrainingArguments(use_cpu=True)"
-        )
-    if world == 1:
-        raise ValueError(
-            f"link={link!r} emulates a link between processes, and only one runs; start several, such as `accelerate "
-            "launch --num_processes 2`, or use link=None"
-        )
-
-
-def check_world(
-    world: int,
-    tp_size: int,
-    pp_size: int = 1,
-    cp_size: int = 1,
-    ep_size: int = 1,
-    fits: Callable[[int], bool] | None = None,
-) -> None:
-    """See `build_mesh`.
-
-    Args:
-        fits: whether the model can be cut over so many tensor-parallel ranks; None where there is no model yet.
-    """
-    left = world
-    taken: list[str] = []
-    sizes = {"tp_size": tp_size, "pp_size": pp_size, "cp_size": cp_size, "ep_size": ep_size}
-    for name, size in sizes.items():
-        if left % size == 0:
-            taken += [f"{name}={size}"] * (size > 1)
-            left //= size
-            continue
-        works = [number for number in range(1, left + 1) if left % number == 0]
-        if name == "tp_size" and fits is not None:
-            works = [number for number in works if fits(number)]
-        if taken:
-            what = f"the {left} process{'es' * (left > 1)} that {' and '.join(taken)} leaves of {world}"
-        else:
-            what = f"the world size, {world} process{'es' * (world > 1)}"
-        hint = (
-            ". Only one process runs: start the script with `accelerate launch --num_processes N`; on CPU with "
-            "`distributed_type: MULTI_GPU` and `use_cpu: true` in the YAML (`MULTI_CPU` starts a single process)"
-            if world == 1
-            else ""
-        )
-        if name == "ep_size":
-            what += ", since experts are shared by data-parallel ranks"
-        raise ValueError(f"{name}={size} must divide {what}; values that work: {', '.join(map(str, works))}{hint}")

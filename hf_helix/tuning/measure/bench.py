@@ -160,9 +160,10 @@ class Bench:
         if step.communicates:
             return step.prepare(call, timed.op.part, *inputs)[1]
         for setup in map(self._step, self._before(0, timed)):
-            setup.run(call, *(self.values[key] for key in setup.reads))
+            setup.method(self.values)(call, *(self.values[key] for key in setup.reads))
         call.training = step.keeps
-        return lambda: step.run(call, *inputs)
+        run = step.method(self.values)
+        return lambda: run(call, *inputs)
 
     def _step(self, instruction: Instruction) -> Step:
         return Step(instruction, self.runner.executor.units)

@@ -68,7 +68,7 @@ def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:
             torch.cuda.synchronize(device)
             return torch.cuda.max_memory_allocated(device) - before
         held: list[Tensor] = []
-        for parameter in runner.stage.placements:
+        for parameter in runner.stage.stepped:
             held += [parameter] if parameter.grad is None else [parameter, parameter.grad]
         for side in sides:
             held += [value for value in side.values() if isinstance(value, Tensor)]

@@ -316,5 +316,5 @@ def _maxima(mine: list[float]) -> list[float]:
 
 def forget_gradients(runner: Runner) -> None:
     """Leaves the parameters without gradients, as between two optimizer steps."""
-    for parameter in runner.stage.placements:
+    for parameter in (*runner.stage.placements, *runner.stage.stepped):
         parameter.grad = None

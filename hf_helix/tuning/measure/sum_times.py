@@ -19,6 +19,7 @@ from hf_helix.runtime.grad_reduce import Reduction
 from hf_helix.runtime.gradient_buckets import Bucket
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace
+from hf_helix.tuning.measure.overlap import forget_gradients
 
 LEAST = 1e-7
 """Seconds of a sum of nothing; times are positive."""
@@ -44,24 +45,25 @@ def time_sums(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], di
         seconds = ((1 - share) * first + share * second for first, second in zip(least, most, strict=True))
         found[name] = [max(LEAST, each) for each in seconds]
     size = max(_most_copies(bucket, runner.mesh) for bucket in planned)  # of a ring
-    return found, {name: 2 * count * (size - 1) // size for name, count in held.items()}
+    ways = 1 if all(bucket.flat is not None for bucket in planned) else 2  # spread gradients do not come back
+    return found, {name: ways * count * (size - 1) // size for name, count in held.items()}
 
 
 def _time(runner: Runner, bucket: Bucket, repeats: int) -> list[float]:
     """The seconds of a sum on its stream, without the first."""
     streams = runner.executor.streams
-    for parameter in bucket.placements:
-        parameter.grad = torch.zeros_like(parameter)
     streams.synchronize()
     streams.trace = trace = Trace()
     try:
         for _ in range(repeats):
+            for parameter in bucket.placements:
+                if parameter.grad is None:  # the first time, or again where the sum leaves parts of it
+                    parameter.grad = torch.zeros_like(parameter)
             Reduction([bucket], runner.mesh, streams).finish()
         streams.synchronize()
     finally:
         streams.trace = None
-        for parameter in bucket.placements:
-            parameter.grad = None
+        forget_gradients(runner)
     spans = sorted(trace.spans, key=lambda span: span.start)
     seconds = [span.seconds for span in spans if span.stream == Kind.GRADIENTS.value]
     parts = len(seconds) // repeats  # one for each type of gradients, and for those of experts

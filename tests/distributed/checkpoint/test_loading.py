@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -25,13 +26,16 @@ SLOW = pytest.mark.slow
 BENCHMARK = ROOT / "benchmarks" / "loading.py"
 LAYERS = {"num_hidden_layers": 4}
 TIED = {"tie_word_embeddings": True}
+SPREAD = {"shard_parameters": True}
 CASES: list[Any] = [
     # family, changes, layout, shards of the checkpoint
     ("llama", TIED, {"tp_size": 2}, "20KB"),
     ("gpt2", {}, {"tp_size": 2}, "1GB"),
     ("gpt_neox", LAYERS, {"pp_size": 2}, "20KB"),
     ("mixtral", {}, {"ep_size": 2}, "1GB"),
+    ("llama", {**TIED, **LAYERS}, SPREAD, "20KB"),
     ("qwen3_moe", LAYERS, {"tp_size": 2, "pp_size": 2}, "20KB"),
+    pytest.param("mixtral", LAYERS, {"tp_size": 2, **SPREAD}, "20KB", marks=SLOW),
     pytest.param(f"{HOME}phi3", {"num_hidden_layers": 2}, {"tp_size": 2}, "20KB", marks=SLOW),
     *(
         pytest.param(f"{HOME}{name}", LAYERS, layout, "20KB", marks=SLOW)
@@ -56,10 +60,7 @@ CASES: list[Any] = [
 
 
 def ranks_of(layout: dict[str, int]) -> int:
-    count = 1
-    for size in layout.values():
-        count *= size
-    return count
+    return math.prod(2 if size is True else size for size in layout.values())
 
 
 @pytest.mark.parametrize(("family", "changes", "layout", "shards"), CASES)
@@ -277,7 +278,7 @@ def test_names_that_are_no_folders(options: dict[str, Any], words: list[str], cl
 
 
 DRAWN: list[Any] = [
-    ("llama", {**LAYERS, **TIED}, ({"tp_size": 2}, {"pp_size": 2})),
+    ("llama", {**LAYERS, **TIED}, ({"tp_size": 2}, {"pp_size": 2}, SPREAD)),
     ("gpt2", LAYERS, ({"tp_size": 2},)),
     ("mixtral", LAYERS, ({"ep_size": 2},)),
     *(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,17 @@ from support.resume_jobs import make, push, run, state_of
 
 from hf_helix.checkpoint import atomic as staging
 from hf_helix.checkpoint import manifest
-from hf_helix.checkpoint.optimizer_state import LocalParameter, load_states, save_states
+from hf_helix.checkpoint.local_parameter import LocalParameter, Stretch
+from hf_helix.checkpoint.optimizer_state import load_states, save_states
 from hf_helix.operators.unit import Placement
 
 JOB = "support.resume_jobs:"
 TP2 = {"tp_size": 2, "plan": "greedy"}
+SPREAD: dict[str, Any] = {
+    "helix": {"shard_parameters": True, "plan": "greedy"},
+    "training": {"gradient_accumulation_steps": 1},
+}
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +80,7 @@ def test_the_same_layout_goes_on_bit_for_bit(whole: tuple[Path, list[Any]], clus
     [
         pytest.param({"pp_size": 2}, 2, id="pp2"),
         pytest.param({"shard_optimizer": True}, 1, id="dp2 with ZeRO-1"),
+        pytest.param({"shard_parameters": True}, 1, id="dp2 with ZeRO-3"),
         pytest.param({"cp_size": 2}, 2, id="cp2", marks=pytest.mark.slow),
         pytest.param({}, 1, id="dp2", marks=pytest.mark.slow),
     ],
@@ -98,6 +106,38 @@ def test_a_derived_model_goes_on_in_another_layout(name: str, cluster_of: Any, t
         f"{JOB}run", folder=rest, helix={"pp_size": 2, "plan": "greedy"}, resume=saved, **job
     ):
         goes_on(mine, expected)
+
+
+@pytest.fixture(scope="module")
+def spread(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A run over two data-parallel ranks that each keep a part of the parameters, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("spread")
+    return folder / "checkpoint-3", cluster_of(2).run(f"{JOB}run", folder=str(folder), **SPREAD)
+
+
+def test_spread_parameters_go_on_bit_for_bit(
+    spread: tuple[Path, list[Any]], whole: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path
+) -> None:
+    """With their optimizer's states, which lie on several ranks; the run is that of whole parameters."""
+    saved, expected = spread
+    goes_on(expected[0], whole[1][0])
+    found = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **SPREAD)
+    for mine, theirs in zip(found, expected, strict=True):
+        goes_on(mine, theirs, exactly=True)
+
+
+@pytest.mark.parametrize(
+    ("helix", "steps"),
+    [({"tp_size": 2}, 2), pytest.param({"pp_size": 2}, 2, marks=SLOW), pytest.param({}, 1, marks=SLOW)],
+    ids=str,
+)
+def test_spread_parameters_go_on_in_another_layout(
+    helix: dict[str, Any], steps: int, spread: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path
+) -> None:
+    saved, expected = spread
+    job = {"helix": {"plan": "greedy", **helix}, "training": {"gradient_accumulation_steps": steps}}
+    for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **job):
+        goes_on(mine, expected[0])
 
 
 def test_one_process_goes_on(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
@@ -142,9 +182,10 @@ def test_a_stream_that_rank_0_hands_out_is_refused(cluster_of: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [TP2, SPREAD["helix"]], ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_train_go_on_bit_for_bit(way: str, cluster_of: Any, tmp_path: Path) -> None:
-    options = {"training": {}, "helix": TP2, **WAYS[way]}
+def test_ways_to_train_go_on_bit_for_bit(way: str, layout: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+    options = {"training": {}, "helix": layout, **WAYS[way]}
     steps = options["training"].get("save_steps", 3)
     whole, rest = str(tmp_path / "whole"), str(tmp_path / "rest")
     expected = cluster_of(2).run(f"{JOB}run", folder=whole, **options)
@@ -165,6 +206,27 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any], int, dict[str, Any
         {"tp_size": 2, "shard_optimizer": True},
         2,
         {},
+    ),
+    "ZeRO-3 over dp4 to tp2 with ZeRO-3": (
+        {"shard_parameters": True},
+        1,
+        {"tp_size": 2, "shard_parameters": True},
+        2,
+        {},
+    ),
+    "ZeRO-3 with tp2 to tp4, fused projections": (
+        {"tp_size": 2, "shard_parameters": True},
+        2,
+        {"tp_size": 4},
+        4,
+        {"model": {"family": "gpt2"}},
+    ),
+    "ZeRO-3 with ep2 to pp2 with ZeRO-3": (
+        {"ep_size": 2, "shard_parameters": True},
+        1,
+        {"pp_size": 2, "shard_parameters": True},
+        2,
+        EXPERTS,
     ),
     "pp2 dp2 to pp4, fused projections": ({"pp_size": 2}, 2, {"pp_size": 4}, 4, {"model": {"family": "gpt2"}}),
     "tp4 to pp2 dp2, fused projections": ({"tp_size": 4}, 4, {"pp_size": 2}, 2, {"model": {"family": "gpt2"}}),
@@ -214,6 +276,33 @@ def test_pieces_fill_the_whole_once(dim: int | None, blocks: tuple[int, ...], si
             assert torch.equal(piece, whole[place])
             filled[place] += 1
     assert (filled == (size if dim is None else 1)).all()
+
+
+@pytest.mark.parametrize(("dim", "blocks"), [(0, ()), (1, ()), (2, ()), (1, (3, 2)), (0, (4, 2)), (None, ())])
+@pytest.mark.parametrize("over", [2, 5, 97])
+def test_pieces_of_stretches_fill_the_whole_once(dim: int | None, blocks: tuple[int, ...], over: int) -> None:
+    """A slice that is spread over ranks: each has some elements in a row, perhaps none."""
+    whole = torch.arange(6 * 5 * 4).view(6, 5, 4)
+    placement = Placement(dim=dim, length=0 if dim is None else whole.shape[dim], blocks=blocks)
+    filled = torch.zeros_like(whole)
+    for rank in range(2):
+        local = placement.cut(whole, 2, rank)
+        elements = local.reshape(-1)
+        stretch = -(-len(elements) // over)
+        for start in range(0, over * stretch, stretch):
+            axis: Any = SimpleNamespace(rank=start // stretch, size=over)
+            about = Stretch(tuple(local.shape), start, axis, dim is not None or rank == 0)
+            held = replace(held_by(rank, 2, placement), stretch=about)
+            mine = elements[start : start + stretch]
+            assert held.whole_shape(mine) == whole.shape
+            pieces = held.pieces(mine)
+            assert sum(piece.numel() for piece in pieces.values()) == len(mine)
+            for offset, piece in pieces.items():
+                place = tuple(slice(first, first + length) for first, length in zip(offset, piece.shape, strict=True))
+                assert torch.equal(piece, whole[place])
+                assert piece.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr(), "a view"
+                filled[place] += held.is_first_copy
+    assert (filled == 1).all()
 
 
 def held_by(rank: int, size: int, placement: Placement) -> LocalParameter:

@@ -37,6 +37,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ({"tp_size": 2}, 13, 4, 2),  # the last window of an epoch, and its last batch, are shorter
         ({"pp_size": 2}, 13, 4, 2),
         ({}, 12, 2, 2),
+        ({"shard_parameters": True}, 12, 2, 2),
         pytest.param({"cp_size": 2}, 13, 4, 2, marks=SLOW),
         pytest.param({"tp_size": 2}, 12, 2, 4, marks=SLOW),
         pytest.param({"tp_size": 2, "pp_size": 2}, 13, 4, 4, marks=SLOW),
@@ -67,12 +68,14 @@ def test_as_the_stock_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"pp_size": 2}], ids=str)
-def test_from_a_folder(helix: dict[str, Any], cluster_of: Any, tmp_path: Path, stock: Any) -> None:
+@pytest.mark.parametrize(
+    ("helix", "dp_size"), [({"tp_size": 2}, 1), ({"pp_size": 2}, 1), ({"shard_parameters": True}, 2)], ids=str
+)
+def test_from_a_folder(helix: dict[str, Any], dp_size: int, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
     """A model on the meta device, whose optimizer was made before it had weights."""
     llama(num_hidden_layers=4).save_pretrained(tmp_path / "start")
-    options = {"count": 13, "accumulate": 4, "weights": str(tmp_path / "start")}
-    wanted, _ = stock(13, 4, 1)
+    options = {"count": 12, "accumulate": 4 // dp_size, "weights": str(tmp_path / "start")}
+    wanted, _ = stock(12, 4 // dp_size, dp_size)
     for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path / "end"), helix=helix, **options):
         np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
 

@@ -295,9 +295,22 @@ def logits_of(model: Any) -> torch.Tensor:
         return model(torch.arange(1, 18).unsqueeze(0)).logits
 
 
-@pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["embed_tokens"], "idle": "other"}], ids=["plain", "kept"])
-def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(lora: Any, cluster_of: Any, tmp_path: Path) -> None:
-    job = {"helix": {"tp_size": 2, **GREEDY}, "model": {"lora": lora}}
+KEPT = {"modules_to_save": ["embed_tokens"], "idle": "other"}
+
+
+@pytest.mark.parametrize(
+    ("lora", "helix"),
+    [
+        ({}, {"tp_size": 2}),
+        (KEPT, {"tp_size": 2}),
+        pytest.param(KEPT, {"shard_parameters": True}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "kept", "kept and spread"],
+)
+def test_what_is_saved_untrained_is_bit_for_bit_what_it_was(
+    lora: Any, helix: Any, cluster_of: Any, tmp_path: Path
+) -> None:
+    job = {"helix": {**helix, **GREEDY}, "model": {"lora": lora}}
     cluster_of(2).run("support.pipeline_trainer_jobs:save_untrained", folder=str(tmp_path / "ours"), **job)
     tiny(num_hidden_layers=5, lora=lora).save_pretrained(str(tmp_path / "theirs"))
     found = sorted((tmp_path / "theirs").rglob("*.safetensors"))
@@ -323,7 +336,11 @@ def test_saved_adapters_train_on(cluster_of: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("helix", "other"),
-    [({"tp_size": 2}, {"tp_size": 2}), pytest.param({"tp_size": 2}, {"pp_size": 2}, marks=pytest.mark.slow)],
+    [
+        ({"tp_size": 2}, {"tp_size": 2}),
+        pytest.param({"tp_size": 2}, {"pp_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"shard_parameters": True}, {"shard_parameters": True}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_run_goes_on_from_a_checkpoint(helix: Any, other: Any, cluster_of: Any, tmp_path: Path) -> None:
@@ -410,10 +427,11 @@ def test_measured_plans(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_optimizer_states_of_adapters_are_sharded(cluster_of: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["shard_optimizer", "shard_parameters"])
+def test_optimizer_states_of_adapters_are_sharded(option: str, cluster_of: Any, tmp_path: Path) -> None:
     job = {"model": {"lora": {}}, "training": {"max_steps": 5}}
     whole, sharded = (
-        cluster_of(2).run("train", folder=str(tmp_path / str(shard)), helix={"shard_optimizer": shard, **GREEDY}, **job)
+        cluster_of(2).run("train", folder=str(tmp_path / str(shard)), helix={option: shard, **GREEDY}, **job)
         for shard in (False, True)
     )
     np.testing.assert_allclose(sharded[0]["losses"], whole[0]["losses"], rtol=0, atol=1e-6)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from support.resume_jobs import ROOM, run, run_into_bad_gradients, run_out_of_ro
 
 SCRIPT = SUPPORT / "fault_script.py"
 SEQUENTIAL = "tp_size: 2\nplan: sequential\n"
+SPREAD = "shard_parameters: true\nplan: sequential\n"
 
 
-def ranks_of(folder: Path, *flags: object) -> list[subprocess.Popen[bytes]]:
-    return start_ranks(folder, SCRIPT, *flags, helix=SEQUENTIAL)
+def ranks_of(folder: Path, *flags: object, helix: str) -> list[subprocess.Popen[bytes]]:
+    return start_ranks(folder, SCRIPT, *flags, helix=helix)
 
 
 def losses(folder: Path, step: int) -> list[tuple[int, float]]:
@@ -27,15 +30,21 @@ def losses(folder: Path, step: int) -> list[tuple[int, float]]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
-    """The losses of a run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("sound")
-    assert [process.wait(timeout=150) for process in ranks_of(folder)] == [0, 0], (folder / "0.log").read_text()
-    return losses(folder, 6)
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[tuple[int, float]]]:
+    """The losses of a run that nothing happens to, by its options."""
+
+    @cache
+    def run(helix: str) -> list[tuple[int, float]]:
+        folder = tmp_path_factory.mktemp("sound")
+        ranks = ranks_of(folder, helix=helix)
+        assert [process.wait(timeout=150) for process in ranks] == [0, 0], (folder / "0.log").read_text()
+        return losses(folder, 6)
+
+    return run
 
 
 DIED, UNREADABLE, FULL = "died", "OSError: [Errno 5] the samples of this rank", "No space left on device"
-CASES = [
+CASES: list[Any] = [
     ("in saving states", 0, DIED),
     ("in saving states", 1, DIED),
     ("in saving the model", 0, DIED),
@@ -52,14 +61,23 @@ CASES = [
     ("no room for states", 0, FULL),
     ("no room for states", 1, FULL),
 ]
+CASES = [(SEQUENTIAL, *case) for case in CASES] + [
+    (SPREAD, "in saving states", 1, DIED),
+    (SPREAD, "in saving the model", 0, DIED),
+    (SPREAD, "in a step", 1, DIED),
+    (SPREAD, "in a collective", 0, DIED),
+    (SPREAD, "no room for the model", 1, FULL),
+    (SPREAD, "no room for states", 0, FULL),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "victim", "said"), CASES)
+@pytest.mark.parametrize(("helix", "fault", "victim", "said"), CASES)
 def test_the_other_rank_ends_and_the_next_run_goes_on(
-    fault: str, victim: int, said: str, expected: list[tuple[int, float]], tmp_path: Path
+    helix: str, fault: str, victim: int, said: str, expected: Any, tmp_path: Path
 ) -> None:
-    seconds = seconds_until_others_end(ranks := ranks_of(tmp_path, "--fault", fault, "--victim", victim), victim)
+    ranks = ranks_of(tmp_path, "--fault", fault, "--victim", victim, helix=helix)
+    seconds = seconds_until_others_end(ranks, victim)
     logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
     assert all(process.returncode != 0 for process in ranks), logs
     assert seconds < LIMIT
@@ -68,10 +86,10 @@ def test_the_other_rank_ends_and_the_next_run_goes_on(
     assert said in logs[1 - victim], logs[1 - victim]
     assert (tmp_path / OUT / "checkpoint-2").is_dir()
     assert not (tmp_path / OUT / "checkpoint-4").exists()
-    again = ranks_of(tmp_path)
+    again = ranks_of(tmp_path, helix=helix)
     assert [process.wait(timeout=150) for process in again] == [0, 0], (tmp_path / "0.log").read_text()
     assert f"done: 6 steps, from {OUT}/checkpoint-2" in (tmp_path / "0.log").read_text()
-    assert losses(tmp_path, 6) == expected
+    assert losses(tmp_path, 6) == expected(helix)
     assert sorted(path.name for path in (tmp_path / OUT).iterdir()) == ["checkpoint-4", "checkpoint-6"]
 
 

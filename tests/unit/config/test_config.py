@@ -46,6 +46,7 @@ def test_the_defaults_are_one_rank_and_auto():
         "cache": True,
         "layers_per_stage": None,
         "shard_optimizer": False,
+        "shard_parameters": False,
         "cp_method": "ring",
         "expert_capacity_factor": None,
         "inter_node_axes": None,
@@ -114,8 +115,8 @@ def test_options_of_context_parallelism():
         ValueError, match=r"cp_method='rings' is unknown; use one of ring, all_gather \(did you mean 'ring"
     ):
         HelixConfig(cp_method="rings")
-    with pytest.raises(ValueError, match="inter_node_axes='dp' is no axis; use some of tp, cp, ep"):
-        HelixConfig(inter_node_axes=("dp",))
+    with pytest.raises(ValueError, match="inter_node_axes='pp' is no axis; use some of tp, cp, ep, dp"):
+        HelixConfig(inter_node_axes=("pp",))
     with pytest.raises(
         TypeError, match=r"inter_node_axes must be a list, such as inter_node_axes=\['cp'\], or None; got 'cp'"
     ):

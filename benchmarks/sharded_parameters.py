@@ -1,0 +1,219 @@
+"""Sharded parameters against stock FSDP2 and DDP, on two hosts joined by a link of a given speed.
+
+Builds two network namespaces as `shaped_link.py` does (needs root) and trains a Llama with data parallelism over two
+ranks: stock DDP; FSDP2 as Transformers applies it (`distributed_config` with `fsdp_size=2`), which reduces gradients
+once in a window, as the Trainer has it; and `shard_parameters=True` under `sequential`, `greedy` and `search`, planned
+with operators that are measured on the link. Losses of a first window are compared. All are timed in one run, in turn;
+medians, the slower rank counts. Computation and communication alone are those of `shard_parameters=True`; the bound is
+the larger of both. A step is forward, backward and gradient sums of a window, without the optimizer.
+
+    sudo python benchmarks/sharded_parameters.py --rates 500 1000 --microbatches 4 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import shaped_link
+
+DDP, FSDP, PLAINLY = "DDP", "FSDP2", "hf_helix, whole"
+PLANS = ("sequential", "greedy", "search")
+TOLERANCE = 1e-4
+"""By how much losses may differ, relatively: all must do the same work."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=int, nargs="+", default=[500, 1000], help="Mbit/s each way")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8], help="of a window, on each rank")
+    parser.add_argument("--plans", nargs="+", default=list(PLANS))
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--timeout", type=int, default=3600, help="seconds after which everything is stopped")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--markdown", type=Path, help="also write the tables there, with hardware and versions")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is None:
+        shaped_link.run_ranks("network namespaces", 2, shaped_link.start_rank, options.timeout, shaped_link.hosts())
+    else:
+        work(options)
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank: every rate and window."""
+    import torch.distributed as dist
+
+    shaped_link.join(options.rank)
+    bench = Bench(options)
+    results = []
+    for rate in options.rates:
+        shaped_link.shape(options.rank, rate)
+        for count in options.microbatches:
+            results.append({"rate": rate, "microbatches": count, **bench.measure(rate, count)})
+            if options.rank == 0:
+                print("\n" + describe(results[-1]), flush=True)
+                save(options, results)
+    dist.destroy_process_group()
+
+
+class Stock:
+    """A stock model under data parallelism; it looks like a runner to what times windows.
+
+    Args:
+        model: wrapped or spread already.
+        batches: the micro-batches of this rank.
+        runner: ours, whose streams and parameters the measurement looks after.
+    """
+
+    def __init__(self, model: Any, batches: list[dict[str, Any]], runner: Any) -> None:
+        self.model, self.batches = model, batches
+        self.executor, self.stage = runner.executor, runner.stage
+
+    def train_window(self, window: object, complete: bool = True) -> list[Any]:
+        """Forward and backward; this rank's scaled losses."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        losses = []
+        for place, batch in enumerate(self.batches):
+            self._sum_in(last=place == len(self.batches) - 1)
+            loss = self.model(**batch, use_cache=False).loss / len(self.batches)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _sum_in(self, last: bool) -> None:
+        """Says whether the next backward sums gradients, as Accelerate does under gradient accumulation."""
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            self.model.set_requires_gradient_sync(last)
+        else:
+            self.model.require_backward_grad_sync = last
+
+
+class Bench:
+    """The same Llama four times: DDP, FSDP2, ours whole, ours spread."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+        from transformers import AutoModelForCausalLM, LlamaForCausalLM
+        from transformers.distributed import DistributedConfig
+        from transformers.utils import logging
+
+        from hf_helix.runtime.distributed.agreement import all_gather_object
+
+        logging.disable_progress_bar()
+        torch.manual_seed(0)
+        self.options = options
+        whole = LlamaForCausalLM(shaped_link.llama(options, heads=8)).train()
+        folder = Path(tempfile.gettempdir()) / "model"  # see start_rank
+        if options.rank == 0:
+            whole.save_pretrained(folder)
+        all_gather_object(None)
+        spread = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+        again = AutoModelForCausalLM.from_pretrained(folder)
+        self.plain, self.sharded = self._cut(again.train(), False), self._cut(whole, True)
+        replica = DistributedDataParallel(AutoModelForCausalLM.from_pretrained(folder).train())
+        self.stock = {DDP: replica, FSDP: spread.train()}
+
+    def _cut(self, model: Any, shards: bool) -> tuple[Any, Any]:
+        """Our runner of a model, and what makes its windows."""
+        from hf_helix.config import HelixConfig
+        from hf_helix.engine.build import build_runner
+        from hf_helix.engine.microbatches import WindowMaker
+        from hf_helix.planning.graph.recompute import NONE
+        from hf_helix.runtime.distributed.mesh import mesh_of
+
+        config = HelixConfig(shard_parameters=shards)
+        mesh = mesh_of(config, "cpu")
+        return build_runner(model, config, mesh, [NONE] * self.options.layers).runner, WindowMaker(model, mesh)
+
+    def batches(self, count: int) -> list[dict[str, Any]]:
+        """The micro-batches of this rank."""
+        import torch
+
+        generator = torch.Generator().manual_seed(1 + self.options.rank)
+        shape = (self.options.batch, self.options.sequence)
+        ids = [torch.randint(0, 4096, shape, generator=generator) for _ in range(count)]
+        return [{"input_ids": found, "labels": found} for found in ids]
+
+    def measure(self, rate: int, count: int) -> dict[str, Any]:
+        """Measures the operators, makes the plans, times everything in turn."""
+        import torch
+
+        from hf_helix.engine.microbatches import LossScale
+        from hf_helix.tuning.candidates import plan_runners
+        from hf_helix.tuning.measure.overlap import measure_overlap, time_steps
+        from hf_helix.tuning.measure.profiler import measure_profile
+
+        batches, (runner, maker) = self.batches(count), self.sharded
+        tokens = count * self.options.batch * (self.options.sequence - 1)
+        scale = LossScale(torch.tensor(1.0 / tokens))
+        window = [maker.microbatch(batch, scale, (0, place)) for place, batch in enumerate(batches)]
+        profile = measure_profile(runner, window, {"link": f"{rate} Mbit/s"})
+        ours = plan_runners(runner, self.options.plans, profile, count)
+        every = {name: Stock(model, batches, runner) for name, model in self.stock.items()}
+        every |= {PLAINLY: self.plain[0], **ours}
+        losses = {name: float(sum(each.train_window(window))) for name, each in every.items()}
+        if any(abs(loss - losses[DDP]) > TOLERANCE * losses[DDP] for loss in losses.values()):
+            raise RuntimeError(f"losses differ: {losses}")
+        for each in (runner, self.plain[0]):
+            for parameter in (*each.stage.placements, *each.stage.stepped):
+                parameter.grad = None
+        alone = next(iter(measure_overlap({"sequential": ours["sequential"]}, window, 3).values()))
+        times = time_steps(every, window, self.options.repeats)
+        return {
+            "computation": alone.computation,
+            "communication": alone.communication,
+            "losses": losses,
+            "steps": {name: sorted(found) for name, found in times.items()},
+        }
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The table of a rate and a window."""
+    import statistics
+
+    compute, moved = result["computation"], result["communication"]
+    bound = max(compute, moved)
+    steps = {name: statistics.median(found) for name, found in result["steps"].items()}
+    lines = [
+        f"{result['rate']} Mbit/s, {result['microbatches']} micro-batches on each rank: computation {compute:.2f} s, "
+        f"communication of sharded parameters {moved:.2f} s, bound {bound:.2f} s",
+        f"  {'':<22} {'step s':>8} {'from':>7} {'to':>7} {'FSDP2 / it':>11} {'bound / it':>11}",
+    ]
+    for name, found in result["steps"].items():
+        title = name if name in (DDP, FSDP, PLAINLY) else f"sharded, {name}"
+        part = f"{bound / steps[name]:11.2f}" if title != name else f"{'-':>11}"
+        step = steps[name]
+        lines.append(
+            f"  {title:<22} {step:8.2f} {min(found):7.2f} {max(found):7.2f} {steps[FSDP] / step:10.2f}x {part}"
+        )
+    return "\n".join(lines)
+
+
+def save(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    """Writes the files that were asked for, with what there is so far."""
+    about = {**shaped_link.versions(), "flags": shlex.join(sys.argv[1:-2])}  # without --rank
+    if options.json:
+        options.json.write_text(json.dumps({"about": about, "results": results}, indent=1))
+    if options.markdown:
+        facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
+        tables = "\n\n".join(describe(result) for result in results)
+        how = (__doc__ or "").split("\n\n")[1]
+        options.markdown.write_text(
+            f"# Sharded parameters, {about['date']}\n\n{how}\n\n{facts}\n\n```\n{tables}\n```\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

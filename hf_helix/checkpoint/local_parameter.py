@@ -1,0 +1,151 @@
+"""Where what a rank steps of a parameter lies in the whole parameter.
+
+In:   the model of a stage, with how its parameters are cut and spread.
+Out:  of every parameter that this rank steps a part of, its name, and views of anything of its shape by their place in
+      the whole.
+Must hold: the pieces of all ranks fill the whole parameter; those of copies are the same pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.unit import Placement
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.stage import Stage
+
+Offset = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What a rank steps of a slice that is spread over ranks (`shard_parameters`): some of its elements, in a row.
+
+    Attributes:
+        shape: of the slice.
+        start: the first element of the flattened slice.
+        axis: the ranks that it is spread over.
+        is_first_copy: whether no other rank of tensor parallelism writes what this one does. These copies of a
+            parameter may be spread otherwise, since they lie beside slices of other lengths.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    axis: Axis
+    is_first_copy: bool
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter that this rank steps a slice of, or a stretch of a slice.
+
+    Attributes:
+        name: of the parameter in the model.
+        placement: how it is cut.
+        axis: the ranks that it is cut over.
+        stretch: of the slice; None where this rank steps all of it.
+    """
+
+    name: str
+    placement: Placement
+    axis: Axis
+    stretch: Stretch | None = None
+
+    @property
+    def mark(self) -> str:
+        """The suffix of a state that belongs to what this rank steps alone; empty where that is the whole parameter."""
+        axes = [self.axis] if self.placement.dim is not None and self.axis.size > 1 else []
+        axes += [self.stretch.axis] if self.stretch is not None else []
+        if not axes:
+            return ""
+        return f"@{'.'.join(str(axis.rank) for axis in axes)}of{'.'.join(str(axis.size) for axis in axes)}"
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank writes its pieces."""
+        return self.stretch is None or self.stretch.is_first_copy
+
+    def whole_shape(self, local: Tensor) -> torch.Size:
+        """The shape of the whole tensor, from what this rank steps of it."""
+        return torch.Size(self.placement.whole_shape(local.shape if self.stretch is None else self.stretch.shape))
+
+    def pieces(self, local: Tensor) -> dict[Offset, Tensor]:
+        """Views of what this rank steps by their offset in the whole tensor: one for each block that is cut by itself;
+        of a stretch, one for each box that its elements fill in the slice, and again for each block."""
+        boxes = {(0,) * local.dim(): local}
+        if self.stretch is not None:
+            boxes = dict(boxes_of(local, self.stretch.start, self.stretch.shape))
+        dim = self.placement.dim
+        if dim is None:
+            return boxes
+        found: dict[Offset, Tensor] = {}
+        start = 0  # of a block in the slice
+        for first, last in self.placement.bounds(self.axis.size, self.axis.rank):
+            for offset, box in boxes.items():
+                begin, end = max(start, offset[dim]), min(start + last - first, offset[dim] + box.shape[dim])
+                if begin < end:
+                    place = (*offset[:dim], begin - start + first, *offset[dim + 1 :])
+                    found[place] = box.narrow(dim, begin - offset[dim], end - begin)
+            start += last - first
+        return {offset: piece for offset, piece in found.items() if piece.numel()}
+
+
+def boxes_of(elements: Tensor, start: int, shape: Sequence[int]) -> Iterator[tuple[Offset, Tensor]]:
+    """Yields the boxes that elements in a row fill in a tensor, each with its offset.
+
+    Those of a matrix are the end of a row, whole rows, and the beginning of a row.
+
+    Args:
+        elements: [n], of the flattened tensor.
+        start: the first of them there.
+        shape: of the tensor.
+    """
+    if not elements.numel():
+        return
+    if len(shape) <= 1:
+        yield (start,) * len(shape), elements.view([elements.numel()] * len(shape))
+        return
+    row = prod(shape[1:])
+    end = start + elements.numel()
+    first, last = -(-start // row), end // row  # whole rows
+    if first < last:
+        head, body, tail = elements.split([first * row - start, (last - first) * row, end - last * row])
+        parts = [(start, head), (last * row, tail)]
+        yield (first, *[0] * (len(shape) - 1)), body.view(last - first, *shape[1:])
+    else:
+        cut = min(first * row, end)
+        head, tail = elements.split([cut - start, end - cut])
+        parts = [(start, head), (cut, tail)]
+    for begin, part in parts:
+        for offset, box in boxes_of(part, begin % row, shape[1:]):
+            yield (begin // row, *offset), box.unsqueeze(0)
+
+
+def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Parameter, LocalParameter]:
+    """What an optimizer steps on this rank: parameters, or stretches of them, without those of other pipeline ranks.
+
+    Args:
+        model: the cut model.
+        stage: its units on this rank.
+        mesh: the layout of the ranks.
+    """
+    placements, owners, shards = stage.all_placements, stage.owners, stage.shards
+    flats = {parameter: flat for flat in stage.flats for parameter in flat.placements}
+    found = {}
+    for name, parameter in model.named_parameters():
+        if owners.get(parameter) != stage.rank:
+            continue
+        placement, stretch = placements[parameter], None
+        if parameter in flats:
+            flat = flats[parameter]
+            is_first_copy = placement.dim is not None or mesh.tp.rank == 0
+            stretch = Stretch(tuple(parameter.shape), flat.part(parameter)[0], flat.axis, is_first_copy)
+        stepped = shards.get(parameter, parameter)
+        found[stepped] = LocalParameter(name, placement, mesh.axis_of(placement), stretch)
+    return found

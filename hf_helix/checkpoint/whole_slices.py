@@ -1,0 +1,60 @@
+"""Slices that are whole again for a while, where parameters are spread over the data-parallel ranks.
+
+In:   a stage, and the tensors of its model one after the other.
+Out:  each of them as this rank held it before it was spread: a slice over tp or over experts, or all of it.
+Must hold: a few flats are gathered at a time, so memory stays small. All ranks that share a flat ask for its tensors in
+the same order. What was written to a slice is kept by the ranks that own it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_helix.operators.weights.flat import Flat
+from hf_helix.runtime.stage import Stage
+
+MOST = 4
+"""How many flats are whole at a time: those of a layer, and one that several units share."""
+
+
+class WholeSlices:
+    """Lends gathered pieces to parameters.
+
+    Args:
+        stage: whose parameters may be spread; of others, nothing happens.
+        written: whether tensors are written to meanwhile.
+    """
+
+    def __init__(self, stage: Stage, written: bool = False) -> None:
+        self._flats = {parameter: flat for flat in stage.flats if flat.is_spread for parameter in flat.placements}
+        self._written = written
+        self._lent: dict[Flat, None] = {}  # the one that was used last comes last
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any parameter is spread."""
+        return bool(self._flats)
+
+    def lend(self, tensor: Any) -> None:
+        """Makes a tensor whole, until some others have been. Collective over the ranks that it is spread over."""
+        flat = self._flats.get(tensor)
+        if flat is None:
+            return
+        if flat in self._lent:
+            del self._lent[flat]
+        else:
+            if len(self._lent) == MOST:
+                self._return(next(iter(self._lent)))
+            flat.lend(flat.gather())
+        self._lent[flat] = None
+
+    def end(self) -> None:
+        """Leaves no tensor whole."""
+        for flat in list(self._lent):
+            self._return(flat)
+
+    def _return(self, flat: Flat) -> None:
+        if self._written and flat.lent is not None:
+            flat.keep(flat.lent)
+        flat.take_back()
+        del self._lent[flat]

@@ -1,0 +1,339 @@
+"""`shard_parameters=True`: the run is that of stock data parallelism, under every plan, with a part of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from support import jobs
+from support.comparisons import compare_runs, compare_weights
+from support.derived_models import HOME
+from support.models import tiny
+from support.pipeline_jobs import make, runner_of, window_of
+from support.tuning_jobs import hasty
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from hf_helix.operators.weights.flat import Flat
+from hf_helix.planning.graph.operator import Part
+from hf_helix.tuning.measure.memory import Tally
+
+SHARDED = {"shard_parameters": True, "cache": False}
+PLANS = ("sequential", "greedy", "round_robin", "search", "dhelix")
+CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
+TIED = {"tie_word_embeddings": True}
+SLOW = pytest.mark.slow
+
+
+# -- in the processes of a cluster ---------------------------------------------------------------------------------
+
+
+def windows(
+    folder: str, helix: dict[str, Any], model: dict[str, Any], plans: Sequence[str], training: dict[str, Any]
+) -> dict[str, Any]:
+    """A window without sharding, and the same with sharding under several plans.
+
+    Returns:
+        The losses; by plan, the shards of gradients that differ in their bits from the parts of the gradients without
+        sharding, and by how much in parts of the norm; how many shards there are; what is wrong after a window.
+    """
+    freeze = model.pop("freeze", ())
+    whole = make(folder, {**helix, "plan": "sequential"}, model, training, freeze)
+    whole.model.train()
+    expected = [loss.item() for loss in whole.helix.runner.train_window(window_of(whole, 3, 2, (33, 16, 21)))]
+    gradients = {name: parameter.grad for name, parameter in whole.model.named_parameters()}
+    norm = whole.helix.gradient_norm().item()
+    whole.helix.close()
+    trainer = make(folder, {**helix, **SHARDED, "plan": "sequential"}, model, training, freeze)
+    trainer.model.train()
+    stage = trainer.helix.runner.stage
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    found: dict[str, Any] = {"expected": expected, "norm": norm, "plans": {}, "shards": len(stage.shards)}
+    for plan in plans:
+        with hasty():
+            runner = runner_of(trainer, plan, "folded_1f1b")
+        losses = [loss.item() for loss in runner.train_window(window_of(trainer, 3, 2, (33, 16, 21)))]
+        differing, errors, bits = [], [0.0], {}
+        for flat in stage.flats:
+            for parameter, shard in flat.shards.items():
+                name, (first, last) = names[parameter], flat.part(parameter)
+                other = gradients[name]
+                assert (shard.grad is None) == (other is None), name
+                if shard.grad is None:
+                    continue
+                part = other.reshape(-1)[first:last]
+                bits[name] = shard.grad.clone()
+                differing += [] if torch.equal(shard.grad, part) else [name]
+                distance = torch.linalg.vector_norm(shard.grad.double() - part.double())
+                errors.append(float(distance / torch.linalg.vector_norm(other.double()).clamp_min(1e-30)))
+        first_bits = found.setdefault("bits", bits)
+        found["plans"][plan] = {
+            "losses": losses,
+            "differing": differing,
+            "error": max(errors),
+            "norm": trainer.helix.gradient_norm().item(),
+            "unlike the first plan": [name for name, each in bits.items() if not torch.equal(each, first_bits[name])],
+            "left": [names[p] for p in names if p.grad is not None or not p.isnan().all()],
+        }
+        trainer.model.zero_grad()
+        assert all(shard.grad is None for shard in stage.shards.values())
+    del found["bits"]
+    trainer.helix.close()
+    return found
+
+
+def held(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """The bytes that this rank really keeps: before a window, behind it, and with an optimizer that has stepped."""
+    trainer = make(folder, {**helix, **SHARDED, "plan": "sequential"}, model, {"optim": "adamw_torch"})
+    trainer.model.train()
+    stage, optimizer = trainer.helix.runner.stage, trainer.create_optimizer()
+    start = bytes_of([*stage.placements, *stage.stepped])
+    trainer.helix.runner.train_window(window_of(trainer, 3, 2, (33,)))
+    kept = [*stage.placements, *stage.stepped]
+    gradients = [parameter.grad for parameter in kept if parameter.grad is not None]
+    after = bytes_of([*kept, *gradients])
+    optimizer.step()
+    trainer.model.zero_grad()
+    averages = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    stepped = bytes_of([*kept, *averages])
+    flats = [(flat.length, flat.axis.size) for flat in stage.flats]
+    elements = sum(parameter.numel() for parameter in stage.stepped)
+    trainer.helix.close()
+    return {"bytes": (start, after, stepped), "flats": flats, "elements": elements}
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    """The bytes of the memory that tensors are in, each once."""
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(found.values())
+
+
+def peaks(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """The most bytes that tensors take in a window and in a forward pass, beside what is kept between windows."""
+    trainer = make(folder, {**helix, "plan": "sequential"}, model)
+    trainer.model.train()
+    runner = trainer.helix.runner
+    window = window_of(trainer, 2, 1, (17,))
+    runner.train_window(window)  # what is made once is there, and gradients where they stay
+    trainer.model.zero_grad(set_to_none=bool(runner.stage.flats))
+    kept = [t for p in runner.stage.stepped for t in (p, p.grad) if t is not None]
+    found = {}
+    for name, run in {"window": runner.train_window, "forward": runner.evaluate}.items():
+        with Tally(kept) as tally:
+            run(window)
+        found[name] = tally.peak
+    trainer.helix.close()
+    return {**found, "flats": [flat.length for flat in runner.stage.flats]}
+
+
+def tuned(folder: str, **options: Any) -> dict[str, Any]:
+    """Trains as users do who say nothing of plans, and then asks for everything that can be measured."""
+    trainer = jobs.make_trainer(folder, {**SHARDED, "tuning_share": 1.0}, **options)
+    trainer.train()
+    assert trainer.tuning is not None
+    bits = [parameter.detach().clone() for parameter in trainer.helix.runner.stage.stepped]
+    overlap, memory = trainer.helix.measure_overlap(repeats=1), trainer.helix.measure_memory()
+    trainer.helix.trace(f"{folder}/trace.json")
+    stepped = trainer.helix.runner.stage.stepped
+    return {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "verdict": str(trainer.tuning),
+        "plans": sorted(trainer.tuning.overlaps),
+        "communication": overlap.communication,
+        "memory": memory,
+        "changed": any(not torch.equal(*pair) for pair in zip(bits, stepped, strict=True)),
+        "left": any(parameter.grad is not None for parameter in (*stepped, *trainer.model.parameters())),
+    }
+
+
+def train_with_fsdp2(folder: str, weights: str, **options: Any) -> dict[str, Any]:
+    """The stock Trainer on a model that Transformers spreads with FSDP2 (`fully_shard`) when it loads it."""
+    model = AutoModelForCausalLM.from_pretrained(weights, distributed_config=DistributedConfig(fsdp_size=2))
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    with mock.patch.object(jobs, "tiny", return_value=model):
+        return jobs.train(folder, None, **options)
+
+
+def alive(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> int:
+    """The most flats that are gathered at the same time in a window under `sequential`."""
+    trainer = make(folder, {**helix, **SHARDED, "plan": "sequential"}, model)
+    trainer.model.train()
+    program = trainer.helix.runner.program(3)
+    now = most = 0
+    for instruction in program:
+        op = instruction.operator
+        if op is not None and op.part is not Part.W:
+            now += sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.writes)
+        most = max(most, now)
+        now -= sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.frees)
+    assert now == 0
+    trainer.helix.close()
+    return most
+
+
+# -- in the tests --------------------------------------------------------------------------------------------------
+
+WINDOWS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llama": (2, {}, {}, {}),
+    "llama tied": (2, {}, TIED, {}),
+    "llama recomputed": (2, {"recompute": "full"}, {}, {}),
+    "llama with adapters": (2, {}, {"lora": {}}, {}),
+    "llama, some of a layer frozen": (2, {}, {"freeze": ["model.layers.1.mlp.up_proj.weight"]}, {}),
+    "llama bf16": (2, {}, {}, {"bf16": True}),
+    "llama tp2": (4, {"tp_size": 2}, TIED, {}),
+    "mixtral ep2": (4, {"ep_size": 2}, {"family": "mixtral"}, {}),
+    "mixtral": (2, {}, {"family": "mixtral"}, {}),
+    "gpt2 selective": (2, {"recompute": "selective"}, {"family": "gpt2"}, {}),
+    "llama cp2": (2, {"cp_size": 2}, {}, {}),
+    "llama pp2": (4, {"pp_size": 2}, {"num_hidden_layers": 4}, {}),
+    "llama dp4": (4, {}, {}, {}),
+    "gemma3": (2, {}, {"family": f"{HOME}gemma3"}, {}),
+    "bf16 weights": (2, {}, {"dtype": "bfloat16"}, {}),
+}
+QUICK = ("llama", "llama tied", "llama, some of a layer frozen", "llama recomputed", "llama tp2", "mixtral")
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[SLOW] * (name not in QUICK)) for name in WINDOWS])
+def test_windows_are_those_of_whole_parameters(case: str, cluster_of: Any, tmp_path: Path) -> None:
+    """The bits of all plans are the same; over two ranks they are those of the all-reduce of whole gradients."""
+    ranks, helix, model, training = WINDOWS[case]
+    layers = {"num_hidden_layers": 2, **model}
+    plans = PLANS if case == "llama" else ("sequential", "greedy", "dhelix")
+    found = cluster_of(ranks).run(
+        windows, folder=str(tmp_path), helix={"cache": False, **helix}, model=layers, plans=plans, training=training
+    )
+    rounding = 2**-8 if model.get("dtype") == "bfloat16" else 1e-5  # norms of bfloat16 are bfloat16, of parts as well
+    sizes = np.prod([size for name, size in helix.items() if name in ("tp_size", "pp_size")])
+    for rank in found:
+        assert rank["shards"] > 0
+        for plan, result in rank["plans"].items():
+            assert result["losses"] == rank["expected"], plan
+            assert result["unlike the first plan"] == [], plan
+            assert result["left"] == [], plan
+            assert result["norm"] == pytest.approx(rank["norm"], rel=rounding), plan
+            if ranks // int(sizes) == 2:
+                assert result["differing"] == [], plan
+            assert result["error"] <= 1e-5, plan
+
+
+TRAININGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "llama": (2, {}, {"training": CLIPPED}),
+    "llama tied, decayed": (2, {}, {"model": TIED, "training": {**CLIPPED, "weight_decay": 0.1}}),
+    "llama tp2": (4, {"tp_size": 2}, {"training": CLIPPED}),
+    "llama tp2, in tiles": (4, {"tp_size": 2, "plan": "intra_batch"}, {"training": CLIPPED}),
+    "mixtral": (2, {}, {"model": {"family": "mixtral"}, "training": CLIPPED}),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[SLOW] * (name != "llama")) for name in TRAININGS])
+def test_training_equals_stock_data_parallelism(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer on two processes (DDP)."""
+    ranks, helix, options = TRAININGS[case]
+    expected, expected_folder = stock(jobs.train, dp=2, **options)
+    helix = {**SHARDED, "plan": "greedy", **helix}
+    for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix=helix, **options):
+        compare_runs(result, expected)
+    compare_weights(str(tmp_path), expected_folder)
+
+
+def test_training_equals_stock_fsdp(cluster_of: Any, tmp_path: Path) -> None:
+    """The stock Trainer's losses, norms, rates, evaluation and saved weights, with FSDP2 on two processes."""
+    tiny().save_pretrained(tmp_path / "start")
+    fsdp, mine = str(tmp_path / "fsdp"), str(tmp_path / "mine")
+    job = {"folder": fsdp, "weights": str(tmp_path / "start"), "training": CLIPPED}
+    expected = cluster_of(2).run(train_with_fsdp2, **job)[0]
+    for result in cluster_of(2).run("train", folder=mine, helix={**SHARDED, "plan": "greedy"}, training=CLIPPED):
+        compare_runs(result, expected)
+    compare_weights(mine, fsdp)
+
+
+def test_plans_are_made_of_measured_gathers(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
+    """What `auto` does by itself: gathers are timed beside computation, plans are compared, and training goes on."""
+    expected, _ = stock(jobs.train, dp=2, training=CLIPPED)
+    job = {"folder": str(tmp_path), "training": CLIPPED}
+    for found in cluster_of(2).run(tuned, **job):
+        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-5)
+        assert len(found["plans"]) > 2, found["verdict"]
+        assert found["communication"] > 0
+        assert min(found["memory"]) > 0
+        assert not found["changed"]
+        assert not found["left"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "helix"), [(2, {}), pytest.param(4, {}, marks=SLOW), pytest.param(4, {"tp_size": 2}, marks=SLOW)], ids=str
+)
+def test_a_rank_keeps_its_part(ranks: int, helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+    """Parameters take 4 bytes an element of the padded flats, divided by the ranks, and one element a stand-in; so do
+    gradients behind a window; the averages of AdamW take 8 an element, without padding."""
+    for rank in cluster_of(ranks).run(held, folder=str(tmp_path), helix=helix, model={}):
+        over = ranks // helix.get("tp_size", 1)
+        assert all(size == over for _, size in rank["flats"])
+        share = sum(4 * length // over for length, _ in rank["flats"])
+        stand_ins = 4 * len(rank["flats"])
+        start, after, stepped = rank["bytes"]
+        assert start == share + stand_ins
+        assert after == 2 * share + stand_ins
+        assert stepped == share + stand_ins + 8 * rank["elements"]
+
+
+def test_a_window_has_few_layers_whole(cluster_of: Any, tmp_path: Path) -> None:
+    """Beside what a window takes with whole parameters: forward, a few units' weights; backward, these, at most all
+    gradients in whole and in part, and once more those that are being summed."""
+    job = {"folder": str(tmp_path), "model": {"num_hidden_layers": 12}}
+    whole = cluster_of(2).run(peaks, helix={}, **job)
+    for mine, other in zip(cluster_of(2).run(peaks, helix=SHARDED, **job), whole, strict=True):
+        everything, largest = 4 * sum(mine["flats"]), 4 * max(mine["flats"])
+        assert mine["forward"] - other["forward"] <= 3 * largest < everything / 4
+        assert mine["window"] - other["window"] <= everything * 3 / 2 + 4 * largest
+
+
+def test_two_layers_are_whole_at_a_time(cluster_of: Any, tmp_path: Path) -> None:
+    """Under `sequential`, a unit and the next one, in each of two strands: of the head, forward's are kept."""
+    model = {"num_hidden_layers": 6}
+    assert max(cluster_of(2).run(alive, folder=str(tmp_path), helix={}, model=model)) <= 5
+
+
+REFUSED = {
+    "two shardings": ({"shard_optimizer": True}, {}, "shard_optimizer=False"),
+    "graphs": ({"cuda_graphs": True}, {}, "cuda_graphs=False"),
+    "optimizers of whole matrices": ({}, {"optim": "adafactor"}, "shard_parameters=True a rank holds only a part"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_honoured_is_refused(case: str, cluster_of: Any, tmp_path: Path) -> None:
+    helix, training, words = REFUSED[case]
+    options = {"folder": str(tmp_path), "helix": {**SHARDED, **helix}, "training": training}
+    for error in cluster_of(2).errors(jobs.construct, **options):
+        assert error.kind == "ValueError"
+        assert words in error.message
+
+
+def test_a_flat_splits_alike_on_all_ranks() -> None:
+    """Every element of every parameter belongs to one rank."""
+    from hf_helix.operators.communication.transport import Axis, SilentTransport
+    from hf_helix.operators.unit import COPIED
+
+    torch.manual_seed(0)
+    values = [torch.randn(shape) for shape in ((7, 5), (3,), (64, 2), (1,))]
+    seen = [torch.full((value.numel(),), torch.nan) for value in values]
+    for rank in range(3):
+        parameters = [torch.nn.Parameter(value.clone()) for value in values]
+        axis = Axis(SilentTransport(3, rank))
+        flat = Flat("weights", dict.fromkeys(parameters, COPIED), axis, axis)
+        flat.spread(torch.device("cpu"))
+        for place, parameter in enumerate(parameters):
+            assert parameter.shape == values[place].shape
+            assert parameter.isnan().all()
+            first, last = flat.part(parameter)
+            assert seen[place][first:last].isnan().all()
+            seen[place][first:last] = flat.shards[parameter].detach()
+    for value, found in zip(values, seen, strict=True):
+        assert torch.equal(found, value.reshape(-1))
