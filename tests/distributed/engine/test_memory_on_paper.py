@@ -67,7 +67,7 @@ LAYOUTS = {
 }
 
 
-QUICK = ("pp2",)
+QUICK = ("tp2", "pp2")
 
 
 @pytest.mark.parametrize(

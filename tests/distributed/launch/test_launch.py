@@ -108,14 +108,14 @@ GREEDY_PIPELINE = "pp_size: 2\nplan: greedy\n"
     ("script", "helix", "victim", "how"),
     [
         (SCRIPT, "tp_size: 2\n", 0, "kill"),
+        (PIPELINE_SCRIPT, GREEDY_PIPELINE, 1, "raise"),
         *(
             pytest.param(SCRIPT, "tp_size: 2\n", victim, how, marks=SLOW)
             for victim, how in ((1, "kill"), (0, "raise"), (1, "raise"))
         ),
         *(
             pytest.param(PIPELINE_SCRIPT, GREEDY_PIPELINE, victim, how, marks=SLOW)
-            for how in ("kill", "raise")
-            for victim in range(2)
+            for victim, how in ((0, "kill"), (1, "kill"), (0, "raise"))
         ),
     ],
 )
