@@ -41,7 +41,7 @@ test-slow: $(STAMP)  ## run the tests that take minutes
 test-oldest:  ## run the tests in .venv-oldest, with the oldest versions that are promised; TORCH=... for another torch
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet $(OLD_VERSIONS) --editable '.[dev]'
-	$(OLDEST)/bin/python -m pytest
+	$(OLDEST)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 fuzz: $(STAMP)  ## run the tests of properties on cases drawn anew; repeat at will
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile=default
