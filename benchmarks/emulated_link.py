@@ -13,10 +13,7 @@ cores. A step is forward, backward and gradient sums of a window, without the op
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,8 +38,7 @@ def main() -> None:
     parser.add_argument("--profile", help="also save profiles, such as link-{link}.json")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        sys.exit(subprocess.call([*launcher, *sys.argv], env={"OMP_NUM_THREADS": "1", **os.environ}))
+        shaped_link.launch_here()
     options.rank = int(os.environ["RANK"])
     work(options)
 
@@ -57,7 +53,7 @@ def work(options: argparse.Namespace) -> None:
         results.append(measure(link, options))
         if options.rank == 0:
             print("\n" + describe(results[-1]), flush=True)
-            save(options, results)
+            shaped_link.save(options, results, "An emulated link", __doc__ or "", describe, sys.argv[1:])
     dist.destroy_process_group()
 
 
@@ -126,18 +122,6 @@ def describe(result: dict[str, Any]) -> str:
         )
     lines.append("`no link`: the same windows without the emulated link, whose transfers then take the cores at once.")
     return "\n".join(lines)
-
-
-def save(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    """Write the files that were asked for, with what there is so far."""
-    about = {**shaped_link.versions(), "flags": shlex.join(sys.argv[1:])}
-    if options.json:
-        options.json.write_text(json.dumps({"about": about, "results": results}, indent=1))
-    if options.markdown:
-        facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
-        tables = "\n\n".join(describe(result) for result in results)
-        how = (__doc__ or "").split("\n\n")[1]
-        options.markdown.write_text(f"# An emulated link, {about['date']}\n\n{how}\n\n{facts}\n\n```\n{tables}\n```\n")
 
 
 if __name__ == "__main__":

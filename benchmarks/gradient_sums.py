@@ -14,8 +14,6 @@ import argparse
 import functools
 import os
 import statistics
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +32,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        sys.exit(subprocess.call([*launcher, *sys.argv], env={"OMP_NUM_THREADS": "1", **os.environ}))
+        shaped_link.launch_here()
     options.rank = int(os.environ["RANK"])
     work(options)
 

@@ -19,7 +19,6 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,7 @@ def main() -> None:
     if options.rank is None and options.rate:
         shaped_link.run_ranks("network namespaces", 2, shaped_link.start_rank, 2 * 3600, shaped_link.hosts())
     elif options.rank is None and "RANK" not in os.environ:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        sys.exit(subprocess.call([*launcher, *sys.argv], env={"OMP_NUM_THREADS": "1", **os.environ}))
+        shaped_link.launch_here()
     else:
         options.rank = int(os.environ["RANK"])
         work(options)

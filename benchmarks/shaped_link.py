@@ -31,7 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 NAMESPACES = ("helix-a", "helix-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -68,6 +68,12 @@ def main() -> None:
 def launch(options: argparse.Namespace) -> None:
     """Make the hosts and run a rank in each; leave nothing behind."""
     run_ranks("network namespaces", 2, start_rank, options.timeout, hosts())
+
+
+def launch_here() -> NoReturn:
+    """Run two ranks of this script on this host, without namespaces, and end with their exit code."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    sys.exit(subprocess.call([*launcher, *sys.argv], env={"OMP_NUM_THREADS": "1", **os.environ}))
 
 
 def run_ranks(
@@ -262,7 +268,7 @@ def work(options: argparse.Namespace) -> None:
             results.append({"rate": rate, "microbatches": count, "tried": tried[count], **found})
             if options.rank == 0:
                 print("\n" + describe(results[-1]), flush=True)
-                save(options, results)
+                save(options, results, "A shaped link", __doc__ or "", describe, sys.argv[1:-2])  # without --rank
     dist.destroy_process_group()
 
 
@@ -387,17 +393,32 @@ def verdict(name: str, other: float, ours: float) -> str:
     return f"Ours is {other / ours:.2f} times as fast as {name} ({ours:.2f} s instead of {other:.2f} s)."
 
 
-def save(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    """Write the files that were asked for, with what there is so far."""
-    about = {**versions(), "flags": shlex.join(sys.argv[1:-2])}  # without --rank
+def save(
+    options: argparse.Namespace,
+    results: Sequence[dict[str, Any]],
+    title: str,
+    script: str,
+    table: Callable[[dict[str, Any]], str],
+    flags: Sequence[str],
+) -> None:
+    """Write the files that were asked for, with what there is so far. Other benchmarks use it, too.
+
+    Args:
+        options: with the paths `json` and `markdown`.
+        results: in the order of their tables.
+        title: of the page.
+        script: the docstring of a benchmark, whose second paragraph says how it measures.
+        table: returns the table of a result.
+        flags: of the command.
+    """
+    about = {**versions(), "flags": shlex.join(flags)}
     if options.json:
         options.json.write_text(json.dumps({"about": about, "results": results}, indent=1))
     if options.markdown:
         facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
-        tables = "\n\n".join(describe(result) for result in results)
-        title = f"# A shaped link, {about['date']}"
-        how = (__doc__ or "").split("\n\n")[1]
-        options.markdown.write_text(f"{title}\n\n{how}\n\n{facts}\n\n```\n{tables}\n```\n")
+        tables = "\n\n".join(map(table, results))
+        how = script.split("\n\n")[1]
+        options.markdown.write_text(f"# {title}, {about['date']}\n\n{how}\n\n{facts}\n\n```\n{tables}\n```\n")
 
 
 def versions() -> dict[str, str]:

@@ -13,8 +13,7 @@ the larger of both. A step is forward, backward and gradient sums of a window, w
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -62,7 +61,7 @@ def work(options: argparse.Namespace) -> None:
             results.append({"rate": rate, "microbatches": count, **bench.measure(rate, count)})
             if options.rank == 0:
                 print("\n" + describe(results[-1]), flush=True)
-                save(options, results)
+                shaped_link.save(options, results, "Sharded parameters", __doc__ or "", describe, sys.argv[1:-2])
     dist.destroy_process_group()
 
 
@@ -152,7 +151,7 @@ class Bench:
 
         from hf_helix.engine.microbatches import LossScale
         from hf_helix.tuning.candidates import plan_runners
-        from hf_helix.tuning.measure.overlap import measure_overlap, time_steps
+        from hf_helix.tuning.measure.overlap import forget_gradients, measure_overlap, time_steps
         from hf_helix.tuning.measure.profiler import measure_profile
 
         batches, (runner, maker) = self.batches(count), self.sharded
@@ -167,8 +166,7 @@ class Bench:
         if any(abs(loss - losses[DDP]) > TOLERANCE * losses[DDP] for loss in losses.values()):
             raise RuntimeError(f"losses differ: {losses}")
         for each in (runner, self.plain[0]):
-            for parameter in (*each.stage.placements, *each.stage.stepped):
-                parameter.grad = None
+            forget_gradients(each)
         alone = next(iter(measure_overlap({"sequential": ours["sequential"]}, window, 3).values()))
         times = time_steps(every, window, self.options.repeats)
         return {
@@ -181,8 +179,6 @@ class Bench:
 
 def describe(result: dict[str, Any]) -> str:
     """The table of a rate and a window."""
-    import statistics
-
     compute, moved = result["computation"], result["communication"]
     bound = max(compute, moved)
     steps = {name: statistics.median(found) for name, found in result["steps"].items()}
@@ -199,20 +195,6 @@ def describe(result: dict[str, Any]) -> str:
             f"  {title:<22} {step:8.2f} {min(found):7.2f} {max(found):7.2f} {steps[FSDP] / step:10.2f}x {part}"
         )
     return "\n".join(lines)
-
-
-def save(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    """Writes the files that were asked for, with what there is so far."""
-    about = {**shaped_link.versions(), "flags": shlex.join(sys.argv[1:-2])}  # without --rank
-    if options.json:
-        options.json.write_text(json.dumps({"about": about, "results": results}, indent=1))
-    if options.markdown:
-        facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
-        tables = "\n\n".join(describe(result) for result in results)
-        how = (__doc__ or "").split("\n\n")[1]
-        options.markdown.write_text(
-            f"# Sharded parameters, {about['date']}\n\n{how}\n\n{facts}\n\n```\n{tables}\n```\n"
-        )
 
 
 if __name__ == "__main__":

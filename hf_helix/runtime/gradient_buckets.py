@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -167,7 +168,4 @@ def _most_bytes(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> in
     shape = list(parameter.shape)
     if placement.dim is not None and placement.length:
         shape = list(placement.shape(placement.whole_shape(shape), mesh.axis_of(placement).size, 0))
-    count = 1
-    for length in shape:
-        count *= length
-    return count * parameter.element_size()
+    return prod(shape) * parameter.element_size()
