@@ -1,10 +1,10 @@
 """Predicted against measured, layout by layout: `python -m benchmarks.predictions`.
 
 Two processes (or as many as `--ranks` says) measure for every speed of an emulated link (docs/emulated_link.md) what
-they carry over it, and before each layout their device, as `hf-helix cluster` does: a machine that others share is not
-as fast in every minute. From these numbers alone every window is predicted, as `hf-helix simulate` does: each layout,
-with and without recomputation, under each plan. Then the same windows run under the same plans, all speeds and plans in
-turn, and the median of the slowest rank counts. A step here is forward,
+they carry over it, and before each layout their device and how long ranks wait for each other, as `hf-helix cluster`
+does: a machine that others share is not as fast in every minute. From these numbers alone every window is predicted, as
+`hf-helix simulate` does: each layout, with and without recomputation, under each plan. Then the same windows run under
+the same plans, all speeds and plans in turn, and the median of the slowest rank counts. A step here is forward,
 backward and gradient sums of a window, without the optimizer; every layout trains on the same tokens, and how unevenly
 routers load the ranks is counted beforehand. Memory is that of activations, counted storage by storage. Nothing else
 should run on the machine.
@@ -43,9 +43,11 @@ from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.mesh import build_mesh
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.streams import make_streams
 from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.estimate import estimate_profile
 from hf_helix.simulation.measured.machine import measure_cluster, measure_device, measure_links
+from hf_helix.simulation.measured.together import measure_waiting
 from hf_helix.simulation.memory import peak_of_program
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case, Step, layout_of, simulate_step
@@ -221,9 +223,14 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, dict[str, Any]
 
 
 def clusters_now(files: dict[str, dict[str, Any]], options: argparse.Namespace, ranks: int) -> dict[str, Cluster]:
-    """Returns this machine by link, with its device as fast as it is now. Collective."""
-    device = {} if options.cluster else {"device": all_gather_object(measure_device(CPU, ranks, quiet))[0]}
-    return {link: parse_cluster({**file, **device}, f"this machine, {link}") for link, file in files.items()}
+    """Returns this machine by link, as fast as its device is now, and as ranks wait for each other now. Collective."""
+    now: dict[str, Any] = {}
+    if not options.cluster:
+        axis, streams = build_mesh(ranks, CPU, link=options.links[-1]).tp, make_streams(CPU)
+        device, waiting = measure_device(CPU, ranks, quiet), measure_waiting(axis, streams, CPU)
+        streams.close()
+        now = all_gather_object({"device": device, "waiting": waiting})[0]
+    return {link: parse_cluster({**file, **now}, f"this machine, {link}") for link, file in files.items()}
 
 
 def quiet(stage: str, share: float) -> None:
@@ -312,7 +319,7 @@ def report(rows: Sequence[Row], options: argparse.Namespace, seconds: float) -> 
     lines = [
         f"# Predicted against measured, {datetime.date.today()}",
         "",
-        *(__doc__ or "").strip().splitlines()[2:9],
+        *(__doc__ or "").strip().splitlines()[2:-2],
         "",
         f"{describe_device(CPU)}, torch {torch.__version__}, one thread a rank; `python -m benchmarks.predictions "
         f"{flags}` in {seconds / 60:.0f} minutes; load {os.getloadavg()[2]:.1f}.",

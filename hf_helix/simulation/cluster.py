@@ -29,6 +29,8 @@ the name of the key; nothing here imports torch.
       compute_beside_intra_node: 1.15
       intra_node_beside_compute: 1.15
       ...
+    waiting: 0.1                                 of ranks for each other at a collective, as a share of the computation
+                                                 before it; left out, every rank takes the same time every time
     backend: nccl                                or gloo
 
 `matmul` and `attention` may be given by type, {bf16: [[...]], fp32: [[...]]}; node and network may have an `efficiency`
@@ -144,6 +146,7 @@ class Cluster:
         node: carries bytes between the devices of a node.
         network: carries bytes between nodes.
         contention: (kind, other kind) -> how many times longer an operator of the first takes beside one of the second.
+        waiting: of ranks for each other at a collective, as a share of the computation that each did before it.
         backend: "nccl" or "gloo".
         sources: where its numbers are from.
     """
@@ -155,6 +158,7 @@ class Cluster:
     node: Link
     network: Link
     contention: Mapping[tuple[Kind, Kind], float] = field(default_factory=dict)
+    waiting: float = 0.0
     backend: str = "nccl"
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -222,6 +226,7 @@ def parse_cluster(found: Any, where: str) -> Cluster:
         node=_link(node),
         network=_link(network, _sharing(network, per_node)),
         contention=_contention(top.section("contention", optional=True)),
+        waiting=top.number("waiting", 0.0, least=0),
         backend=top.choice("backend", BACKENDS),
         sources=top.section("sources", optional=True).texts(),
     )

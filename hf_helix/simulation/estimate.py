@@ -173,8 +173,23 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
         times[name] = operator_seconds(found, op.kind, axes, cluster, dtype)
         if op.kind.communicates:
             sent[name] = sum(each.bytes for each in found.transfers)
+    for name, seconds in waiting(layout, times, cluster).items():
+        times[name] += seconds
     about = {"model": amounts.model.name, "estimated": cluster.name}
     return Profile(about, layout, times, pairs=contended(layout, times, cluster), bytes=sent)
+
+
+def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[Name, float]:
+    """Returns what ranks wait for each other at each collective of a unit: a share of the computation before it, which
+    is taken to be spread evenly. Stages of a pipeline hand on to one another, and do not meet."""
+    found: dict[Name, float] = {}
+    for unit, pair in layout.graphs.items():
+        for letter, graph in (("F", pair.forward), ("B", pair.backward)):
+            kinds = {(unit, f"{letter}.{op.name}"): op.kind for op in graph.operators}
+            computing = sum(times[name] for name, kind in kinds.items() if not kind.communicates)
+            meetings = [name for name, kind in kinds.items() if kind.communicates and kind is not Kind.PIPELINE]
+            found |= dict.fromkeys(meetings, cluster.waiting * computing / max(1, len(meetings)))
+    return found
 
 
 def contended(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[tuple[Name, Name], Pair]:

@@ -38,7 +38,7 @@ from hf_helix.simulation.measured.device import (
 )
 from hf_helix.simulation.measured.links import Fit, Timed, fit, measure_link
 from hf_helix.simulation.measured.stopwatch import Stopwatch
-from hf_helix.simulation.measured.together import measure_contention
+from hf_helix.simulation.measured.together import measure_contention, measure_waiting
 from hf_helix.tuning.measure.machine import describe_device
 from hf_helix.tuning.progress import StageProgress
 from hf_helix.version import __version__
@@ -169,6 +169,7 @@ def measure_links(found: dict[str, Any], mesh: Mesh, show: StageProgress) -> dic
     show("computation beside communication", 0.9)
     slow = measure_contention(axes, streams, device)
     found["contention"] = {key: _short(max(1.0, factor)) for key, factor in slow.items()}
+    found["waiting"] = _short(measure_waiting(next(iter(axes.values())), streams, device))
     streams.close()
     return notes
 

@@ -39,13 +39,13 @@ class Stopwatch:
         self._streams = make_streams(device)
 
     def seconds(self, work: Work) -> float:
-        """Returns the median over repeats, that of the slowest rank. Collective."""
+        """Returns the mean over repeats, that of the slowest rank: a window is a sum over many. Collective."""
         work()
         (once,) = self._repeat(work, 1)
         once = max(all_gather_object(once), default=once)
         repeats = min(MOST, max(LEAST, int(self._budget / max(once, 1e-9))))
         all_gather_object(None)  # so that all ranks start together
-        return max(all_gather_object(statistics.median(self._repeat(work, repeats))))
+        return max(all_gather_object(statistics.fmean(self._repeat(work, repeats))))
 
     def _repeat(self, work: Work, repeats: int) -> list[float]:
         if self.device.type == "cuda":

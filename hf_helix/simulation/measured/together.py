@@ -1,15 +1,17 @@
-"""What computation and communication cost each other: how many times longer each takes beside the other.
+"""What computation and communication cost each other: how many times longer each takes beside the other, and what ranks
+wait for each other where they meet.
 
 In:   the axes of a machine and what computes.
-Out:  slowdowns by kinds, as a cluster file names them.
-Must hold: both run on the streams that training uses, for about the same time; of computation the slowest rank counts,
-of communication the fastest.
+Out:  slowdowns by kinds, as a cluster file names them; the wait at a collective, as a share of the computation before.
+Must hold: both run on the streams that training uses, for about the same time, alone and together in turn; of
+computation the mean over ranks counts, of communication the fastest, as the others wait for the last to arrive.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -33,7 +35,10 @@ BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
 SECONDS = {"cpu": 0.1, "cuda": 0.02}
 """That each of two kinds runs beside the other."""
 
-ROUNDS, MOST = 5, 64
+ROUNDS, MOST = 15, 64
+
+MEETINGS = {"cpu": 1 << 16, "cuda": 1 << 20}
+"""Bytes of what a rank sends where ranks meet."""
 
 
 def measure_contention(axes: Mapping[Kind, Axis], streams: Streams, device: torch.device) -> dict[str, float]:
@@ -46,54 +51,96 @@ def measure_contention(axes: Mapping[Kind, Axis], streams: Streams, device: torc
     """
     works: dict[Kind, Work] = {Kind.COMPUTE: decoder_work(device)}
     works |= {kind: collective(axis, "all_gather", BYTES[device.type], device)[0] for kind, axis in axes.items()}
-    alone = {kind: _alone(streams, kind, work) for kind, work in works.items()}
-    kinds = list(works)
+    counts = {kind: _count(streams, kind, work, device) for kind, work in works.items()}
     found = {}
-    for place, first in enumerate(kinds):
-        for second in kinds[place + 1 :]:
-            counts = [max(1, min(MOST, round(SECONDS[device.type] / alone[kind]))) for kind in (first, second)]
-            slow = _beside(streams, {kind: works[kind] for kind in (first, second)}, counts, alone)
-            found[contention_key(first, second)] = slow[0]
-            found[contention_key(second, first)] = slow[1]
+    for first, second in itertools.combinations(works, 2):
+        both = {kind: works[kind] for kind in (first, second)}
+        slow = _slowdowns(streams, both, counts)
+        found[contention_key(first, second)] = slow[0]
+        found[contention_key(second, first)] = slow[1]
     return found
 
 
-def _alone(streams: Streams, kind: Kind, work: Work) -> float:
-    _run(streams, {kind: work}, [2])
-    found = [_run(streams, {kind: work}, [4])[0] / 4 for _ in range(ROUNDS)]
-    return _agreed(kind, statistics.median(found))
+def measure_waiting(axis: Axis, streams: Streams, device: torch.device) -> float:
+    """Returns what ranks wait for each other at a collective, as a share of the computation before it. Collective.
+
+    The same computation does not take the same time on every rank, nor every time, and a collective begins when the
+    last rank arrives. So a chain in which they take turns takes longer than both of them alone.
+
+    Args:
+        axis: whose ranks all take part.
+        streams: that all of it runs on.
+        device: that the values are on.
+    """
+    compute = decoder_work(device)
+    meet, _ = collective(axis, "all_gather", MEETINGS[device.type], device)
+    chains: list[list[tuple[Kind, Work]]] = [[(Kind.COMPUTE, compute)], [(axis.kind, meet)]]
+    chains.append([*chains[0], *chains[1]])
+    once = max(all_gather_object(_chain(streams, chains[0], 2) / 2))
+    count = max(2, min(MOST, round(SECONDS[device.type] / once)))
+    rows = [[_chain(streams, chain, count) for chain in chains] for _ in range(ROUNDS)]
+    alone, meeting, turns = (sum(column) for column in zip(*rows, strict=True))
+    return max(0.0, max(all_gather_object((turns - meeting - alone) / alone)))
 
 
-def _beside(
-    streams: Streams, works: Mapping[Kind, Work], counts: list[int], alone: Mapping[Kind, float]
-) -> tuple[float, float]:
-    rows = [_run(streams, works, counts) for _ in range(ROUNDS)]
-    a, b = (
-        _agreed(kind, statistics.median(column)) for kind, column in zip(works, zip(*rows, strict=True), strict=True)
+def _chain(streams: Streams, chain: Sequence[tuple[Kind, Work]], count: int) -> float:
+    """Seconds of works that wait for one another, so many times in a row. Collective."""
+    all_gather_object(None)
+    hold(streams, len(chain) * count * ISSUING_SLOWEST)
+    streams.trace = trace = Trace()
+    try:
+        for _ in range(count):
+            for kind, work in chain:
+                if kind.communicates:
+                    streams.wait(streams.issue(kind, work, (), kind.value))
+                else:
+                    streams.compute(work, kind.value)
+        streams.synchronize()
+    finally:
+        streams.trace = None
+    return max(span.end for span in trace.spans) - min(span.start for span in trace.spans)
+
+
+def _count(streams: Streams, kind: Kind, work: Work, device: torch.device) -> int:
+    """How often a work is repeated so that it takes `SECONDS`. Collective."""
+    _run(streams, {kind: work}, {kind: 2})
+    (seconds,) = _run(streams, {kind: work}, {kind: 4})
+    return max(1, min(MOST, round(SECONDS[device.type] / (max(all_gather_object(seconds)) / 4))))
+
+
+def _slowdowns(streams: Streams, works: Mapping[Kind, Work], counts: Mapping[Kind, int]) -> tuple[float, float]:
+    """How many times longer each of two works takes beside the other: alone and together in turn, as a machine that
+    others share is not as fast in every second. Collective."""
+    rows = []
+    for _ in range(ROUNDS):
+        alone = [seconds for kind, work in works.items() for seconds in _run(streams, {kind: work}, counts)]
+        rows.append([*alone, *_run(streams, works, counts)])
+    kinds = [*works, *works]
+    first, second, a, b = (
+        _agreed(kind, statistics.fmean(column)) for kind, column in zip(kinds, zip(*rows, strict=True), strict=True)
     )
-    first, second = (count * alone[kind] for kind, count in zip(works, counts, strict=True))
     return slowdown_of(first, a, b), slowdown_of(second, b, a)
 
 
 def _agreed(kind: Kind, mine: float) -> float:
-    return (max if kind is Kind.COMPUTE else min)(all_gather_object(mine))
+    found = all_gather_object(mine)
+    return min(found) if kind.communicates else statistics.fmean(found)
 
 
-def _run(streams: Streams, works: Mapping[Kind, Work], counts: list[int]) -> list[float]:
+def _run(streams: Streams, works: Mapping[Kind, Work], counts: Mapping[Kind, int]) -> list[float]:
     """The seconds that each kind of work runs in all, all of them started together. Collective."""
     all_gather_object(None)
     streams.trace = trace = Trace()
     try:
-        hold(streams, sum(counts) * ISSUING_SLOWEST)
-        pairs = [(kind, work, count) for (kind, work), count in zip(works.items(), counts, strict=True)]
+        hold(streams, sum(counts[kind] for kind in works) * ISSUING_SLOWEST)
         events = [
             streams.issue(kind, work, (), kind.value)
-            for kind, work, count in pairs
+            for kind, work in works.items()
             if kind.communicates
-            for _ in range(count)
+            for _ in range(counts[kind])
         ]
-        for kind, work, count in pairs:
-            for _ in range(0 if kind.communicates else count):
+        for kind, work in works.items():
+            for _ in range(0 if kind.communicates else counts[kind]):
                 streams.compute(work, kind.value)
         for event in events:
             streams.wait(event)
