@@ -3,7 +3,9 @@
 Cuts a Llama over two ranks, measures its operators, and times in turn, in one process group: windows without sums, with
 all sums behind the last computation, and with sums beside the last backward, under `greedy` whose last backward is
 ordered like all others, and under `greedy` that holds weight gradients back. What a window takes longer than without
-sums is exposed. Medians; the slower rank counts.
+sums is their price: what is exposed, and what computation loses to them where gloo takes part of its cores. What is
+exposed alone is taken from traces of further windows: the time of sums in which nothing is computed. Medians; the
+slower rank counts.
 
     python benchmarks/gradient_sums.py --layouts dp2 cp2 --microbatches 4 8 16
 """
@@ -72,13 +74,38 @@ def measure(layout: str, options: argparse.Namespace) -> list[str]:
         held = holding.plan.priorities.held_units
         plain = holding.with_plan(replace(holding.plan, priorities=replace(holding.plan.priorities, held_units=None)))
         found = timed(holding, plain, window, options.repeats)
+        bare_time = {"beside": exposed_time(plain, window, options.repeats)}
+        bare_time["held back"] = exposed_time(holding, window, options.repeats)
         lines.append(f"{layout}, {options.link}, {count} micro-batches, {held} units hold weight gradients back:")
         bare = {"behind": found["none"], "beside": found["none"], "held back": found["none, held back"]}
         for name, seconds in bare.items():
-            exposed = found[name] - seconds
-            share = exposed / found[name]
-            lines.append(f"  {name:<10} {found[name]:8.3f} s, {exposed:7.3f} s of sums exposed ({share:.1%})")
+            more = found[name] - seconds
+            line = f"  {name:<10} {found[name]:8.3f} s, {more:7.3f} s more than without sums ({more / found[name]:.1%})"
+            if name in bare_time:
+                line += f", {bare_time[name]:.3f} s of sums beside nothing ({bare_time[name] / found[name]:.1%})"
+            lines.append(line)
     return lines
+
+
+def exposed_time(runner: Any, window: Any, repeats: int) -> float:
+    """The median seconds of a window in which gradients are summed and nothing is computed. Collective."""
+    from hf_helix.planning.graph.operator import Kind
+    from hf_helix.runtime.distributed.agreement import all_gather_object
+    from hf_helix.runtime.trace import Trace
+    from hf_helix.tuning.measure.overlap import forget_gradients
+
+    found = []
+    for _ in range(repeats):
+        runner.executor.streams.trace = trace = Trace()
+        try:
+            runner.train_window(window)
+            runner.executor.streams.synchronize()
+        finally:
+            runner.executor.streams.trace = None
+        forget_gradients(runner)
+        sums = Kind.GRADIENTS.value
+        found.append(max(all_gather_object(trace.busy(False, sums) - trace.beside(sums))))
+    return statistics.median(found)
 
 
 def timed(holding: Any, plain: Any, window: Any, repeats: int) -> dict[str, float]:

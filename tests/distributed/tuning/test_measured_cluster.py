@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import yaml
 from support.cluster import Cluster
 
 from hf_helix.cli.cluster import written
-from hf_helix.runtime.distributed.mesh import forget_meshes
+from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes
+from hf_helix.runtime.streams import make_streams
 from hf_helix.simulation.cluster import load_cluster
 from hf_helix.simulation.measured import device, links, machine, together
 
@@ -71,6 +74,28 @@ def test_ranks_on_hosts_of_their_own_are_joined_by_the_network(cluster_of: Calla
     assert "node" not in first
     assert first["network"]["devices_per_link"] == 1
     assert {"compute_beside_inter_node", "inter_node_beside_compute"} == set(first["contention"])
+    assert first["waiting"] >= 0
+
+
+def waiting(least: float, most: float) -> float:
+    """What is measured where computation takes any time between two bounds, in seconds."""
+    drawn = random.Random(dist.get_rank())
+    streams = make_streams(torch.device("cpu"))
+    try:
+        work = mock.Mock(side_effect=lambda: time.sleep(drawn.uniform(least, most)))
+        with mock.patch.object(together, "decoder_work", return_value=work):
+            return together.measure_waiting(build_mesh(2, torch.device("cpu")).tp, streams, torch.device("cpu"))
+    finally:
+        streams.close()
+        forget_meshes()
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_the_slower_of_them(cluster_of: Callable[[int], Cluster]):
+    cluster = cluster_of(2)
+    even, uneven = (max(cluster.run(waiting, least=least, most=40e-3)) for least in (40e-3, 0.0))
+    # The larger of two numbers between 0 and 1 is 2/3 on average, and each of them 1/2: a third more.
+    assert even < 0.15 < uneven < 0.6
 
 
 def test_a_link_without_a_rate_is_refused(cluster_of: Callable[[int], Cluster]):

@@ -66,6 +66,7 @@ def test_what_is_left_out_has_a_default():
     cluster = parse_cluster(LEAST, "here")
     assert cluster.backend == "nccl"
     assert cluster.network.devices == 4, "the devices of a node share its link"
+    assert cluster.waiting == 0
     assert cluster.device.memory == 10e9
     assert cluster.device.host_runs_ahead
     assert math.isinf(cluster.device.exponentials)
@@ -119,6 +120,7 @@ def test_contention_names_two_kinds():
             3,
             "network.devices_per_link: 3 must divide devices_per_node: 4; values that work: 1, 2, 4",
         ),
+        ("waiting", -0.1, "waiting: -0.1 must be .* at least 0"),
         ("contention.compute_beside_pcie", 1.2, "contention.compute_beside_pcie is not known; name two of compute"),
         (
             "contention.compute_beside_intra_node",

@@ -1,4 +1,4 @@
-"""Times by hand: kernels, collectives inside a node and between nodes, shared links, contention."""
+"""Times by hand: kernels, collectives inside a node and between nodes, shared links, contention, waiting."""
 
 from __future__ import annotations
 
@@ -143,6 +143,21 @@ def test_contention_holds_for_all_operators_of_two_kinds(amounts: Any):
         other = ("layer", "F.mlp.gather") if op.kind is Kind.COMPUTE else ("layer", "F.mlp.up")
         assert profile.slowdown(name, other) == pytest.approx(1.5 if op.kind is Kind.COMPUTE else 2.0)
     assert not estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with()).pairs
+
+
+def test_ranks_wait_at_each_collective_for_a_share_of_the_computation_before_it(amounts: Any):
+    alike, apart = (
+        estimate_profile(amounts, amounts.layout, Sizes(tp=2), cluster_with(waiting=waiting)) for waiting in (0, 0.25)
+    )
+    kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
+    for unit in amounts.layout.graphs:
+        for letter in "FB":
+            names = [name for name in kinds if name[0] == unit and name[1].startswith(letter)]
+            computing = sum(alike.times[name] for name in names if kinds[name] is Kind.COMPUTE)
+            added = {name: apart.times[name] - alike.times[name] for name in names}
+            meetings = [added[name] for name in names if kinds[name] is Kind.INTRA_NODE]
+            assert sum(added.values()) == pytest.approx(0.25 * computing if meetings else 0)
+            assert max(meetings, default=0) == pytest.approx(min(meetings, default=0))
 
 
 def test_a_type_without_a_rate_is_named_with_those_there_are(amounts: Any):
