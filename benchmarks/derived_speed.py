@@ -68,8 +68,9 @@ class Run:
 
     def __init__(self, model: Any, name: str, options: argparse.Namespace) -> None:
         self.model = model
+        families = registry.REGISTERED
         if name == DERIVED:
-            registry._FAMILIES, families = {}, registry._FAMILIES
+            registry.REGISTERED = {}  # so that Llama is derived, too
         config = HelixConfig(tp_size=1, plan="sequential")
         mesh = build_mesh(1, "cpu")
         family = registry.family_of(model)
@@ -82,8 +83,7 @@ class Run:
         self._make = lambda: [
             maker.microbatch({"input_ids": each, "labels": each}, scale, (0, place)) for place, each in enumerate(ids)
         ]
-        if name == DERIVED:
-            registry._FAMILIES = families
+        registry.REGISTERED = families
 
     def time(self) -> float:
         """Runs a window and returns how long it took, in seconds."""

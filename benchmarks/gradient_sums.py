@@ -111,7 +111,7 @@ def exposed_time(runner: Any, window: Any, repeats: int) -> float:
 def timed(holding: Any, plain: Any, window: Any, repeats: int) -> dict[str, float]:
     """The median seconds of each way, all in turn."""
     from hf_helix.runtime.grad_reduce import complete_gradients
-    from hf_helix.tuning.measure.overlap import _time_in_turn
+    from hf_helix.tuning.measure.overlap import time_in_turn
 
     def behind() -> None:
         plain.train_window(window, complete=False)
@@ -124,7 +124,7 @@ def timed(holding: Any, plain: Any, window: Any, repeats: int) -> dict[str, floa
         "beside": functools.partial(plain.train_window, window),
         "held back": functools.partial(holding.train_window, window),
     }
-    times = _time_in_turn(list(works.values()), plain, repeats)
+    times = time_in_turn(list(works.values()), plain, repeats)
     return {name: statistics.median(found) for name, found in zip(works, times, strict=True)}
 
 

@@ -138,7 +138,7 @@ class _Fused(torch.autograd.Function):
 
 
 @contextmanager
-def _fused_norms(kernels: Kernels) -> Iterator[None]:
+def fused_norms(kernels: Kernels) -> Iterator[None]:
     """The kernels of norms with a backward of their own, counted, and computed as the CPU can."""
     name, forward, backward = FUSED[functional.rms_norm]
 
@@ -195,13 +195,13 @@ def _replaced(module: Any, name: str, other: Any) -> Iterator[None]:
 @contextmanager
 def _weights_apart(kernels: Kernels) -> Iterator[None]:
     """Copies of weights count for the window, not for the micro-batch that comes first."""
-    copy = matmul_dtype._copy
+    copy = matmul_dtype.joined_copy
 
     def counted(*given: Any) -> Tensor:
         with kernels.run(WINDOW if kernels.running else None):
             return copy(*given)
 
-    with _replaced(matmul_dtype, "_copy", counted):
+    with _replaced(matmul_dtype, "joined_copy", counted):
         yield
 
 
@@ -219,7 +219,7 @@ def count_layer(model: Any, tp_size: int = 2, autocast_dtype: torch.dtype | None
     with (
         kernels,
         _AsOnCuda(kernels),
-        _fused_norms(kernels),
+        fused_norms(kernels),
         _replaced(norms, "DEVICES", {"cpu"}),
         _replaced(accumulate, "in_one_gemm", _adds_in_gemm),
         _weights_apart(kernels),

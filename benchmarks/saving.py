@@ -87,7 +87,7 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
     """Of every repeat, by rank: seconds, bytes of memory above, bytes handed over."""
     import torch.distributed as dist
 
-    from hf_helix.checkpoint.atomic import _to_disk
+    from hf_helix.checkpoint.atomic import to_disk
     from hf_helix.runtime.distributed.agreement import all_gather_object
 
     folder = Path(options.out, f"of-rank-{rank}" if where == "apart" else "model")
@@ -100,7 +100,7 @@ def measure(trainer: Any, options: argparse.Namespace, rank: int, where: str) ->
         before, written, start = checkpoint.resident(set_back=True), handed_over(), time.perf_counter()
         trainer.helix.save_pretrained(".")
         if rank == 0:
-            _to_disk(Path("."))
+            to_disk(Path("."))
         if dist.is_initialized():
             dist.barrier()
         costs = time.perf_counter() - start, checkpoint.peak() - before, handed_over() - written

@@ -277,7 +277,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
-        from alternatives import build_models
+        from stock_models import DDP, NATIVE_TP, build_models
         from transformers import LlamaForCausalLM
 
         from hf_helix.config import HelixConfig
@@ -289,7 +289,8 @@ class Bench:
         torch.manual_seed(0)
         self.options = options
         self.model = LlamaForCausalLM(llama(options)).train()
-        self.alternatives = build_models(self.model, 2, Path(tempfile.gettempdir()) / "model")  # see start_rank
+        folder = Path(tempfile.gettempdir()) / "model"  # see start_rank
+        self.stock = build_models(self.model, (NATIVE_TP, DDP), 2, folder)
         mesh = build_mesh(2, "cpu")
         self.maker = WindowMaker(self.model, mesh)
         self.runner = build_runner(self.model, HelixConfig(tp_size=2), mesh, [NONE] * options.layers).runner
@@ -314,14 +315,17 @@ class Bench:
 
     def others(self, count: int) -> dict[str, Any]:
         """What one would use instead, for a window."""
-        from alternatives import Alternative
+        from stock_models import DDP, NATIVE_TP, StockModel
 
-        batches, rank = self.batches(count), self.options.rank
-        return {key: Alternative(model, batches, self.runner, rank, 2) for key, model in self.alternatives.items()}
+        batches = self.batches(count)
+        return {
+            NATIVE_TP: StockModel(self.stock[NATIVE_TP], batches, 1 / count, self.runner),
+            DDP: StockModel(self.stock[DDP], batches[self.options.rank :: 2], 2 / count, self.runner),
+        }
 
     def compare(self, count: int) -> dict[str, dict[str, float]]:
         """A window of each: they must do the same work."""
-        from alternatives import try_windows
+        from stock_models import try_windows
 
         return try_windows(self.runner, self.model, self.others(count), self.window(count), DEVICES[self.options.rank])
 

@@ -21,10 +21,8 @@ from typing import Any
 
 import shaped_link
 
-DDP, FSDP, PLAINLY = "DDP", "FSDP2", "hf_helix, whole"
+PLAINLY = "hf_helix, whole"
 PLANS = ("sequential", "greedy", "search")
-TOLERANCE = 1e-4
-"""By how much losses may differ, relatively: all must do the same work."""
 
 
 def main() -> None:
@@ -65,64 +63,21 @@ def work(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-class Stock:
-    """A stock model under data parallelism; it looks like a runner to what times windows.
-
-    Args:
-        model: wrapped or spread already.
-        batches: the micro-batches of this rank.
-        runner: ours, whose streams and parameters the measurement looks after.
-    """
-
-    def __init__(self, model: Any, batches: list[dict[str, Any]], runner: Any) -> None:
-        self.model, self.batches = model, batches
-        self.executor, self.stage = runner.executor, runner.stage
-
-    def train_window(self, window: object, complete: bool = True) -> list[Any]:
-        """Forward and backward; this rank's scaled losses."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        losses = []
-        for place, batch in enumerate(self.batches):
-            self._sum_in(last=place == len(self.batches) - 1)
-            loss = self.model(**batch, use_cache=False).loss / len(self.batches)
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    def _sum_in(self, last: bool) -> None:
-        """Says whether the next backward sums gradients, as Accelerate does under gradient accumulation."""
-        if hasattr(self.model, "set_requires_gradient_sync"):
-            self.model.set_requires_gradient_sync(last)
-        else:
-            self.model.require_backward_grad_sync = last
-
-
 class Bench:
     """The same Llama four times: DDP, FSDP2, ours whole, ours spread."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
-        from torch.nn.parallel import DistributedDataParallel
-        from transformers import AutoModelForCausalLM, LlamaForCausalLM
-        from transformers.distributed import DistributedConfig
-        from transformers.utils import logging
+        from stock_models import DDP, FSDP2, build_models
+        from transformers import LlamaForCausalLM
 
-        from hf_helix.runtime.distributed.agreement import all_gather_object
-
-        logging.disable_progress_bar()
         torch.manual_seed(0)
         self.options = options
         whole = LlamaForCausalLM(shaped_link.llama(options, heads=8)).train()
         folder = Path(tempfile.gettempdir()) / "model"  # see start_rank
-        if options.rank == 0:
-            whole.save_pretrained(folder)
-        all_gather_object(None)
-        spread = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
-        again = AutoModelForCausalLM.from_pretrained(folder)
+        self.stock = build_models(whole, (DDP, FSDP2), 2, folder)
+        again = LlamaForCausalLM.from_pretrained(folder)
         self.plain, self.sharded = self._cut(again.train(), False), self._cut(whole, True)
-        replica = DistributedDataParallel(AutoModelForCausalLM.from_pretrained(folder).train())
-        self.stock = {DDP: replica, FSDP: spread.train()}
 
     def _cut(self, model: Any, shards: bool) -> tuple[Any, Any]:
         """Our runner of a model, and what makes its windows."""
@@ -148,6 +103,7 @@ class Bench:
     def measure(self, rate: int, count: int) -> dict[str, Any]:
         """Measures the operators, makes the plans, times everything in turn."""
         import torch
+        from stock_models import DDP, TOLERANCE, StockModel
 
         from hf_helix.engine.microbatches import LossScale
         from hf_helix.tuning.candidates import plan_runners
@@ -160,7 +116,7 @@ class Bench:
         window = [maker.microbatch(batch, scale, (0, place)) for place, batch in enumerate(batches)]
         profile = measure_profile(runner, window, {"link": f"{rate} Mbit/s"})
         ours = plan_runners(runner, self.options.plans, profile, count)
-        every = {name: Stock(model, batches, runner) for name, model in self.stock.items()}
+        every = {name: StockModel(model, batches, 1 / count, runner) for name, model in self.stock.items()}
         every |= {PLAINLY: self.plain[0], **ours}
         losses = {name: float(sum(each.train_window(window))) for name, each in every.items()}
         if any(abs(loss - losses[DDP]) > TOLERANCE * losses[DDP] for loss in losses.values()):
@@ -179,6 +135,8 @@ class Bench:
 
 def describe(result: dict[str, Any]) -> str:
     """The table of a rate and a window."""
+    from stock_models import DDP, FSDP2
+
     compute, moved = result["computation"], result["communication"]
     bound = max(compute, moved)
     steps = {name: statistics.median(found) for name, found in result["steps"].items()}
@@ -188,11 +146,11 @@ def describe(result: dict[str, Any]) -> str:
         f"  {'':<22} {'step s':>8} {'from':>7} {'to':>7} {'FSDP2 / it':>11} {'bound / it':>11}",
     ]
     for name, found in result["steps"].items():
-        title = name if name in (DDP, FSDP, PLAINLY) else f"sharded, {name}"
+        title = name if name in (DDP, FSDP2, PLAINLY) else f"sharded, {name}"
         part = f"{bound / steps[name]:11.2f}" if title != name else f"{'-':>11}"
         step = steps[name]
         lines.append(
-            f"  {title:<22} {step:8.2f} {min(found):7.2f} {max(found):7.2f} {steps[FSDP] / step:10.2f}x {part}"
+            f"  {title:<22} {step:8.2f} {min(found):7.2f} {max(found):7.2f} {steps[FSDP2] / step:10.2f}x {part}"
         )
     return "\n".join(lines)
 

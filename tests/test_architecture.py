@@ -1,8 +1,9 @@
-"""Nothing imports upward, heavy packages stay where they belong, and planning runs without torch."""
+"""Nothing imports upward, heavy packages and private names stay where they belong, planning runs without torch."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import hf_helix
 
 PACKAGE = Path(hf_helix.__file__).parent
+HOME = PACKAGE.parent
 
 # The one rule of the package: a room imports what stands in its own row or in a row above it.
 ORDER: tuple[tuple[str, ...], ...] = (
@@ -35,6 +37,8 @@ IMPORTERS = {
     "accelerate": ("integrations.accelerate",),
     "transformers": ("models", "checkpoint", "engine", "paper", "integrations"),
 }
+
+PRIVATE = re.compile(r"\._[a-zA-Z]")
 
 
 class Import(NamedTuple):
@@ -170,6 +174,33 @@ def test_the_scan_lets_pass(tmp_path: Path, file: str, source: str):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(source)
     assert violations(tmp_path) == []
+
+
+def private_imports(folder: Path) -> list[str]:
+    """Every private name of hf_helix that a file imports from another, as `file:line: ...`."""
+    return [
+        f"{path.relative_to(folder.parent)}:{line}: {target}"
+        for path in sorted(folder.rglob("*.py"))
+        for target, line, _ in imports_of(path, ".".join(path.relative_to(folder.parent).with_suffix("").parts))
+        if target.startswith(f"{hf_helix.__name__}.") and PRIVATE.search(target)
+    ]
+
+
+@pytest.mark.parametrize("folder", ["hf_helix", "tests", "benchmarks", "recipes"])
+def test_private_names_stay_in_their_file(folder: str):
+    assert private_imports(HOME / folder) == []
+
+
+def test_the_scan_finds_private_names(tmp_path: Path):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "a.py").write_text(
+        "from hf_helix import __version__\nfrom hf_helix.config import RULES, _given\nfrom torch import _C\n"
+        "def f():\n    from hf_helix.runtime._inner import public\n"
+    )
+    assert private_imports(tmp_path / "benchmarks") == [
+        "benchmarks/a.py:2: hf_helix.config._given",
+        "benchmarks/a.py:5: hf_helix.runtime._inner.public",
+    ]
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:

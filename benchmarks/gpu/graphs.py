@@ -88,7 +88,7 @@ def train(
                     norms.append(float(engine.clip_gradients(1.0)))
                     optimizer.step()
                     optimizer.zero_grad()
-        count = len(engine.graphs._captured) if engine.graphs is not None else 0
+        count = engine.graphs.num_captured if engine.graphs is not None else 0
         weights = {name: value.detach().cpu().clone() for name, value in engine.model.named_parameters()}
     return count, losses, norms, weights
 

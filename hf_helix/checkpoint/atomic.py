@@ -37,9 +37,9 @@ def publish(staged: Path, folder: Path, mark: Callable[[], None]) -> None:
         folder: the folder that holds the checkpoints.
         mark: writes into the folder that the checkpoint is complete; called once everything else is on the disk.
     """
-    _to_disk(staged)
+    to_disk(staged)
     mark()
-    _to_disk(staged)
+    to_disk(staged)
     final = folder / staged.name
     if final.exists():  # a process that ends here leaves the rest to `recover`
         final.rename(staged.parent / "replaced")
@@ -48,7 +48,7 @@ def publish(staged: Path, folder: Path, mark: Callable[[], None]) -> None:
     shutil.rmtree(staged.parent)
 
 
-def _to_disk(folder: Path) -> None:
+def to_disk(folder: Path) -> None:
     """Writes a folder to the disk, so that it survives a crash of the machine and not only of the process."""
     for path in [*folder.rglob("*"), folder]:
         _sync(path)

@@ -77,8 +77,8 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     """
     check_same_on_all_ranks(f"seed={seed}", "seeds")
     outline = copy.deepcopy(model)  # on the meta device, too: it takes no room
-    pieces = _pieces_of(model, layers)
-    _check_pieces(outline, pieces)
+    pieces = pieces_of(model, layers)
+    check_pieces(outline, pieces)
     materialize(model, stage, mesh)
     tensors = model_tensors(model, stage, mesh)
     whole = WholeSlices(stage, written=True)
@@ -102,8 +102,8 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     whole.end()
 
 
-def _pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
-    """The names of the modules that are drawn by themselves: layers, and modules outside of them with parameters."""
+def pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
+    """Returns the names of the modules that are drawn by themselves: layers, and others that hold parameters."""
     pieces: list[str] = []
     for name, module in model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))
@@ -125,7 +125,7 @@ def _is_inside(name: str, pieces: Sequence[str]) -> bool:
     return any(not piece or name == piece or name.startswith(f"{piece}.") for piece in pieces)
 
 
-def _check_pieces(outline: Any, pieces: Sequence[str]) -> None:
+def check_pieces(outline: Any, pieces: Sequence[str]) -> None:
     """Raises ValueError if a module around the pieces draws some of their weights, too."""
     weights = dict(outline.named_parameters())
     before = {name: weight._version for name, weight in weights.items()}

@@ -23,15 +23,16 @@ from hf_helix.models.model_code import check_class, check_traceable
 
 # Derived, these have the same operators, cuts and gradients (tests/unit/models/derived/test_same_graphs.py). They stay
 # declared: a run starts without a trace and without a proof, and tests compare derived families with them.
-_FAMILIES: dict[str, Family] = {
+REGISTERED: dict[str, Family] = {
     family.model_class: family
     for family in (GPT2(), GPTNeoX(), Llama(), Mistral(), Mixtral(), Phimoe(), Qwen2(), Qwen3(), Qwen3Moe())
 }
+"""The families that are declared, by the name of the model's class; `register_model` adds to them."""
 
 
 def register_model(family: Family) -> None:
     """Adds a model family. A later registration for the same class replaces an earlier one."""
-    _FAMILIES[family.model_class] = family
+    REGISTERED[family.model_class] = family
 
 
 register_layer = register_model
@@ -40,12 +41,12 @@ register_layer = register_model
 
 def supported_models() -> list[str]:
     """Returns the names of the model classes that can be trained."""
-    return sorted(_FAMILIES)
+    return sorted(REGISTERED)
 
 
 def registered_elsewhere() -> list[str]:
     """Returns the modules that families come from which are not the package's: other processes import them."""
-    homes = [type(family).__module__ for family in _FAMILIES.values()]
+    homes = [type(family).__module__ for family in REGISTERED.values()]
     return [home for home in dict.fromkeys(homes) if home.partition(".")[0] != __name__.partition(".")[0]]
 
 
@@ -59,11 +60,11 @@ def family_of(model: Any) -> Family:
     kind = type(model)
     # A subclass that a user wrote is run as its base; a subclass in Transformers is another model.
     names = [base.__name__ for base in kind.__mro__] if not kind.__module__.startswith("transformers.") else []
-    name = next((name for name in (kind.__name__, *names) if name in _FAMILIES), None)
+    name = next((name for name in (kind.__name__, *names) if name in REGISTERED), None)
     if name is None:
         return _derived(model)
     check_class(model, name)
-    return _FAMILIES[name]
+    return REGISTERED[name]
 
 
 _DERIVED: weakref.WeakKeyDictionary[Any, Family] = weakref.WeakKeyDictionary()

@@ -153,7 +153,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
         if op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE):
             pending.setdefault(rank, []).append(place)
         if op.receives:
-            needs += [sent[key] for key in [_passage(instruction)] if key in sent]
+            needs += [sent[key] for key in [passage_of(instruction)] if key in sent]
         work.streams.append(STREAMS.index(op.kind))
         work.lanes.append(_lane(instruction, op, layout))
         work.seconds.append(0.0 if op.receives else times[name])
@@ -169,14 +169,17 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
 def _senders(program: Sequence[Instruction]) -> dict[tuple[int, bool, int], int]:
     """What is sent between ranks -> the instruction that sends it."""
     return {
-        _passage(instruction): place
+        passage_of(instruction): place
         for place, instruction in enumerate(program)
         if instruction.operator is not None and instruction.operator.sends
     }
 
 
-def _passage(instruction: Instruction) -> tuple[int, bool, int]:
-    """Micro-batch, whether forward, and the unit that forward sends from; the same at both ends."""
+def passage_of(instruction: Instruction) -> tuple[int, bool, int]:
+    """Returns what tells one message between ranks from the others, at both of its ends.
+
+    These are its micro-batch, whether it is of forward, and the unit that forward sends from.
+    """
     op = instruction.operator
     assert op is not None
     forward = op.part is Part.F

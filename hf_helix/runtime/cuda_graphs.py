@@ -148,6 +148,11 @@ class WindowGraphs:
             captured = self._captured[number] = self._capture(runner, window, leaves, form)
         return captured.run(inputs)
 
+    @property
+    def num_captured(self) -> int:
+        """The number of windows that are kept as graphs."""
+        return len(self._captured)
+
     def keep_gradients(self) -> None:
         """Take gradients that parameters still have out of the memory that the next window writes to."""
         for parameter, gradient in self._gradients.items():
@@ -183,7 +188,7 @@ class WindowGraphs:
         """Whether a window that is not captured is to be."""
         if not number:
             return False
-        if len(self._captured) >= MAX_GRAPHS:
+        if self.num_captured >= MAX_GRAPHS:
             self._say(
                 f"windows of {MAX_GRAPHS} different shapes are kept as CUDA graphs, and no more; others run operator "
                 "by operator. Pad batches to fewer lengths (pad_to_multiple_of of the data collator) to capture all"

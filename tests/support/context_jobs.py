@@ -8,7 +8,7 @@ from support.jobs import make_trainer
 from support.pipeline_jobs import make, runner_of, window_of
 
 from hf_helix.tuning.measure.memory import peak_bytes
-from hf_helix.tuning.measure.overlap import _moved_by
+from hf_helix.tuning.measure.overlap import record_moves
 
 
 def measured(folder: str, helix: dict[str, Any], model: dict[str, Any], length: int, count: int) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def measured(folder: str, helix: dict[str, Any], model: dict[str, Any], length: 
     trainer = make(folder, helix, model)
     runner = runner_of(trainer, "sequential", "folded_1f1b")
     window = window_of(trainer, count, rows=1, lengths=(length,))
-    moved = _moved_by(runner, window)
+    moved = record_moves(runner, window)
     found = {
         "peak": peak_bytes(runner, window),
         "sent": sum(transport.bytes_sent for transport in moved),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from support.versions import since
 from torch import Tensor, nn
 
 from hf_helix.models.graph.builder import Builder
@@ -37,6 +40,18 @@ OPTIONS: dict[str, Any] = {
     "zero_expert_num": 2,
     "_experts_implementation": "eager",
 }
+
+SINCE = {
+    "aria": since("5.18", "Aria's experts in tensors of three dimensions"),
+    "muse_spark": since("5.20", "MuseSparkExperts"),
+    "beam": since("5.21", "BeamExperts"),
+}
+"""Families whose experts came, or came to their form, after the oldest Transformers that is supported."""
+
+
+def cases_of(families: Iterable[str]) -> list[Any]:
+    """Families as cases of a test: those that the installed Transformers is too old for are skipped."""
+    return [pytest.param(name, marks=SINCE[name]) if name in SINCE else name for name in families]
 
 
 def experts_of(family: str, name: str, **changes: Any) -> Any:

@@ -36,7 +36,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_helix.models.registry import _FAMILIES
+from hf_helix.models.registry import REGISTERED
 
 VOCABULARY = 131  # divides by nothing
 EVEN = {"intermediate_size": 40}  # the grouped GEMMs of torch need rows of 16 bytes
@@ -45,7 +45,7 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers":
 
 def own_models() -> list[str]:
     """The classes that the package declares, whatever tests have registered in this process."""
-    return sorted(name for name, family in _FAMILIES.items() if type(family).__module__.startswith("hf_helix."))
+    return sorted(name for name, family in REGISTERED.items() if type(family).__module__.startswith("hf_helix."))
 
 
 def tiny(family: str = "llama", dtype: str = "float32", lora: dict[str, Any] | None = None, **changes: Any) -> Any:

@@ -30,7 +30,7 @@ from hf_helix.runtime.failures.restarts import separate_starts
 from hf_helix.upstream.check import check_class
 
 
-def _launched_as_pipeline() -> bool:
+def launched_as_pipeline() -> bool:
     """Whether the environment or the launcher's YAML asks for a pipeline; both are known before CUDA starts."""
     try:
         return resolve_config(None, None).pp_size > 1
@@ -48,7 +48,7 @@ def _prepare_process() -> None:
     separate_starts()
     if is_launched():
         install_hook()  # options are checked before there is anything else of ours
-        if _launched_as_pipeline():
+        if launched_as_pipeline():
             load_eagerly()
 
 

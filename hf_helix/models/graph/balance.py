@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.expert_layer import counted_in
@@ -188,14 +188,19 @@ def balance_of(model: Any) -> Balance | None:
         model: a causal language model.
 
     Raises:
-        ValueError: the model's loss is another one than that of Mixtral.
+        ValueError: the model's loss is another one than that of Mixtral, or reads what no router of the model gives.
     """
     forward = inspect.unwrap(type(model).forward)
     if not getattr(model.config, "output_router_logits", False) or LOSS not in forward.__code__.co_names:
         return None
-    balance = Balance(
-        model.num_experts, model.num_experts_per_tok, len(routers_of(model)), float(model.router_aux_loss_coef)
-    )
+    num_routers = len(routers_of(model))
+    if not num_routers:
+        raise ValueError(
+            f"{type(model).__name__} of Transformers {__version__} adds a load-balancing loss, but records no "
+            "router_logits that it could read; use model.config.output_router_logits = False, or a Transformers that "
+            "records them"
+        )
+    balance = Balance(model.num_experts, model.num_experts_per_tok, num_routers, float(model.router_aux_loss_coef))
     if not _is_computed_by(forward.__globals__[LOSS], balance):
         raise ValueError(
             f"the load-balancing loss of {type(model).__name__} is not that of Mixtral, which is the one that is "

@@ -52,7 +52,7 @@ class CastWeights:
         """
         if len(weights) == 1 and weights[0].dtype is dtype:
             return weights[0]
-        copy: Tensor = self.once((dtype, *map(id, weights)), lambda: _copy(weights, dtype))
+        copy: Tensor = self.once((dtype, *map(id, weights)), lambda: joined_copy(weights, dtype))
         return copy
 
     def once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
@@ -65,7 +65,8 @@ class CastWeights:
         return found
 
 
-def _copy(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def joined_copy(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns a copy of weights in another type, one below the other; it has no gradient."""
     if len(weights) == 1:
         return weights[0].detach().to(dtype)
     lengths = [len(weight) for weight in weights]

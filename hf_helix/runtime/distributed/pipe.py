@@ -49,12 +49,12 @@ class Pipe:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank()) if self.size > 1 else 0
         self.group = group if self.size > 1 else None
-        self._lanes = lanes or {}
+        self.lanes = lanes or {}
         self._link = link
 
     def over(self, link: Link) -> Pipe:
         """The same ranks and groups, with everything going over a link."""
-        return Pipe(self.ranks, self.group, self._lanes, link)
+        return Pipe(self.ranks, self.group, self.lanes, link)
 
     def passage(self, boundary: int, peer: int, outward: bool) -> P2PChannel:
         """This rank's end of the way between virtual stages `boundary` and `boundary` + 1.
@@ -65,7 +65,7 @@ class Pipe:
         """
         source, target = (self.rank, peer) if outward else (peer, self.rank)
         ways = Lane(source, target, False), Lane(target, source, True)
-        lanes: Mapping[Any, dist.ProcessGroup] = self._lanes
+        lanes: Mapping[Any, dist.ProcessGroup] = self.lanes
         passage: P2PChannel
         if ways[0] in lanes:
             passage = LaneChannel(self.ranks[peer], lanes[ways[0]], lanes[ways[1]])
@@ -83,7 +83,7 @@ class Pipe:
             return
         dist.all_reduce(one, group=self.group)
         dist.broadcast(one, self.ranks[0], group=self.group)
-        for lane, group in self._lanes.items():  # in one order on every rank, from the first pair of ranks on
+        for lane, group in self.lanes.items():  # in one order on every rank, from the first pair of ranks on
             assert isinstance(lane, Lane), "gloo makes its connections with its groups"
             dist.broadcast(one, self.ranks[lane.source], group=group)
 

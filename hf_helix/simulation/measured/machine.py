@@ -68,7 +68,7 @@ def measure_cluster(
     if link is not None and parse_link(link).rate is None:
         raise ValueError(f"link={link!r} has no rate to describe; give one, such as '300mbit' or '10gbit,50us'")
     started = time.perf_counter()
-    nodes, per_node = _nodes(all_gather_object(host_name()))
+    nodes, per_node = count_nodes(all_gather_object(host_name()))
     show = progress or (lambda stage, share: None)
     found: dict[str, Any] = {"name": "", "nodes": nodes, "devices_per_node": per_node}
     found["backend"] = backend_of(device) if dist.is_initialized() else ("nccl" if device.type == "cuda" else "gloo")
@@ -86,7 +86,15 @@ def measure_cluster(
     return all_gather_object(found)[0]
 
 
-def _nodes(hosts: Sequence[str]) -> tuple[int, int]:
+def count_nodes(hosts: Sequence[str]) -> tuple[int, int]:
+    """Returns the number of nodes, and of ranks on each.
+
+    Args:
+        hosts: the name of every rank's host, by rank.
+
+    Raises:
+        ValueError: nodes have unequal numbers of ranks, or ranks of one do not follow each other.
+    """
     names = list(dict.fromkeys(hosts))
     per_node = len(hosts) // len(names)
     if list(hosts) != [name for name in names for _ in range(per_node)]:
@@ -129,11 +137,13 @@ def measure_device(device: torch.device, per_node: int, show: StageProgress) -> 
         "memory_gb": _short((total or psutil.virtual_memory().total / per_node) / 1e9),
         "reserved_gb": _short(reserved / 1e9),
         "peak_tflops": {key: _short(peak / 1e12) for key, peak in peaks.items()},
-        "matmul": {key: _curve(points, peaks[key]) for key, points in products.items()},
-        "attention": {key: _attention(points, peaks[key], block, exponentials) for key, points in attention.items()},
+        "matmul": {key: efficiency_curve(points, peaks[key]) for key, points in products.items()},
+        "attention": {
+            key: attention_curve(points, peaks[key], block, exponentials) for key, points in attention.items()
+        },
         "attention_block": block,
         "memory_gb_per_s": _short(bandwidth / 1e9),
-        "memory_efficiency": _curve(memory, bandwidth),
+        "memory_efficiency": efficiency_curve(memory, bandwidth),
         "kernel_us": _short(calls.kernel * 1e6),
         "issue_us": _short(calls.operator * 1e6),
         "host_runs_ahead": device.type == "cuda",
@@ -161,7 +171,7 @@ def measure_links(found: dict[str, Any], mesh: Mesh, show: StageProgress) -> dic
         if axis.size > 1:
             show(f"links ({name})", 0.75)
             timed = measure_link(axis, streams, device)
-            found[name] = _link(fit(timed, sharing))
+            found[name] = link_entry(fit(timed, sharing))
             notes[f"{name}.gb_per_s"] = _rates(timed)
             axes[Kind.INTRA_NODE if name == "node" else Kind.INTER_NODE] = axis
     if "network" in found:
@@ -191,20 +201,30 @@ def _peaks(name: str, products: Mapping[str, Points]) -> dict[str, float]:
     return {key: max(rate, sheet.get(key, 0.0)) for key, rate in best.items()}
 
 
-def _curve(points: Points, best: float) -> list[list[float]]:
+def efficiency_curve(points: Points, best: float) -> list[list[float]]:
+    """Returns (size, rate) points as a cluster file has them: [size, share of the best rate]."""
     return [[_short(size), _short(rate / best)] for size, rate in points]
 
 
-def _attention(points: Points, peak: float, block: int, exponentials: float | None) -> list[list[float]]:
+def attention_curve(points: Points, peak: float, block: int, exponentials: float | None) -> list[list[float]]:
+    """Returns the curve of fused attention of a cluster file: [keys, share of the peak].
+
+    Args:
+        points: (keys, seconds) of forward and backward.
+        peak: operations that the device does in a second.
+        block: keys at once; a causal mask spares whole blocks only.
+        exponentials: in a second; None where they take no time of their own.
+    """
     rates = []
     for keys, seconds in points:
         operations, taken = attention_work(keys, block)
         rest = seconds - taken / exponentials if exponentials else seconds
         rates.append((keys, operations / max(0.2 * seconds, rest)))
-    return _curve(rates, peak)
+    return efficiency_curve(rates, peak)
 
 
-def _link(found: Fit) -> dict[str, Any]:
+def link_entry(found: Fit) -> dict[str, Any]:
+    """Returns the entry of a cluster file for a measured link."""
     return {
         "gb_per_s": _short(found.bandwidth / 1e9),
         "latency_us": _short(found.latency * 1e6),

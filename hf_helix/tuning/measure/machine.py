@@ -25,7 +25,7 @@ def machine(runner: Runner) -> dict[str, str]:
     device = runner.mesh.device
     known = {
         "device": describe_device(device),
-        **(_gpu() if device.type == "cuda" else {"threads": str(torch.get_num_threads())}),
+        **(describe_gpus() if device.type == "cuda" else {"threads": str(torch.get_num_threads())}),
         "backend": backends().get(device.type, "none") if dist.is_initialized() else "none",
         "hosts": str(len(set(all_gather_object(host_name())))),
         "torch": torch.__version__,
@@ -39,7 +39,7 @@ def describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
 
 
-def _gpu() -> dict[str, str]:
+def describe_gpus() -> dict[str, str]:
     """How many GPUs are in this host, and how NCCL moves data between them."""
     settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}
     quiet = {name: value for name, value in settings.items() if not name.startswith("NCCL_DEBUG")}

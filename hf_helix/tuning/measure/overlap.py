@@ -106,7 +106,7 @@ def measure_overlap(
         raise ValueError(f"repeats={repeats}: times need at least one repeat, such as repeats=5")
     first = next(iter(runners.values()))
     mesh = first.mesh
-    recorded = _moved_by(first, window)
+    recorded = record_moves(first, window)
 
     # Ranks of a pipeline wait for each other as their schedule has it, so each schedule has a computation of its own.
     schedules: dict[str, Runner] = {}
@@ -136,7 +136,7 @@ def measure_overlap(
     ]
     works += [sums, *moving]
     works += [functools.partial(runner.train_window, window) for runner in runners.values()]
-    times = _time_in_turn(works, first, repeats, keep_gradients=(sums,), progress=progress)
+    times = time_in_turn(works, first, repeats, keep_gradients=(sums,), progress=progress)
     medians = [statistics.median(found) for found in times]
     alone = dict(zip(schedules, medians, strict=False))
     summing, *rest = medians[len(schedules) :]
@@ -182,26 +182,29 @@ def time_steps(runners: Mapping[str, Runner], window: Sequence[MicroBatch], repe
     """
     first = next(iter(runners.values()))
     works = [functools.partial(runner.train_window, window) for runner in runners.values()]
-    times = _time_in_turn(works, first, repeats)
+    times = time_in_turn(works, first, repeats)
     forget_gradients(first)
     return dict(zip(runners, times, strict=True))
 
 
-def _time_in_turn(
+def time_in_turn(
     works: Sequence[Callable[[], Any]],
     first: Runner,
     repeats: int,
     keep_gradients: Sequence[object] = (),
     progress: Progress | None = None,
 ) -> list[list[float]]:
-    """The seconds of every piece of work on the slowest rank, repeat by repeat.
+    """Times pieces of work in turn, round by round, so that what slows the machine for a while slows all. Collective.
 
     Args:
-        works: what is timed, all of them in every round.
+        works: what is timed, all of them in every round; each may leave gradients.
         first: any of the runners, whose gradients are forgotten before each piece of work.
         repeats: how many rounds count; one more is run before, which warms up.
         keep_gradients: the works that need the gradients of the one before.
         progress: called once in every round.
+
+    Returns:
+        By piece of work, its seconds on the slowest rank in every round that counts; the same on every rank.
     """
     times: list[list[float]] = [[] for _ in works]
     for round_ in range(repeats + 1):
@@ -214,8 +217,11 @@ def _time_in_turn(
     return [_maxima(found[1:]) for found in times]
 
 
-def _moved_by(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
-    """Records what the collectives of a window move, axis by axis. Collective: routers decide how much that is."""
+def record_moves(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
+    """Runs a window and returns what its collectives move, axis by axis. Collective; no gradients are left.
+
+    The window runs since routers decide how many tokens go to which rank.
+    """
     axes = runner.mesh.axes
     recorders = [Recorder(axis.transport) for axis in axes]
     with transports(axes, recorders):

@@ -325,13 +325,13 @@ def test_random_weights_depend_on_no_layout_and_are_spread_as_the_models_own(
 
 def test_a_model_that_draws_from_outside_of_its_layers_is_refused() -> None:
     """Were it drawn layer by layer, it would start from other weights than its own."""
-    from hf_helix.checkpoint.random_weights import _check_pieces, _pieces_of
+    from hf_helix.checkpoint.random_weights import check_pieces, pieces_of
 
     model = outline("llama", {})
-    pieces = _pieces_of(model, model.model.layers)
+    pieces = pieces_of(model, model.model.layers)
     assert "model.layers.2" in pieces
     assert "lm_head" in pieces
-    _check_pieces(model, pieces)
+    check_pieces(model, pieces)
     plain = model._init_weights
 
     def reaching(module: Any) -> None:
@@ -341,7 +341,7 @@ def test_a_model_that_draws_from_outside_of_its_layers_is_refused() -> None:
 
     model._init_weights = reaching
     with pytest.raises(ValueError, match=r"draws model.layers.1.mlp.up_proj.weight from a module around the layers"):
-        _check_pieces(model, pieces)
+        check_pieces(model, pieces)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def llama_is(family: Family, cache: str) -> Iterator[None]:
     """Another family for Llama, and another cache, for a while."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HELIX_CACHE", cache)
-        patch.setitem(registry._FAMILIES, "LlamaForCausalLM", family)
+        patch.setitem(registry.REGISTERED, "LlamaForCausalLM", family)
         yield
 
 

@@ -125,11 +125,11 @@ def end_of(threads: set[threading.Thread]) -> bool:
 def family_is(family: Family) -> Iterator[None]:
     """Registers a family for a while."""
     name = family.model_class
-    before = registry._FAMILIES.get(name)
+    before = registry.REGISTERED.get(name)
     registry.register_model(family)
     yield
     if before is None:
-        del registry._FAMILIES[name]
+        del registry.REGISTERED[name]
     else:
         registry.register_model(before)
 

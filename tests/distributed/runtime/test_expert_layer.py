@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.cluster import Cluster
-from support.expert_modules import CHOICES, NUM_EXPERTS, by_itself, experts_of, side_of, tokens_of, unit_of_experts
+from support.expert_modules import (
+    CHOICES,
+    NUM_EXPERTS,
+    by_itself,
+    cases_of,
+    experts_of,
+    side_of,
+    tokens_of,
+    unit_of_experts,
+)
 from support.models import arguments
 from support.units import run_unit
 from torch import Tensor
@@ -55,7 +64,7 @@ def distance(found: Any, expected: Tensor) -> float:
     return float(np.linalg.norm(found - expected.numpy()) / np.linalg.norm(expected.numpy()))
 
 
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("family", cases_of(FORMS))
 @pytest.mark.parametrize("axis", ["ep", "tp"])
 @pytest.mark.parametrize("capacity", [None, NUM_EXPERTS / CHOICES])
 def test_two_ranks_give_what_one_gives(

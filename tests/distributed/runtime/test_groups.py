@@ -111,7 +111,7 @@ def groups_of(built: mesh.Mesh) -> set[str]:
     """The names of all groups that a window communicates over."""
     pipe = built.pipe
     found = [built.dp_group, built.copies_group, built.expert_copies_group, built.batch_group, pipe.group]
-    found += [*(axis.group for axis in built.axes), *pipe._lanes.values(), dist.group.WORLD]
+    found += [*(axis.group for axis in built.axes), *pipe.lanes.values(), dist.group.WORLD]
     return {group.group_name for group in found if group is not None}
 
 

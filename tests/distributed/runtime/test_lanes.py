@@ -78,7 +78,7 @@ def kinds_of_mesh(sizes: dict[str, int]) -> dict[str, Any]:
     return {
         "lanes": isinstance(passage, LaneChannel),
         "plain": not isinstance(made.tp.transport, GlooTransport),
-        "members": [dist.get_process_group_ranks(group) for group in made.pipe._lanes.values()],
+        "members": [dist.get_process_group_ranks(group) for group in made.pipe.lanes.values()],
     }
 
 

@@ -16,6 +16,7 @@ from support.derived_models import HOME
 from support.models import tiny
 from support.pipeline_jobs import make, runner_of, window_of
 from support.tuning_jobs import hasty
+from support.versions import since
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -242,6 +243,7 @@ def test_training_equals_stock_data_parallelism(case: str, cluster_of: Any, stoc
     compare_weights(str(tmp_path), expected_folder)
 
 
+@since("5.19", "a Trainer that does not wrap in DDP what Transformers has spread with FSDP2")
 def test_training_equals_stock_fsdp(cluster_of: Any, tmp_path: Path) -> None:
     """The stock Trainer's losses, norms, rates, evaluation and saved weights, with FSDP2 on two processes."""
     tiny().save_pretrained(tmp_path / "start")

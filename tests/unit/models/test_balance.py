@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.units import run_unit
+from support.versions import since
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -34,7 +35,9 @@ def model_of(kind: str, **changes: Any) -> Any:
         ("minimax_m2", "MiniMaxM2TopKRouter", LAYERS, {}),
         ("olmoe", "OlmoeTopKRouter", LAYERS, {}),
         ("gpt_oss", "GptOssTopKRouter", LAYERS, {}),
-        ("granitemoe", "GraniteMoeTopKRouter", LAYERS, {}),
+        pytest.param(
+            "granitemoe", "GraniteMoeTopKRouter", LAYERS, {}, marks=since("5.18", "a record of Granite's routers")
+        ),
         ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", LAYERS - 1, {"moe_layer_start_index": 1}),
         ("qwen2_moe", "Qwen2MoeTopKRouter", LAYERS - 1, {"mlp_only_layers": [1]}),
     ],
@@ -49,11 +52,16 @@ def test_the_model_says_what_its_loss_reads(kind: str, router: str, num_routers:
     )
 
 
-def test_models_without_such_a_loss_have_none() -> None:
+@since("5.19", "a record of the routers of DeepSeek-V3")
+def test_routers_that_no_loss_reads_are_found() -> None:
     """DeepSeek-V3 records what its routers say, and its loss does not read it."""
     model = model_of("deepseek_v3", first_k_dense_replace=1)
     assert balance_of(model) is None
     assert len(routers_of(model)) == LAYERS - 1
+
+
+def test_models_without_such_a_loss_have_none() -> None:
+    assert balance_of(model_of("deepseek_v3")) is None
     model = model_of("mixtral")
     model.config.output_router_logits = False
     assert balance_of(model) is None
@@ -64,6 +72,16 @@ def test_another_loss_is_refused() -> None:
     words = r"loss of DogeForCausalLM is not that of Mixtral.*use model\.config\.output_router_logits = False"
     with pytest.raises(ValueError, match=words):
         balance_of(model_of("doge", is_moe=True))
+
+
+def test_a_loss_without_records_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of Granite MoE in Transformers 5.17, where the unsplit model's own forward fails."""
+    model = model_of("mixtral")
+    for module in (model, model.model):
+        monkeypatch.setattr(type(module), "_can_record_outputs", {})
+    words = r"MixtralForCausalLM of Transformers \S+ adds .* records no router_logits.*output_router_logits = False"
+    with pytest.raises(ValueError, match=words):
+        balance_of(model)
 
 
 @pytest.mark.parametrize("padded", [False, True])

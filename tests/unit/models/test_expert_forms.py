@@ -16,7 +16,9 @@ from support.expert_modules import (
     HIDDEN,
     INTERMEDIATE,
     NUM_EXPERTS,
+    SINCE,
     by_itself,
+    cases_of,
     experts_of,
     side_of,
     tokens_of,
@@ -98,15 +100,16 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
-@pytest.mark.parametrize("kind", FORMS, ids=lambda kind: kind[0])
-def test_operators_give_what_the_module_gives(kind: tuple[str, str]) -> None:
+@pytest.mark.parametrize("family", cases_of(family for family, _ in FORMS))
+def test_operators_give_what_the_module_gives(family: str) -> None:
+    kind = next(key for key in FORMS if key[0] == family)
     module, given = experts_of(*kind), tokens_of(7, 3)
     assert is_experts(module)
     assert experts_form(module) == FORMS[kind]
     close(in_operators(module, given), by_itself(module, given))
 
 
-@pytest.mark.parametrize("family", DISTINCT)
+@pytest.mark.parametrize("family", cases_of(DISTINCT))
 @pytest.mark.parametrize("case", ["capacity", "selective", "full", "flat"])
 def test_with_room_for_all_recomputed_and_flat(family: str, case: str) -> None:
     module, given = module_of(family), tokens_of(7, 3)
@@ -128,7 +131,7 @@ def test_tokens_without_room_leave_no_trace_in_biases() -> None:
     close(found, expected)
 
 
-@pytest.mark.parametrize("family", DISTINCT)
+@pytest.mark.parametrize("family", cases_of(DISTINCT))
 def test_bf16_is_as_exact_as_the_module(family: str) -> None:
     """Matrices in bf16, the rest in fp32, against the module under autocast. Its biases never meet bf16; rows that are
     rounded to bf16 once before they are summed are as good.
@@ -161,11 +164,15 @@ def test_biases_alone_are_trained() -> None:
     close(in_operators(module, given), expected)
 
 
-def test_all_that_experts_have_is_cut_by_experts() -> None:
+@SINCE["muse_spark"]
+def test_a_norm_behind_experts_is_whole_on_every_rank() -> None:
     module = module_of("muse_spark")
     placed = unit_of_experts(module, ParallelContext()).placements
     assert placed[module.gate_up_proj].over == placed[module.down_proj].over == EXPERTS
     assert placed[module.post_expert_norm.weight].sums_gradient
+
+
+def test_all_that_experts_have_is_cut_by_experts() -> None:
     module = module_of("gpt_oss")
     placed = unit_of_experts(module, ParallelContext()).placements
     assert {(p.dim, p.over, p.length) for p in placed.values()} == {(CUT_EXPERTS.dim, EXPERTS, NUM_EXPERTS)}

@@ -90,7 +90,7 @@ def test_rms_norm_gives_what_autograd_gives(
 
     left, right = pair(norm, RmsNorm(module, is_fused, lowers=True), module)
     inputs, direction = [torch.randn(5, 3, 16).to(value)], torch.randn(5, 3, 16)
-    with script._fused_norms(Kernels()):
+    with script.fused_norms(Kernels()):
         found = [run(segment, inputs, direction, Precision("cpu", autocast_dtype)) for segment in (left, right)]
     assert len(found[0]) == 2 + trained
     lowest = torch.finfo(BF16 if BF16 in (value, weight, autocast_dtype) else FP32).eps

@@ -12,7 +12,7 @@ from hf_helix.simulation.estimate import Ring, kernel_seconds, transfer_seconds
 from hf_helix.simulation.kernels import MATMUL, OTHER, Kernel, Transfer
 from hf_helix.simulation.measured.device import HEAD_SIZE, HEADS, attention_work
 from hf_helix.simulation.measured.links import METHODS, Timed, fit
-from hf_helix.simulation.measured.machine import _attention, _curve, _link, _nodes
+from hf_helix.simulation.measured.machine import attention_curve, count_nodes, efficiency_curve, link_entry
 from hf_helix.simulation.meter import attention_kernel
 
 
@@ -25,7 +25,7 @@ def cluster_of(device: dict[str, Any], node: dict[str, Any], ranks: int = 4) -> 
 @pytest.mark.parametrize("block", [128, 512])
 def test_attention_takes_forward_and_backward_what_was_measured(block: int):
     measured = [(128.0, 4e-3), (512.0, 40e-3), (1024.0, 120e-3)]
-    curve = _attention(measured, 0.1e12, block, exponentials=1e9)
+    curve = attention_curve(measured, 0.1e12, block, exponentials=1e9)
     cluster = cluster_of({"attention": curve, "attention_block": block, "exponentials_per_ns": 1}, {"gb_per_s": 1})
     for keys, seconds in measured:
         q, k, v = (torch.empty(1, HEADS, int(keys), HEAD_SIZE, device="meta") for _ in range(3))
@@ -39,7 +39,11 @@ def test_attention_takes_forward_and_backward_what_was_measured(block: int):
 
 def test_products_and_element_wise_kernels_take_what_was_measured():
     products, memory = [(1e6, 0.5e11), (1e9, 0.8e11)], [(1e5, 8e9), (1e7, 20e9)]
-    device = {"matmul": _curve(products, 0.1e12), "memory_efficiency": _curve(memory, 20e9), "kernel_us": 5}
+    device = {
+        "matmul": efficiency_curve(products, 0.1e12),
+        "memory_efficiency": efficiency_curve(memory, 20e9),
+        "kernel_us": 5,
+    }
     cluster = cluster_of(device, {"gb_per_s": 1})
     for operations, rate in products:
         kernel = Kernel(MATMUL, operations, 100)
@@ -61,16 +65,16 @@ def test_collectives_take_what_was_measured(ranks: int):
         messages = 1 if method == "shift" else ranks - 1
         sizes = [messages * size for size in (8, 100_000, 800_000, 4_000_000, 64_000_000)]
         timed += [Timed(method, sent, messages, seconds(sent, messages)) for sent in sizes]
-    cluster = cluster_of({}, _link(fit(timed)), ranks)
+    cluster = cluster_of({}, link_entry(fit(timed)), ranks)
     for each in timed:
         found = transfer_seconds(Transfer("tp", each.method, each.bytes), Ring(ranks, ranks, 1), cluster)
         assert found == pytest.approx(each.seconds, rel=0.02), each
 
 
 def test_nodes_are_read_from_the_names_of_hosts():
-    assert _nodes(["a 1", "a 1", "b 2", "b 2"]) == (2, 2)
-    assert _nodes(["a 1"]) == (1, 1)
+    assert count_nodes(["a 1", "a 1", "b 2", "b 2"]) == (2, 2)
+    assert count_nodes(["a 1"]) == (1, 1)
     with pytest.raises(ValueError, match=r"here are 2 on a, 1 on b\. Start equally many on each"):
-        _nodes(["a 1", "a 1", "b 2"])
+        count_nodes(["a 1", "a 1", "b 2"])
     with pytest.raises(ValueError, match="that follow each other"):
-        _nodes(["a 1", "b 2", "a 1", "b 2"])
+        count_nodes(["a 1", "b 2", "a 1", "b 2"])

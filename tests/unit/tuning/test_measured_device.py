@@ -155,9 +155,9 @@ def test_a_gpu_is_known_by_what_times_depend_on(gpu: SlowHost, monkeypatch: pyte
     for name in [name for name in os.environ if name.startswith("NCCL_")]:
         monkeypatch.delenv(name)
     assert machine.describe_device(torch.device("cuda")) == "a GPU"
-    plain = machine._gpu()
+    plain = machine.describe_gpus()
     assert plain | {"devices_per_host": "8", "nccl": "2.28.9", "nccl_settings": ""} == plain
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    assert machine._gpu() == plain
+    assert machine.describe_gpus() == plain
     monkeypatch.setenv("NCCL_MAX_CTAS", "8")
-    assert machine._gpu()["nccl_settings"] == "NCCL_MAX_CTAS=8"
+    assert machine.describe_gpus()["nccl_settings"] == "NCCL_MAX_CTAS=8"
