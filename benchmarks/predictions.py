@@ -48,7 +48,7 @@ from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.estimate import estimate_profile
 from hf_helix.simulation.measured.machine import measure_cluster, measure_device, measure_links
 from hf_helix.simulation.measured.together import measure_waiting
-from hf_helix.simulation.memory import peak_of_program
+from hf_helix.simulation.peaks import peak_of_program
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case, Step, layout_of, simulate_step
 from hf_helix.tuning.candidates import plan_runners
@@ -70,10 +70,12 @@ class Layout:
     Attributes:
         model: `DENSE` or `EXPERTS`.
         sizes: of the mesh.
+        shard_parameters: whether weights are spread over data-parallel ranks.
     """
 
     model: str
     sizes: Sizes
+    shard_parameters: bool = False
 
     def config(self, recompute: str, link: str) -> HelixConfig:
         """Returns the options of a run of it."""
@@ -86,6 +88,7 @@ class Layout:
             schedule=SCHEDULE,
             recompute=recompute,
             link=link,
+            shard_parameters=self.shard_parameters,
         )
 
 
@@ -94,8 +97,10 @@ LAYOUTS = {
     "pp2": Layout(DENSE, Sizes(pp=2)),
     "cp2": Layout(DENSE, Sizes(cp=2)),
     "dp2": Layout(DENSE, Sizes(dp=2)),
+    "dp2 sharded": Layout(DENSE, Sizes(dp=2), shard_parameters=True),
     "ep2": Layout(EXPERTS, Sizes(dp=2, ep=2)),
     "tp2 x dp2": Layout(DENSE, Sizes(tp=2, dp=2)),
+    "tp2 x dp2 sharded": Layout(DENSE, Sizes(tp=2, dp=2), shard_parameters=True),
 }
 
 
@@ -251,6 +256,7 @@ def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: ar
         microbatches=len(window),
         schedule=SCHEDULE,
         recompute=recompute,
+        shard_parameters=layout.shard_parameters,
         dtype="fp32",
         imbalance=imbalance_of(runner, window),
     )
@@ -266,7 +272,7 @@ def compare(name: str, recompute: str, clusters: dict[str, Cluster], options: ar
             assert step.drawn is not None
             ran = [made for made in step.drawn[0] if made.operator is not None]
             programs = [[made for made in ran if units.rank_of(made.unit) == rank] for rank in range(units.num_ranks)]
-            peaks = [peak_of_program(amounts, units, program) for program in programs]
+            peaks = [peak_of_program(amounts, runner.layout, program).total for program in programs]
             steps[speed, plan] = step, max(peaks)
             runners[speed, plan] = found
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runners}

@@ -133,6 +133,7 @@ def launch_file(step: Step, cluster: Cluster) -> str:
     lines += [f"    schedule: {case.schedule}"] if case.sizes.pp > 1 and case.schedule != AUTO else []
     lines += [f"    recompute: {case.recompute}"] if case.recompute != "none" else []
     lines += ["    shard_optimizer: true"] if case.shard_optimizer else []
+    lines += ["    shard_parameters: true"] if case.shard_parameters else []
     machine = "accelerate launch --config_file FILE --machine_rank RANK --main_process_ip HOST YOUR_SCRIPT.py"
     return "\n".join(
         [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_helix.cli.files import configuration_file
 from hf_helix.cli.options import SIZES, add_parser
-from hf_helix.config import AUTO, RECOMPUTE, RULES
+from hf_helix.config import AUTO, RECOMPUTE, RULES, HelixConfig
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
@@ -51,6 +51,8 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--schedule", default=AUTO, help="the order of micro-batches in a pipeline, as in HelixConfig")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="none", help="what backward computes again")
     parser.add_argument("--shard_optimizer", action="store_true", help="spread the optimizer's states (ZeRO-1)")
+    spread = "spread parameters, gradients and the optimizer's states over data-parallel ranks (ZeRO-3)"
+    parser.add_argument("--shard_parameters", action="store_true", help=spread)
     parser.add_argument("--network", help="make the links between nodes faster or slower, such as x2 or x0.5")
     parser.add_argument("--gpus", type=int, help="as many devices, in nodes like those of the cluster")
     parser.add_argument("--output", type=Path, help="a picture of a window: .svg, .png or .pdf")
@@ -174,7 +176,9 @@ def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
     case: dict[str, Any] = {
         name: getattr(options, name) for name in ("microbatches", "schedule", "recompute", "dtype", "imbalance")
     }
-    case |= {"shard_optimizer": options.shard_optimizer, "plan": RULES[0] if options.plan == ALL else options.plan}
+    sharding = {name: getattr(options, name) for name in ("shard_optimizer", "shard_parameters")}
+    HelixConfig(**sharding)  # refuses both at once
+    case |= {**sharding, "plan": RULES[0] if options.plan == ALL else options.plan}
     return Case(Sizes(tp, cp, pp, dp, ep), options.batch_size, options.sequence_length, **case)
 
 

@@ -35,6 +35,7 @@ from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import inter_node_axes
 from hf_helix.simulation.mesh import META, PaperMesh, paper_mesh
 from hf_helix.simulation.meter import meta_as
+from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case
 
 TYPES = {"bf16": torch.bfloat16, "fp32": None}
@@ -78,25 +79,40 @@ class OnPaper:
         Raises:
             ValueError: the model cannot be cut like this.
         """
-        sizes, crossing = case.sizes, tuple(inter_node_axes(self.cluster, case.sizes))
+        sizes, spread = case.sizes, case.spread_weights
+        crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
         shape = case.batch, case.length, case.recompute, case.dtype, case.imbalance
-        key = sizes.tp, sizes.cp, sizes.ep, crossing, shape
-        if key not in self._found:
+        key = sizes.tp, sizes.cp, sizes.ep, crossing, shape, tuple(spread)
+        if key not in self._found:  # over how many ranks weights are spread changes their gathers alone
             self._found[key] = self._counted(case, crossing)
         found = self._found[key]
         if isinstance(found, ValueError):
             raise found
-        return found
+        return found.over(spread)
 
     def _counted(self, case: Case, crossing: Collection[str]) -> Amounts | ValueError:
         sizes, dtype = case.sizes, TYPES[case.dtype]
-        config = HelixConfig(tp_size=sizes.tp, cp_size=sizes.cp, ep_size=sizes.ep, recompute=case.recompute)
+        config = HelixConfig(
+            tp_size=sizes.tp,
+            cp_size=sizes.cp,
+            ep_size=sizes.ep,
+            recompute=case.recompute,
+            shard_parameters=bool(case.spread_weights),
+        )
         try:
             family_of(base_of(self.model)).check(base_of(self.model).config, sizes.tp)
             self._kinds = self._kinds or kinds_of(self.model)
             with assuming(case.imbalance):
                 return amounts_of(
-                    self.model, config, case.batch, case.length, dtype, crossing, self.cluster.backend, self._kinds
+                    self.model,
+                    config,
+                    case.batch,
+                    case.length,
+                    dtype,
+                    crossing,
+                    self.cluster.backend,
+                    self._kinds,
+                    sizes.dp,
                 )
         except ValueError as error:
             return error
@@ -154,6 +170,7 @@ def amounts_of(
     inter_node_axes: Collection[str] = (),
     backend: str = "nccl",
     kinds: Kinds | None = None,
+    dp_size: int = 1,
 ) -> Amounts:
     """Returns what a rank does for a micro-batch. The model is not changed, and must be on the meta device.
 
@@ -166,6 +183,7 @@ def amounts_of(
         inter_node_axes: the axes that communicate between nodes.
         backend: "nccl", which adds up what it reduces, and operators take the ways of a GPU; or "gloo", those of a CPU.
         kinds: which layers are alike; None to find out.
+        dp_size: data-parallel ranks, over which `config.shard_parameters` spreads weights.
 
     Raises:
         ValueError: the model cannot be cut like this.
@@ -173,7 +191,9 @@ def amounts_of(
     base = base_of(model)
     family = family_of(base)
     sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
-    paper = paper_mesh(sizes, inter_node_axes, backend == "nccl")
+    ranks = Sizes(cp=config.cp_size, dp=dp_size, ep=config.ep_size)
+    spread = ranks.spread() if config.shard_parameters else {}
+    paper = paper_mesh(sizes, inter_node_axes, backend == "nccl", spread)
     kinds = kinds or kinds_of(model)
     make_buffers = family.empty(base, config.tp_size)
     modes = modes_of(family.layers(base), None, config)
@@ -191,7 +211,7 @@ def amounts_of(
         window = WindowMaker(base, paper.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
         handed_on = sum(value.nbytes for value in make_buffers(window.prepare()))
         with meta_as(backend):
-            return count_amounts(runner, window, handed_on, about)
+            return count_amounts(runner, window, handed_on, about, spread)
     finally:
         for parameter, value in whole.items():
             parameter.data, parameter.grad = value, None
@@ -218,3 +238,5 @@ def _cut(stage: Stage, paper: PaperMesh) -> None:
         axis = paper.mesh.axis_of(placement)
         parameter.grad = None
         parameter.data = placement.cut(parameter.data, axis.size, axis.rank)
+    for flat in stage.flats:
+        flat.spread(META)

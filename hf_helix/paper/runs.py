@@ -158,9 +158,10 @@ def speed_of(row: Row, step: Step) -> float:
 
 
 def case_of(row: Row, method: str) -> Case:
-    """Returns the case of a row under a method: micro-batches of one sequence, states of the optimizer in shards."""
+    """Returns the case of a row under a method: micro-batches of one sequence; every rank keeps all states, since the
+    paper says nothing of sharding them."""
     rule, schedule = RULES[method]
-    return Case(row.sizes, 1, row.length, row.microbatches, rule, schedule, shard_optimizer=row.sizes.ep == 1)
+    return Case(row.sizes, 1, row.length, row.microbatches, rule, schedule)
 
 
 def barriers_of(plan: Plan, profile: Profile, row: Row) -> int:

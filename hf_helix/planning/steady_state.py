@@ -16,7 +16,7 @@ stretch is made: at both of its ends every rank issues all that the schedule has
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,6 +36,7 @@ MADE = 8  # periods of the schedule in a stretch that is made
 SETTLING = (8, 16, 32)  # periods before it; the longer ones where ranks are further apart than the shorter
 BEHIND = 2  # periods behind it
 NEAR = 1e-9  # two times that differ by a smaller part of a stretch are equal
+REMEMBERED = 4  # windows: those of a few plans that are compared
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,25 @@ class Ordered:
 def order_window(
     plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: int = 1, rank: int | None = None
 ) -> Ordered:
-    """Orders a window, a long one by its steady state; arguments as of `Plan.issue`."""
+    """Orders a window, a long one by its steady state; arguments as of `Plan.issue`.
+
+    Orders by times are those of all ranks at once. So the window that was ordered to predict it need not be ordered
+    again for the program.
+    """
+    if not plan.BY_TIMES:
+        return _order_window(plan, schedule, layout, slots_ahead, rank)
+    for known, window, held, found in tuple(_ordered):
+        if known is plan and window == schedule and held == layout:
+            return found
+    found = _order_window(plan, schedule, layout, slots_ahead, None)
+    _ordered.append((plan, schedule, layout, found))
+    return found
+
+
+_ordered: deque[tuple[Plan, Schedule, Layout, Ordered]] = deque(maxlen=REMEMBERED)
+
+
+def _order_window(plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: int, rank: int | None) -> Ordered:
     periodic = Periodic(schedule)
     for least in KEPT if layout.num_ranks <= 2 or not plan.BY_TIMES else ():
         kept = least + (periodic.periods - least) % MULTIPLES[-1]

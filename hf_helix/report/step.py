@@ -33,6 +33,7 @@ def case_text(case: Case) -> str:
     parts = [f"{case.microbatches} x {case.batch}"]
     parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
     parts += ["shard_optimizer"] if case.shard_optimizer else []
+    parts += ["shard_parameters"] if case.shard_parameters else []
     return ", ".join(parts)
 
 
@@ -56,6 +57,12 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
         alone = step.loads[kind]
         hidden = max(0.0, 1 - seconds / alone)
         yield f"  {kind.value:<13} {alone:10.3f} s     {seconds:.3f} s of it exposed ({hidden:.0%} hidden)"
+    if step.gathers:
+        share = step.gathers / step.loads[Kind.COMPUTE]
+        yield (
+            f"  gathers       {step.gathers:10.3f} s     of it in all-gathers of weights, forward and backward of "
+            f"every micro-batch: {share:.0%} of the computation"
+        )
     room = cluster.device.memory
     yield f"  memory        {bytes_text(step.memory.total):>13}    of {bytes_text(room)} that a run may use"
     for name, count in step.memory.parts().items():
@@ -74,7 +81,8 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     """
     best, plain = ranking.steps[0], ranking.plain()
     if is_plain(best.case):
-        yield "Plain data parallelism is the fastest: no layer has to be cut."
+        spread = ", with weights that are spread (shard_parameters)," if best.case.shard_parameters else ""
+        yield f"Plain data parallelism{spread} is the fastest: no layer has to be cut."
     shown = list(ranking.steps[:top])
     if plain is not None and plain not in shown:
         shown.append(plain)

@@ -9,6 +9,8 @@ cluster     what devices compute and links carry, from a YAML file              
 section     a mapping of that file, whose keys are taken one by one                          (no torch)
 sizes       the parallel sizes of a layout                                                   (no torch)
 estimate    amounts and a cluster -> a profile
+lifetimes   how long memory lives that an operator leaves
+peaks       what is alive in a window when most is
 memory      what a rank holds, by part
 steady      what a plan makes of layers that repeat themselves
 window      how long a window is, from what the stages of a pipeline cost

@@ -8,8 +8,8 @@ them is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -22,9 +22,12 @@ from hf_helix.runtime.gradient_buckets import by_completion
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
-from hf_helix.runtime.trace import Trace
 from hf_helix.simulation.kernels import Kernel, Transfer
+from hf_helix.simulation.lifetimes import Lifetimes, Watch, WatchedExecutor, lifetimes_of
 from hf_helix.simulation.meter import FusedKernels, Meter, Metered
+
+Adders = tuple[tuple[int, str], ...]
+"""Operators of backward, as (unit, name), that add to a gradient."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,14 @@ class OperatorAmounts:
         transfers: what it sends.
         delta: bytes that are alive after it and were not before, with what its readers free.
         peak: bytes alive at most while it runs, above those alive before.
+        weights: those of `delta` that are gathered weights, or copies of these.
     """
 
     kernels: Sequence[Kernel] = ()
     transfers: Sequence[Transfer] = ()
     delta: int = 0
     peak: int = 0
+    weights: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ class Amounts:
         handed_on: bytes of what a unit hands to the next.
         copies: bytes that a window keeps of copies of weights in the type of matrix products, by unit.
         gradients: by name of the unit that completes them, those of each in the order in which it does.
+        lifetimes: of the memory that operators leave.
+        spread: the axes that weights are spread over, with their ranks; empty where every rank keeps all weights.
     """
 
     model: Model
@@ -121,23 +128,48 @@ class Amounts:
     handed_on: int
     copies: Mapping[str, int]
     gradients: Mapping[str, Sequence[Gradient]]
+    lifetimes: Lifetimes
+    spread: Mapping[str, int] = field(default_factory=dict)
+
+    def over(self, spread: Mapping[str, int]) -> Amounts:
+        """Returns the same with weights that are spread over as many ranks; padding apart, gathers alone differ.
+
+        Args:
+            spread: ranks by axis; the axes are those of `self.spread`.
+        """
+        if spread == self.spread:
+            return self
+        operators = dict(self.operators)
+        for name, found in self.operators.items():
+            if any(each.axis in spread for each in found.transfers):
+                sent = [_over(each, self.spread, spread) for each in found.transfers]
+                operators[name] = replace(found, transfers=sent)
+        return replace(self, operators=operators, spread=dict(spread))
+
+    def completed_gradients(self, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
+        """Yields the gradients of a rank in the order in which a micro-batch completes them, each with what adds to it.
+
+        Args:
+            layout: of all ranks of a pipeline.
+            rank: of the pipeline.
+        """
+        units = list(layout.units)
+        for unit in reversed(layout.units_of(rank)):
+            for made in self.gradients.get(units[unit], ()):
+                # What another unit adds to is a weight that embedding and head share; there is one of each.
+                yield made, tuple((unit if name == units[unit] else units.index(name), op) for name, op in made.adders)
+
+
+def _over(transfer: Transfer, counted: Mapping[str, int], spread: Mapping[str, int]) -> Transfer:
+    """What a gather sends where weights are spread over other numbers of ranks than it was counted with."""
+    before, now = counted.get(transfer.axis, 1), spread.get(transfer.axis, 1)
+    whole = transfer.bytes * before // max(1, before - 1)
+    return replace(transfer, bytes=whole * (now - 1) // now) if transfer.axis in spread else transfer
 
 
 class _Done(Event):
     def __init__(self, kind: Kind, label: str) -> None:
         self.kind, self.label = kind, label
-
-
-class _Labels(Trace):
-    """Tells a meter which operator is about to run."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self._meter = meter
-
-    def note(self, verb: str, label: str) -> None:
-        if verb != "wait":
-            self._meter.begin(label)
 
 
 class PaperStreams(Streams):
@@ -177,7 +209,9 @@ class PaperStreams(Streams):
         pass
 
 
-def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, model: Model) -> Amounts:
+def count_amounts(
+    runner: Runner, batch: MicroBatch, handed_on: int, model: Model, spread: Mapping[str, int] | None = None
+) -> Amounts:
     """Returns what the operators of a runner do for a micro-batch.
 
     Args:
@@ -185,18 +219,22 @@ def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, model: Mode
         batch: a micro-batch on the meta device.
         handed_on: bytes of what a unit hands to the next.
         model: the whole model.
+        spread: the axes that weights are spread over, with their ranks.
     """
     streams = runner.executor.streams
     assert isinstance(streams, PaperStreams)
     side = batch.prepare()
     batch = replace(batch, prepare=lambda: dict(side))
+    stage = runner.stage
     with runner.precision.weights.kept():  # as in a window, in which they are cast once
         # The first window makes gradients and copies of weights, which are there in every further one.
-        first = _run(runner, batch, streams, Meter(list(runner.stage.placements), counts=False))
+        first = Meter([*stage.placements, *stage.stepped], counts=False)
+        _run(runner, batch, streams, first)
         streams.sent.clear()
-        held = [tensor for p in runner.stage.placements for tensor in (p, p.grad) if tensor is not None]
-        held += [value for value in side.values() if isinstance(value, Tensor)]
-        second = _run(runner, batch, streams, Meter(held, first))
+        held = [tensor for p in stage.placements for tensor in (p, p.grad) if tensor is not None]
+        held += [value for value in (*stage.stepped, *side.values()) if isinstance(value, Tensor)]
+        second = Meter(held, first)
+        watch = _run(runner, batch, streams, second)
     layout = runner.layout
     labels = {
         (layout.units[index], entry): runner.executor.label(batch.key[1], index, op)
@@ -204,26 +242,44 @@ def count_amounts(runner: Runner, batch: MicroBatch, handed_on: int, model: Mode
         for entry, op in layout.graphs[layout.units[index]].entries()
     }
     names = {label: name for name, label in labels.items()}
+    places = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
+    lent = {(index, name) for index, unit in stage.model.items() for name in unit.flats}
+    lifetimes = lifetimes_of(second, watch, places, layout, lent)
     ran = [names[label] for label in second.found]  # in the order in which they ran, which memory depends on
     assert set(ran) == {name for name, _ in named_operators(layout)}
-    operators = {name: _operator(second.found[labels[name]], streams.sent.get(labels[name], ())) for name in ran}
-    copies = {unit.name: 0 for unit in runner.stage.model.values()}
+    gathered = lifetimes.weights()
+    operators = {
+        name: _operator(second.found[labels[name]], streams.sent.get(labels[name], ()), gathered.get(name, 0))
+        for name in ran
+    }
+    copies = {unit.name: 0 for unit in stage.model.values()}
     for name, label in labels.items():
         if name[1].startswith("F."):
             copies[name[0]] += max(0, first.found[label].delta - second.found[label].delta)
-    return Amounts(model, layout, operators, _weights(runner), handed_on, copies, _gradients(runner))
+    return Amounts(
+        model,
+        layout,
+        operators,
+        _weights(runner),
+        handed_on,
+        copies,
+        _gradients(runner),
+        lifetimes,
+        dict(spread or {}),
+    )
 
 
-def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> Meter:
-    streams.trace = _Labels(meter)
+def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> Watch:
+    streams.trace = watch = Watch(meter)
+    executor = WatchedExecutor(watch, runner.executor.units, streams, runner.seed, runner.precision)
     with meter, FusedKernels(meter):
-        runner.executor.run(runner.program(1), [batch], runner.sources(), training=True)
-        meter.begin(None)
-    return meter
+        executor.run(runner.program(1), [batch], runner.sources(), training=True)
+        watch.end()
+    return watch
 
 
-def _operator(metered: Metered, sent: Sequence[Transfer]) -> OperatorAmounts:
-    return OperatorAmounts(tuple(metered.kernels), tuple(sent), metered.delta, metered.peak)
+def _operator(metered: Metered, sent: Sequence[Transfer], weights: int) -> OperatorAmounts:
+    return OperatorAmounts(tuple(metered.kernels), tuple(sent), metered.delta, metered.peak, weights)
 
 
 def _weights(runner: Runner) -> dict[str, Weights]:

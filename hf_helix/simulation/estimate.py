@@ -17,7 +17,7 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
 from hf_helix.simulation.amounts import Amounts, OperatorAmounts
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.kernels import ATTENTION, MATMUL, Kernel, Transfer
+from hf_helix.simulation.kernels import ATTENTION, COPIES, EXPERT_COPIES, MATMUL, Kernel, Transfer
 from hf_helix.simulation.sizes import Sizes
 
 LEAST = 1e-7
@@ -57,7 +57,8 @@ def ring_of(cluster: Cluster, *dimensions: tuple[int, int]) -> Ring:
 
 
 def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
-    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, and copies, over which gradients are summed."""
+    """Returns the axes of a layout by name: tp, cp, experts, pp, dp, and copies, over which gradients are summed and
+    weights spread."""
     copy = sizes.tp * sizes.cp * (1 if sizes.stages_outermost else sizes.pp)  # to the neighbour in data parallelism
     stage = sizes.tp * sizes.cp * (sizes.dp if sizes.stages_outermost else 1)
     tp, cp, ep = (sizes.tp, 1), (sizes.cp, sizes.tp), (sizes.ep, copy)
@@ -67,15 +68,22 @@ def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
         "experts": ring_of(cluster, tp, ep),
         "pp": ring_of(cluster, (sizes.pp, stage)),
         "dp": ring_of(cluster, (sizes.dp, copy)),
-        "copies": ring_of(cluster, cp, (sizes.dp, copy)),
-        "expert_copies": ring_of(cluster, cp, (sizes.dp // sizes.ep, copy * sizes.ep)),
+        COPIES: ring_of(cluster, cp, (sizes.dp, copy)),
+        EXPERT_COPIES: ring_of(cluster, cp, (sizes.dp // sizes.ep, copy * sizes.ep)),
     }
 
 
-def inter_node_axes(cluster: Cluster, sizes: Sizes) -> list[str]:
-    """Returns the axes of a layout that leave a node, by the names that `HelixConfig` gives them."""
+def inter_node_axes(cluster: Cluster, sizes: Sizes, spreads: bool = False) -> list[str]:
+    """Returns the axes of a layout that leave a node, by the names that `HelixConfig` gives them.
+
+    Args:
+        cluster: its devices are numbered node by node.
+        sizes: of the layout.
+        spreads: whether weights are spread, so that operators communicate over data-parallel ranks, too.
+    """
     found = rings(cluster, sizes)
     crossing = {"tp": found["tp"], "cp": found["cp"], "ep": found["experts"] if sizes.ep > 1 else Ring(1, 1, 1)}
+    crossing |= {"dp": found["dp"]} if spreads else {}
     return [name for name, ring in crossing.items() if ring.crosses]
 
 

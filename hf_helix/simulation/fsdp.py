@@ -33,7 +33,7 @@ from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings, transfer_seconds
 from hf_helix.simulation.kernels import Transfer
-from hf_helix.simulation.memory import GRADIENT, PARAMETER, STATES, Memory
+from hf_helix.simulation.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory
 from hf_helix.simulation.step import (
     OPTIMIZER_BYTES,
     Case,
@@ -42,9 +42,6 @@ from hf_helix.simulation.step import (
     memory_of_case,
     model_flops,
 )
-
-ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of an element of gathered weights and of gradients that are reduced, by the type of matrix products."""
 
 
 @dataclass(frozen=True)

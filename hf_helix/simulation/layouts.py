@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import RECOMPUTE
+from hf_helix.config import RECOMPUTE, HelixConfig
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, divisors
+from hf_helix.simulation.estimate import rings, transfer_seconds
 from hf_helix.simulation.fsdp import FSDP, simulate_fsdp
-from hf_helix.simulation.memory import bytes_text
+from hf_helix.simulation.memory import Peak, bytes_text
 from hf_helix.simulation.processes import in_processes
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case, Step, activations_of_case, layout_of, memory_of_case, simulate_step
+from hf_helix.simulation.step import Case, Step, layout_of, memory_of_case, peaks_of_case, simulate_step
 
 BATCHES = (1, 2, 4, 8)
 """Sequences in a micro-batch that are tried."""
@@ -70,6 +71,19 @@ def is_plain(case: Case) -> bool:
     return case.sizes.tp == case.sizes.pp == case.sizes.cp == case.sizes.ep == 1
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What is found for some parallel sizes.
+
+    Attributes:
+        best: the fastest case that fits, or why there is none.
+        is_scarce: whether more memory could make it faster.
+    """
+
+    best: Step | Dropped
+    is_scarce: bool
+
+
 @dataclass
 class Search:
     """What is searched.
@@ -101,7 +115,7 @@ class Search:
     imbalance: float = 1.0
     progress: Callable[[float], object] | None = None
     workers: int = 1
-    _peaks: dict[Case, list[int]] = field(default_factory=dict)
+    _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
 
     def run(self) -> Ranking:
         """Returns the layouts by speed; none where nothing fits.
@@ -138,24 +152,62 @@ class Search:
         return Ranking(found, dropped, self._fsdp() if plain in candidates else None)
 
     def _best(self, sizes: Sizes) -> Step | Dropped:
-        """Returns the fastest case of some parallel sizes that fits, or why there is none."""
+        """Returns the fastest case of some parallel sizes that fits, or why there is none.
+
+        Weights are spread only where whole ones leave too little memory, since spread ones have more to move; and only
+        without a pipeline, whose stages would gather theirs for every micro-batch, of which there are many.
+        """
+        whole = self._fastest(sizes)
+        if not whole.is_scarce or sizes.pp > 1 or not sizes.spread():
+            return whole.best
+        spread = self._fastest(sizes, whole.best, shard_parameters=True).best
+        if isinstance(spread, Dropped) or isinstance(whole.best, Dropped):
+            return whole.best if isinstance(spread, Dropped) and isinstance(whole.best, Step) else spread
+        return max(whole.best, spread, key=lambda step: step.tokens_per_second)
+
+    def _fastest(self, sizes: Sizes, other: Step | Dropped | None = None, shard_parameters: bool = False) -> _Found:
+        """Returns the fastest case that fits.
+
+        Args:
+            sizes: the parallel sizes.
+            other: a case that is known; one that cannot be faster is not looked at.
+            shard_parameters: whether weights are spread.
+        """
         best: Step | None = None
         for batch in BATCHES:
             microbatches = self.batch_tokens // (sizes.dp * batch * self.length)
-            case = self._case(sizes, batch, microbatches)
+            case = replace(self._case(sizes, batch, microbatches), shard_parameters=shard_parameters)
             try:
                 check_sizes(sizes, self.length, self.layers, self.experts, self.schedule)
                 if microbatches < 1:
                     raise ValueError(f"{sizes.dp} data-parallel ranks need {sizes.dp * self.length:,} tokens in a step")
+                if isinstance(other, Step) and self._gather_seconds(case) > other.seconds:
+                    continue
                 case = self._fitting(case, best.case if best is not None else None)
-            except ValueError as error:
-                return best or Dropped(case, str(error))  # a larger micro-batch needs more memory
+            except ValueError as error:  # larger micro-batches need more memory
+                return _Found(best or Dropped(case, str(error)), True)
             step = simulate_step(self.amounts(case), case, self.cluster)
             if best is not None and step.tokens_per_second <= best.tokens_per_second:
                 break
             best = step
-        assert best is not None
-        return best
+        if best is None:
+            return _Found(Dropped(case, "its weights take longer to gather than another way takes in all"), False)
+        return _Found(best, best.case.recompute != "none")
+
+    def _gather_seconds(self, case: Case) -> float:
+        """Returns the seconds in which the rank that has most to gather gathers weights in a window."""
+        amounts, axes = self.amounts(replace(case, batch=BATCHES[0])), rings(self.cluster, case.sizes)
+        layout = layout_of(amounts, case)
+        seconds = {
+            (name, entry): sum(transfer_seconds(each, axes[each.axis], self.cluster) for each in found.transfers)
+            for name, pair in amounts.layout.graphs.items()
+            for entry, op in pair.entries()
+            if op.ahead and (found := amounts.operators[name, entry])
+        }
+        ranks = ([layout.units[unit] for unit in layout.units_of(rank)] for rank in range(layout.num_ranks))
+        return case.microbatches * max(
+            sum(count for (name, _), count in seconds.items() for unit in units if unit == name) for units in ranks
+        )
 
     def _case(self, sizes: Sizes, batch: int, microbatches: int) -> Case:
         """Returns a case without anything that saves memory."""
@@ -200,13 +252,13 @@ class Search:
         """Returns the case as it fits: with no more recomputation than needs be, and states kept whole if possible.
 
         Args:
-            case: without anything that saves memory.
+            case: without anything that saves memory, but for weights that are spread.
             smaller: a case with smaller micro-batches, which needs no more memory and fits; None for the smallest.
 
         Raises:
             ValueError: the model cannot be cut like this, or does not fit.
         """
-        shards = (False, True) if case.sizes.dp > 1 and case.sizes.ep == 1 else (False,)
+        shards = (False, True) if may_shard_optimizer(case) else (False,)
         saving = [(mode, shard) for mode in RECOMPUTE for shard in shards]
         if smaller is not None:
             saving = saving[saving.index((smaller.recompute, smaller.shard_optimizer)) :]
@@ -227,8 +279,18 @@ class Search:
         amounts, whole = self.amounts(case), replace(case, shard_optimizer=False)
         layout = layout_of(amounts, case)
         if whole not in self._peaks:
-            self._peaks[whole] = activations_of_case(amounts, case, layout)
+            self._peaks[whole] = peaks_of_case(amounts, case, layout)
         return memory_of_case(amounts, case, layout, self._peaks[whole]).total
+
+
+def may_shard_optimizer(case: Case) -> bool:
+    """Returns whether a run of a case could spread the optimizer's states."""
+    sizes = case.sizes
+    try:
+        HelixConfig(ep_size=sizes.ep, shard_optimizer=True, shard_parameters=case.shard_parameters)
+    except ValueError:
+        return False
+    return sizes.dp > 1
 
 
 def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:

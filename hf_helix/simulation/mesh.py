@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_helix.operators.communication.transport import Axis, Transport, bytes_moved
+from hf_helix.operators.communication.transport import Axis, Copies, Transport, bytes_moved
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.simulation.kernels import Transfer
+from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
 
 META = torch.device("meta")
 
@@ -74,7 +74,10 @@ class PaperMesh:
 
 
 def paper_mesh(
-    sizes: Mapping[str, int], inter_node_axes: Collection[str] = (), sums_in_place: bool = True
+    sizes: Mapping[str, int],
+    inter_node_axes: Collection[str] = (),
+    sums_in_place: bool = True,
+    spread: Mapping[str, int] | None = None,
 ) -> PaperMesh:
     """Returns the mesh of the first rank of a layout, with the whole model on one rank of the pipeline.
 
@@ -82,6 +85,7 @@ def paper_mesh(
         sizes: of "tp", "cp" and "ep"; 1 where left out.
         inter_node_axes: those of them that communicate between nodes.
         sums_in_place: see `PaperTransport`.
+        spread: the axes that weights are spread over, with their ranks; None for no spreading.
     """
     tp, cp, ep = (sizes.get(name, 1) for name in ("tp", "cp", "ep"))
     log: list[Transfer] = []
@@ -91,8 +95,28 @@ def paper_mesh(
         kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
         return Axis(PaperTransport(name, size, sums_in_place, log), kind)
 
+    def spread_over(name: str) -> Copies | None:
+        size = (spread or {}).get(name, 1)
+        if size == 1:
+            return None
+        return Copies(axis(name, size, "dp", *["cp"] * (cp > 1)), axis(name, size, "dp"))
+
     over_tp = axis("tp", tp, "tp")
     experts = over_tp if ep == 1 else axis("experts", ep * tp, "ep", *["tp"] * (tp > 1))
     all_sizes = {"dp": ep, "pp": 1, "cp": cp, "tp": tp, "ep": ep}
-    mesh = Mesh(all_sizes, META, None, over_tp, axis("cp", cp, "cp"), experts, Pipe([0]), None, None, None, None)
+    mesh = Mesh(
+        all_sizes,
+        META,
+        None,
+        over_tp,
+        axis("cp", cp, "cp"),
+        experts,
+        Pipe([0]),
+        None,
+        None,
+        None,
+        None,
+        copies=spread_over(COPIES),
+        expert_copies=spread_over(EXPERT_COPIES),
+    )
     return PaperMesh(mesh, log)

@@ -29,6 +29,21 @@ from hf_helix.simulation.kernels import ATTENTION, MATMUL, OTHER, Kernel
 aten = torch.ops.aten
 
 
+@dataclass(eq=False)
+class Allocated:
+    """Memory that was allocated.
+
+    Attributes:
+        bytes: how much.
+        maker: the label under which it was allocated; None for none.
+        last: the label under which it was freed; None while it is alive.
+    """
+
+    bytes: int
+    maker: str | None
+    last: str | None = None
+
+
 @dataclass
 class Metered:
     """What was counted under one label, which may have run several times.
@@ -51,18 +66,24 @@ class Meter(TorchDispatchMode):
         existing: tensors whose storages do not count as live memory.
         before: a meter, what was alive at whose end does not count either.
         counts: whether kernels and peaks are counted, too, and not only what stays alive.
+
+    Attributes:
+        found: what was counted, by label.
+        allocated: all memory that was allocated, in that order.
     """
 
     def __init__(self, existing: Sequence[Tensor] = (), before: Meter | None = None, counts: bool = True) -> None:
         super().__init__()
         self._counts = counts
         self.found: dict[str, Metered] = defaultdict(Metered)
+        self.allocated: list[Allocated] = []
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._held = list(existing)  # so that no new storage takes the address of one of these
         if before is not None:
             before.live()
             self._existing |= before._live.keys()
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._live: dict[int, tuple[StorageWeakRef, Allocated]] = {}
+        self._label: str | None = None
         self._now: Metered | None = None
         self._start = 0
 
@@ -71,7 +92,7 @@ class Meter(TorchDispatchMode):
         live = self.live()
         if self._now is not None:
             self._now.delta += live - self._start
-        self._now, self._start = None if label is None else self.found[label], live
+        self._now, self._start, self._label = None if label is None else self.found[label], live, label
 
     def note(self, kernel: Kernel) -> None:
         """Counts a kernel that torch is not called for."""
@@ -80,8 +101,14 @@ class Meter(TorchDispatchMode):
 
     def live(self) -> int:
         """Returns the bytes of all storages that were made and are still alive."""
-        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
-        return sum(size for _, size in self._live.values())
+        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
+            self._live.pop(key)[1].last = self._label
+        return sum(found.bytes for _, found in self._live.values())
+
+    def allocation_of(self, tensor: Tensor) -> Allocated | None:
+        """Returns the memory that a tensor lies in; None if it was there before."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[1]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -91,8 +118,10 @@ class Meter(TorchDispatchMode):
             storage = leaf.untyped_storage()
             if storage._cdata not in self._existing:
                 reference = StorageWeakRef(storage)
-                is_new |= reference.cdata not in self._live
-                self._live[reference.cdata] = reference, storage.nbytes()
+                if reference.cdata not in self._live:
+                    is_new = True
+                    self.allocated.append(Allocated(storage.nbytes(), self._label))
+                    self._live[reference.cdata] = reference, self.allocated[-1]
         if self._now is not None and self._counts:
             if is_new:
                 self._now.peak = max(self._now.peak, self.live() - self._start)

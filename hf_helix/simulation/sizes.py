@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -34,6 +36,21 @@ class Sizes:
     def devices(self) -> int:
         """All ranks."""
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same of a parameter and see other tokens."""
+        return self.dp * self.cp
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that hold the same experts and see other tokens."""
+        return self.copies // self.ep
+
+    def spread(self) -> dict[str, int]:
+        """Returns the axes of several ranks that have copies, over which these can be spread, with their ranks."""
+        found = {COPIES: self.copies, EXPERT_COPIES: self.expert_copies}
+        return {name: size for name, size in found.items() if size > 1}
 
 
 def size_text(sizes: Sizes) -> str:

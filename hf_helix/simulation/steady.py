@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_helix.planning.cost import COMPUTE, STREAMS, Timeline
-from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.pipeline.costs import Costs, part_of, stage_costs
@@ -33,12 +33,14 @@ class Layers:
         backward: likewise, of its backward.
         fused: likewise, of the forward of one micro-batch beside the backward of another.
         exposed: of each kind of communication, the part that runs beside no computation.
+        two_strands: whether forward and backward run beside each other.
     """
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
     fused: Mapping[str, float]
     exposed: Mapping[Kind, float]
+    two_strands: bool = True
 
 
 def steady_layers(plan: Plan, profile: Profile, names: Sequence[str]) -> Layers:
@@ -60,7 +62,8 @@ def steady_layers(plan: Plan, profile: Profile, names: Sequence[str]) -> Layers:
                 totals[kind] = before[0] + alone, before[1] + exposed
     one_after_the_other = {name: found["forward"][name] + found["backward"][name] for name in found["forward"]}
     shares = {kind: exposed / alone for kind, (alone, exposed) in totals.items() if alone}
-    return Layers(found["forward"], found["backward"], found.get("fused", one_after_the_other), shares)
+    fused = found.get("fused", one_after_the_other)
+    return Layers(found["forward"], found["backward"], fused, shares, "fused" in found)
 
 
 def _chain(plan: Plan, profile: Profile, name: str, slot: Slot, length: int) -> Timeline:
@@ -98,14 +101,48 @@ def costs_under(profile: Profile, layers: Layers) -> Costs:
     fused = sum(layers.fused[name] for name in counted)
     forward, inputs, weights = list(plain.forward), list(plain.input), list(plain.weight)
     for stage, chunk in layout.chunks.items():
-        for name in (layout.units[unit] for unit in chunk):
+        for unit in chunk:
+            name = layout.units[unit]
+            ahead, behind = (_ahead_seconds(profile, layers, unit, passing) for passing in (True, False))
             if name not in layers.forward:
+                ends = [
+                    (part_of(op), profile.times[name, entry]) for entry, op in layout.graphs[name].entries() if op.ahead
+                ]
+                forward[stage] += ahead - sum(seconds for part, seconds in ends if part == "F")
+                inputs[stage] += behind - sum(seconds for part, seconds in ends if part != "F")
                 continue
             parts = dict.fromkeys("FIW", 0.0)
             for entry, op in layout.graphs[name].entries():
                 parts[part_of(op)] += profile.times[name, entry]
             ratio = layers.backward[name] / (parts["I"] + parts["W"])
-            forward[stage] += layers.forward[name] - parts["F"]
-            inputs[stage] += (ratio - 1) * parts["I"]
+            forward[stage] += layers.forward[name] - parts["F"] + ahead
+            inputs[stage] += (ratio - 1) * parts["I"] + behind
             weights[stage] += (ratio - 1) * parts["W"]
     return Costs(forward, inputs, weights, plain.transfer, max(1.0, alone / fused))
+
+
+def _ahead_seconds(profile: Profile, layers: Layers, unit: int, forward: bool) -> float:
+    """Returns for how many seconds more a pass waits for what is issued ahead for a unit than its layers' times say.
+
+    With two strands, as much of it shows as of layers'. One strand has nothing to run beside it but the unit before.
+    """
+    layout = profile.layout
+    name, before = layout.units[unit], layout.neighbours(unit, forward)[0]
+    ops = [(entry, op) for entry, op in layout.graphs[name].entries() if op.ahead and (op.part is Part.F) is forward]
+    if not ops:
+        return 0.0
+    seconds = sum(profile.times[name, entry] for entry, _ in ops)
+    if layers.two_strands:
+        shown = sum(profile.times[name, entry] * layers.exposed.get(op.kind, 0.0) for entry, op in ops)
+        return 0.0 if name in layers.forward else shown
+    waiting = max(0.0, seconds - (_own_seconds(profile, layout.units[before], forward) if before is not None else 0.0))
+    if name not in layers.forward:
+        return waiting
+    among_layers = (layers.forward if forward else layers.backward)[name] - _own_seconds(profile, name, forward)
+    return waiting - min(seconds, max(0.0, among_layers))
+
+
+def _own_seconds(profile: Profile, name: str, forward: bool) -> float:
+    """Returns the seconds of what a unit runs forward or backward, but for what is issued ahead."""
+    entries = profile.layout.graphs[name].entries()
+    return sum(profile.times[name, entry] for entry, op in entries if not op.ahead and (op.part is Part.F) is forward)

@@ -30,15 +30,9 @@ from hf_helix.planning.program import build_programs
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import estimate_profile, rings, transfer_seconds
-from hf_helix.simulation.kernels import Transfer
-from hf_helix.simulation.memory import (
-    PARAMETER,
-    Memory,
-    held_weights,
-    memory_of,
-    peak_of_program,
-    peaks_of_schedule,
-)
+from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
+from hf_helix.simulation.memory import ELEMENT, PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
+from hf_helix.simulation.peaks import peak_of_program, peaks_of_schedule
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.steady import costs_under, exposed_seconds, steady_layers
 from hf_helix.simulation.sums import exposed_sums, profile_with_sums
@@ -64,7 +58,9 @@ class Case:
         plan: the name of a rule.
         schedule: as in `HelixConfig`.
         recompute: as in `HelixConfig`.
-        shard_optimizer: as in `HelixConfig`.
+        shard_optimizer: as in `HelixConfig`: ranks with copies each step a part of the weights, from gradients that are
+            reduced to these parts, and gather the weights once in a step, in the type of matrix products.
+        shard_parameters: as in `HelixConfig`.
         dtype: the type of matrix products.
         imbalance: rows that the experts of the busiest rank get, in parts of the mean. What routers choose depends on
             the data, so it is given, not predicted; time and memory are those of a rank that gets so many in every
@@ -80,6 +76,7 @@ class Case:
     schedule: str = "auto"
     recompute: str = "none"
     shard_optimizer: bool = False
+    shard_parameters: bool = False
     dtype: str = "bf16"
     imbalance: float = 1.0
 
@@ -87,6 +84,23 @@ class Case:
     def tokens(self) -> int:
         """Returns the tokens of a step, of all data-parallel ranks."""
         return self.batch * self.length * self.microbatches * self.sizes.dp
+
+    @property
+    def spread_weights(self) -> dict[str, int]:
+        """Returns the axes that weights are spread over, with their ranks."""
+        return self.sizes.spread() if self.shard_parameters else {}
+
+    @property
+    def spread_gradients(self) -> dict[str, int]:
+        """Returns the axes over which gradients are reduced to parts, with their ranks; over others they are summed."""
+        return self.sizes.spread() if self.shard_parameters or self.shard_optimizer else {}
+
+    @property
+    def sharing(self) -> Sharing:
+        """Returns what ranks with copies keep."""
+        sizes, element, several = self.sizes, ELEMENT[self.dtype], bool(self.sizes.spread())
+        states, parameters = self.shard_optimizer and several, self.shard_parameters and several
+        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, element)
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,7 @@ class Step:
         bubble: part of a window in which the pipeline's ranks wait for each other.
         memory: of the rank that needs most.
         model_flops: of a device in a step, attention counted as causal, and as if every token saw every other.
+        gathers: seconds of those `loads` in which weights are gathered.
         drawn: the programs and the timeline of the window, if it was simulated whole.
     """
 
@@ -116,6 +131,7 @@ class Step:
     bubble: float
     memory: Memory
     model_flops: tuple[float, float]
+    gathers: float = 0.0
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
 
     @property
@@ -158,7 +174,7 @@ def layout_of(amounts: Amounts, case: Case) -> Layout:
 
 
 def memory_of_case(
-    amounts: Amounts, case: Case, layout: Layout | None = None, peaks: Sequence[int] | None = None
+    amounts: Amounts, case: Case, layout: Layout | None = None, peaks: Sequence[Peak] | None = None
 ) -> Memory:
     """Returns the memory of the rank that needs most.
 
@@ -166,17 +182,17 @@ def memory_of_case(
         amounts: of a rank of this case's layout.
         case: what is trained how.
         layout: of the case, where it is known.
-        peaks: the activations of each rank, where they are known.
+        peaks: of each rank, where they are known.
 
     Raises:
         ValueError: the layout cannot be built.
     """
     layout = layout or layout_of(amounts, case)
-    return _heaviest(amounts, layout, case, peaks or activations_of_case(amounts, case, layout))
+    return _heaviest(amounts, layout, case, peaks or peaks_of_case(amounts, case, layout))
 
 
-def activations_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[int]:
-    """Returns the bytes of activations that each rank of a pipeline keeps and works with at most.
+def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
+    """Returns what is alive on each rank of a pipeline when most is.
 
     Args:
         amounts: of a rank of this case's layout.
@@ -186,14 +202,12 @@ def activations_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[in
     two_strands = not runs_one_strand(case.plan)
     usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches, two_strands)
     peaks = [peaks_of_schedule(amounts, layout, schedule, two_strands) for schedule in usual]
-    return [max(of_rank) for of_rank in zip(*peaks, strict=True)]
+    return [max(of_rank, key=lambda peak: peak.total) for of_rank in zip(*peaks, strict=True)]
 
 
-def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[int]) -> Memory:
-    """Returns the memory of the rank that needs most, given the activations of each."""
-    shares = case.sizes.dp if case.shard_optimizer else 1
-    sums = case.sizes.dp * case.sizes.cp > 1
-    found = [memory_of(amounts, layout, rank, peak, shares, sums) for rank, peak in enumerate(peaks)]
+def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[Peak]) -> Memory:
+    """Returns the memory of the rank that needs most, given the peak of each."""
+    found = [memory_of(amounts, layout, rank, peak, case.sharing) for rank, peak in enumerate(peaks)]
     return max(found, key=lambda memory: memory.total)
 
 
@@ -212,7 +226,7 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
     """
     profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
     if whole:
-        profile = profile_with_sums(profile, amounts, rings(cluster, case.sizes), cluster)
+        profile = profile_with_sums(profile, amounts, rings(cluster, case.sizes), cluster, case.spread_gradients)
     plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
     return simulate_plan(amounts, case, cluster, profile, plan, whole)
 
@@ -236,7 +250,7 @@ def simulate_plan(
     costs = costs_under(profile, layers)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
     seconds, drawn = window.seconds, None
-    sums = exposed_sums(amounts, layout, rings(cluster, case.sizes), cluster, profile)
+    sums = exposed_sums(amounts, layout, rings(cluster, case.sizes), cluster, profile, case.spread_gradients)
     if whole:
         is_short = _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
         scheduler = Scheduler(case.schedule if is_short else window.name, case.sizes.pp, costs)
@@ -267,6 +281,7 @@ def simulate_plan(
         window.bubble,
         memory,
         model_flops(amounts, case),
+        case.microbatches * _gather_seconds(profile, layout, window.busiest),
         drawn,
     )
 
@@ -298,6 +313,12 @@ def _loads(profile: Profile, layout: Layout, rank: int, microbatches: int) -> di
     return found
 
 
+def _gather_seconds(profile: Profile, layout: Layout, rank: int) -> float:
+    """Returns the seconds in which a rank gathers weights for a micro-batch."""
+    names = [layout.units[unit] for unit in layout.units_of(rank)]
+    return sum(profile.times[name, entry] for name in names for entry, op in layout.graphs[name].entries() if op.ahead)
+
+
 def _host_seconds(layout: Layout, rank: int, microbatches: int, cluster: Cluster) -> float:
     """Returns what a host needs to issue a window, where it issues while the device computes."""
     if not cluster.device.host_runs_ahead:
@@ -311,12 +332,17 @@ def _num_operators(layout: Layout, units: Iterable[int]) -> int:
 
 
 def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:
-    held = [held_weights(amounts, layout, rank) for rank in range(layout.num_ranks)]
-    trained = max(each.trained + each.experts for each in held)
-    bandwidth = cluster.device.bandwidth * cluster.device.memory_efficiency.at(PARAMETER * trained)
-    copies = case.sizes.dp
-    if not case.shard_optimizer or copies == 1:
-        return OPTIMIZER_BYTES * trained / bandwidth
-    sent = int((copies - 1) / copies * trained * PARAMETER)
-    gathered = transfer_seconds(Transfer("dp", "all_gather", sent), rings(cluster, case.sizes)["dp"], cluster)
-    return OPTIMIZER_BYTES * trained / copies / bandwidth + gathered
+    """Returns the seconds of the optimizer on the rank that takes longest: the step, and with `shard_optimizer` the
+    all-gather of the weights that operators compute with."""
+    device, axes = cluster.device, rings(cluster, case.sizes)
+    found = []
+    for held in (held_weights(amounts, layout, rank) for rank in range(layout.num_ranks)):
+        mine = case.sharing.part_of(held)
+        bandwidth = device.bandwidth * device.memory_efficiency.at(max(1.0, PARAMETER * mine))
+        seconds = OPTIMIZER_BYTES * mine / bandwidth
+        for axis, count in ((COPIES, held.trained), (EXPERT_COPIES, held.experts)) if case.shard_optimizer else ():
+            size = axes[axis].size
+            gather = Transfer(axis, "all_gather", count * ELEMENT[case.dtype] * (size - 1) // size)
+            seconds += transfer_seconds(gather, axes[axis], cluster)
+        found.append(seconds)
+    return max(found)

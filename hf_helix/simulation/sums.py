@@ -9,38 +9,42 @@ carries in all what it can, so sums make way for what backward sends over the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import GradientSum, Layout
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, named_sums
-from hf_helix.simulation.amounts import Amounts, Gradient
+from hf_helix.simulation.amounts import Adders, Amounts, Gradient
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import LEAST, Ring, transfer_seconds
-from hf_helix.simulation.kernels import Transfer
+from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.memory import GRADIENT
 
-COPIES, EXPERT_COPIES = "copies", "expert_copies"
 
-Adders = tuple[tuple[int, str], ...]
-
-
-def gradient_sums(amounts: Amounts, layout: Layout) -> list[tuple[GradientSum, int]]:
+def gradient_sums(amounts: Amounts, layout: Layout, spread: Collection[str] = ()) -> list[tuple[GradientSum, int]]:
     """Returns the sums of all ranks of a pipeline, each with the bytes of it that are of experts.
 
     Args:
         amounts: of a rank of this layout.
         layout: of all ranks of a pipeline.
+        spread: the axes over which gradients are reduced to parts. Then those of a unit are one sum, and those of
+            experts another one, which no other rank may have copies of.
     """
     found = []
     for rank in range(layout.num_ranks):
-        completed = list(_completed(amounts, layout, rank))
+        completed = list(amounts.completed_gradients(layout, rank))
         numbers = fill_buckets([GRADIENT * made.elements for made, _ in completed], BUCKET_BYTES)
-        buckets: dict[int, list[tuple[Gradient, Adders]]] = {}
-        for number, each in zip(numbers, completed, strict=True):
-            buckets.setdefault(number, []).append(each)
+        buckets: dict[object, list[tuple[Gradient, Adders]]] = {}
+        for number, (made, adders) in zip(numbers, completed, strict=True):
+            key: object = number
+            if spread:
+                units = {unit for unit, _ in adders}
+                key = min(units), len(units), made.is_experts
+                if made.is_experts and EXPERT_COPIES not in spread:
+                    continue
+            buckets[key] = [*buckets.pop(key, ()), (made, adders)]  # behind those that are complete before
         for bucket in buckets.values():
             adders = tuple(dict.fromkeys(adder for _, mine in bucket for adder in mine))
             experts = GRADIENT * sum(made.elements for made, _ in bucket if made.is_experts)
@@ -48,16 +52,9 @@ def gradient_sums(amounts: Amounts, layout: Layout) -> list[tuple[GradientSum, i
     return found
 
 
-def _completed(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
-    """Yields the gradients of a rank in the order in which a micro-batch completes them, each with what adds to it."""
-    units = list(layout.units)
-    for unit in reversed(layout.units_of(rank)):
-        for made in amounts.gradients.get(units[unit], ()):
-            # What another unit adds to is a weight that embedding and head share; there is one of each.
-            yield made, tuple((unit if name == units[unit] else units.index(name), op) for name, op in made.adders)
-
-
-def profile_with_sums(profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster) -> Profile:
+def profile_with_sums(
+    profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str] = ()
+) -> Profile:
     """Returns the profile with the sums of gradients in its layout; the same where no other rank sees other tokens.
 
     Args:
@@ -65,27 +62,34 @@ def profile_with_sums(profile: Profile, amounts: Amounts, axes: Mapping[str, Rin
         amounts: of a rank of this layout.
         axes: where the ranks of every axis stand.
         cluster: what it runs on.
+        spread: the axes over which gradients are reduced to parts.
     """
     if axes[COPIES].size == 1:
         return profile
-    found = gradient_sums(amounts, profile.layout)
+    found = gradient_sums(amounts, profile.layout, spread)
     layout = replace(profile.layout, sums=[made for made, _ in found])
     names = [name for name, _ in named_sums(layout)]
-    seconds = [max(LEAST, _seconds(*each, axes, cluster)) for each in found]
+    seconds = [max(LEAST, _seconds(*each, axes, cluster, spread)) for each in found]
     times = {**profile.times, **dict(zip(names, seconds, strict=True))}
     pairs = {**profile.pairs, **_contended(layout, times, axes, cluster)}
     return replace(profile, layout=layout, times=times, pairs=pairs)
 
 
-def _seconds(made: GradientSum, experts: int, axes: Mapping[str, Ring], cluster: Cluster) -> float:
-    """Returns the seconds in which gradients are put in one piece and summed; a CPU also divides them."""
-    passes = 2 if cluster.backend == "nccl" else 4
-    device, seconds = cluster.device, 0.0
+def _seconds(
+    made: GradientSum, experts: int, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
+) -> float:
+    """Returns the seconds in which gradients are put in one piece and summed; a CPU also divides them.
+
+    To parts, they are put into a piece full of zeros, and a CPU adds up what comes from the other ranks.
+    """
+    on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
+    passes = (3 if on_gpu else 5) if spread else (2 if on_gpu else 4)
     for axis, held in ((COPIES, made.bytes - experts), (EXPERT_COPIES, experts)):
         size = axes[axis].size
         if size > 1 and held:
             seconds += passes * held / (device.bandwidth * device.memory_efficiency.at(2 * held))
-            sent = Transfer(axis, "all_reduce", 2 * held * (size - 1) // size)
+            method, times = ("reduce_scatter", 1) if spread else ("all_reduce", 2)
+            sent = Transfer(axis, method, times * held * (size - 1) // size)
             seconds += transfer_seconds(sent, axes[axis], cluster)
     return seconds
 
@@ -110,7 +114,12 @@ def _contended(
 
 
 def exposed_sums(
-    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, profile: Profile
+    amounts: Amounts,
+    layout: Layout,
+    axes: Mapping[str, Ring],
+    cluster: Cluster,
+    profile: Profile,
+    spread: Collection[str] = (),
 ) -> float:
     """Returns the seconds after the last backward in which gradients are still summed, of the rank that takes longest,
     where no weight gradients are held back.
@@ -121,11 +130,12 @@ def exposed_sums(
         axes: where the ranks of every axis stand.
         cluster: what it runs on.
         profile: the times of the operators.
+        spread: the axes over which gradients are reduced to parts.
     """
     completed: dict[int, float] = {}  # seconds of the sums that each unit completes
-    for made, experts in gradient_sums(amounts, layout) if axes[COPIES].size > 1 else ():
+    for made, experts in gradient_sums(amounts, layout, spread) if axes[COPIES].size > 1 else ():
         last = min(unit for unit, _ in made.adders)
-        completed[last] = completed.get(last, 0.0) + _seconds(made, experts, axes, cluster)
+        completed[last] = completed.get(last, 0.0) + _seconds(made, experts, axes, cluster, spread)
     worst = 0.0
     for rank in range(layout.num_ranks):
         waiting = 0.0
@@ -146,4 +156,6 @@ def _free_seconds(amounts: Amounts, layout: Layout, name: str, profile: Profile,
         sent = amounts.operators[entry].transfers
         if not any(axes[each.axis].size > 1 and axes[each.axis].crosses == crosses for each in sent):
             free += profile.times[entry]
-    return free
+        elif op.ahead:  # beside computation
+            free -= profile.times[entry]
+    return max(0.0, free)

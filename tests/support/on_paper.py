@@ -32,10 +32,17 @@ def on_meta(model_type: str = "llama", **options: Any) -> Any:
 
 
 def counted(
-    model: Any, batch: int = 2, length: int = 32, bf16: bool = False, kinds: Kinds | None = None, **helix: Any
+    model: Any,
+    batch: int = 2,
+    length: int = 32,
+    bf16: bool = False,
+    kinds: Kinds | None = None,
+    dp_size: int = 1,
+    **helix: Any,
 ) -> Amounts:
     """What a rank does for a micro-batch of a model, on a layout of these options of `HelixConfig`."""
-    return amounts_of(model, HelixConfig(**helix), batch, length, torch.bfloat16 if bf16 else None, kinds=kinds)
+    dtype = torch.bfloat16 if bf16 else None
+    return amounts_of(model, HelixConfig(**helix), batch, length, dtype, kinds=kinds, dp_size=dp_size)
 
 
 def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Cluster:

@@ -163,3 +163,14 @@ def test_more_devices_and_a_faster_network(capsys: Any, tmp_path: Path):
     file = cluster_file(tmp_path / "two.yaml", nodes=2, network={"gb_per_s": 0.01})
     main(words_of("simulate", file, "--gpus", 8, "--tp_size", 2, "--network", "x2"))
     assert capsys.readouterr().out.startswith("tp 2 x dp 4 on 4 x 2 CPU, network x2: 16 x 1")
+
+
+def test_spread_weights_are_simulated_and_written(small: Path, capsys: Any, tmp_path: Path):
+    picture = tmp_path / "window.svg"
+    main(words_of("simulate", small, "--microbatches", 4, "--shard_parameters", "--output", picture))
+    said = capsys.readouterr().out
+    assert said.startswith("dp 2 on two CPUs: 4 x 1, shard_parameters, 128 tokens a sequence\n")
+    assert "all-gathers of weights" in said
+    assert "weights" in picture.read_text()
+    both = ["--shard_parameters", "--shard_optimizer"]
+    assert "use shard_optimizer=False" in refused(capsys, words_of("simulate", small, *both))

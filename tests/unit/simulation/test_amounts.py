@@ -213,3 +213,42 @@ def test_derived_families_are_counted_too(family: str):
     attention = [flops(found, *name, ATTENTION) for name in found.operators if name[1].startswith("F.")]
     assert sum(attention) == 2 * linear(LENGTH, LENGTH, HEAD) * BATCH * HEADS / 2 / 2
     assert {op.kind for _, op in named_operators(found.layout)} == {Kind.COMPUTE, Kind.INTRA_NODE}
+
+
+SHARDED: dict[str, Any] = {"shard_parameters": True, "dp_size": 2}
+
+
+@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"bf16": True}, {"recompute": "full"}], ids=str)
+def test_weights_that_are_spread_are_gathered_forward_and_again_in_backward(options: dict[str, Any], llama: Any):
+    """In fp32, whatever the type of matrix products; over more ranks each sends nearly all of it."""
+    amounts = counted(llama, BATCH, LENGTH, **options, **SHARDED)
+    assert amounts.spread == {"copies": 2, "expert_copies": 2}
+    gathers = {
+        name: found.transfers
+        for name, found in amounts.operators.items()
+        if name[1].split(".")[1].startswith("weights")
+    }
+    assert sorted(gathers) == [
+        ("embedding", "F.weights"),
+        ("head", "F.weights"),
+        ("layer", "B.weights.again"),
+        ("layer", "F.weights"),
+    ]
+    for ranks in (2, 8):
+        for name in gathers:
+            (sent,) = amounts.over({"copies": ranks, "expert_copies": ranks}).operators[name].transfers
+            whole = 4 * amounts.weights[name[0]].trained
+            assert (sent.axis, sent.method) == ("copies", "all_gather")
+            assert whole * (ranks - 1) / ranks <= sent.bytes <= whole + 4 * 64 * 32, "padding comes on top"
+
+
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"bf16": True}, {"recompute": "full"}], ids=str)
+def test_spreading_weights_changes_nothing_else(options: dict[str, Any], llama: Any):
+    plain, spread = counted(llama, **options), counted(llama, **options, **SHARDED)
+    assert spread.weights == plain.weights
+    assert spread.gradients == plain.gradients
+    for name, found in plain.operators.items():
+        assert spread.operators[name].transfers == found.transfers, name
+        assert sum(k.flops for k in spread.operators[name].kernels) == sum(k.flops for k in found.kernels), name
+    assert sum(found.delta for found in spread.operators.values()) == pytest.approx(0, abs=4096)
+    assert sum(found.weights for found in spread.operators.values()) == 0, "each piece is freed with its last reader"

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from support.on_paper import cluster_with, on_meta
 
+from hf_helix.config import HelixConfig
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.simulation.cluster import Cluster, divisors
 from hf_helix.simulation.layouts import Ranking, Search, check_sizes, is_plain, layouts
 from hf_helix.simulation.sizes import Sizes
+from hf_helix.simulation.step import Case, memory_of_case
 
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
@@ -94,7 +96,8 @@ def test_memory_is_saved_before_a_layout_is_dropped():
     assert all(step.memory.total <= kept for step in scarce.steps)
     saved = scarce.plain()
     assert saved is not None
-    assert saved.case.recompute != "none" or saved.case.shard_optimizer or saved.case.batch < plain.case.batch
+    case = saved.case
+    assert case.recompute != "none" or case.shard_optimizer or case.shard_parameters or case.batch < plain.case.batch
     weights = plain.memory.weights + plain.memory.gradients
     cut = with_room(weights)
     assert cut.plain() is None
@@ -111,7 +114,8 @@ def test_experts_are_shared_where_they_divide():
     found = search(on_meta("mixtral", num_local_experts=6, num_experts_per_tok=2))
     assert Sizes(dp=4, ep=2) in [step.case.sizes for step in found.steps]
     assert reasons(found)[Sizes(dp=4, ep=4)] == "ep_size x tp_size = 4 does not divide the 6 experts"
-    assert not [step for step in found.steps if step.case.sizes.ep > 1 and step.case.shard_optimizer]
+    for case in (step.case for step in found.steps):  # none that a run would refuse
+        HelixConfig(ep_size=case.sizes.ep, shard_optimizer=case.shard_optimizer)
 
 
 def test_sizes_are_checked_before_anything_is_counted():
@@ -125,3 +129,25 @@ def test_sizes_are_checked_before_anything_is_counted():
 
 def test_divisors():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_weights_are_spread_where_nothing_else_makes_room():
+    model, sizes = on_meta(num_hidden_layers=24), Sizes(dp=4)
+    paper = OnPaper(model, CLUSTER)
+
+    def memory(**saving: bool) -> float:
+        case = Case(sizes, 1, LENGTH, 8, recompute="full", **saving)
+        return memory_of_case(paper.amounts(case), case).total
+
+    whole, spread = memory(shard_optimizer=True), memory(shard_parameters=True)
+    assert spread < whole
+    device = replace(CLUSTER.device, memory=(whole + spread) / 2)
+    plain = search(model, replace(CLUSTER, device=device)).plain()
+    assert plain is not None
+    assert plain.case.shard_parameters
+    assert not plain.case.shard_optimizer
+    assert plain.memory.total <= device.memory
+
+
+def test_weights_are_not_spread_where_there_is_room(ranking: Ranking):
+    assert not [step for step in ranking.steps if step.case.shard_parameters]

@@ -54,12 +54,13 @@ def test_sums_wait_for_what_backward_sends_over_the_same_link(monkeypatch: pytes
     assert exposed(INSIDE) > exposed(ACROSS)
 
 
-def layout_of_training(model: Any, tp_size: int) -> Layout:
+def layout_of_training(model: Any, tp_size: int, shard_parameters: bool = False) -> Layout:
     """What the runtime makes of a model on two data-parallel ranks."""
-    mesh = paper_mesh({"tp": tp_size}).mesh
+    spread = {"copies": 2, "expert_copies": 2} if shard_parameters else None
+    mesh = paper_mesh({"tp": tp_size}, spread=spread).mesh
     group: Any = object()
     mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, copies_group=group, expert_copies_group=group, dp_group=group)
-    config = HelixConfig(tp_size=tp_size)
+    config = HelixConfig(tp_size=tp_size, shard_parameters=shard_parameters)
     return declare(model, config, mesh, ["none"] * model.config.num_hidden_layers).stage.layout
 
 
@@ -100,3 +101,31 @@ def test_sums_and_collectives_of_one_link_share_it() -> None:
     for first, second in ((name, collective), (collective, name)):
         assert shared.slowdown(first, second) == pytest.approx(2.0)
         assert apart.slowdown(first, second) == 1.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    ],
+    ids=str,
+)
+def test_sums_to_parts_are_those_of_training(options: dict[str, Any]) -> None:
+    """The gradients of a unit are one sum, and those of its experts another."""
+    model = on_meta(**options, num_hidden_layers=3)
+    amounts = counted(model, shard_parameters=True, dp_size=2)
+    case = case_of(dp=2, shard_parameters=True)
+    found = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case), case.spread_gradients)]
+    assert found == list(layout_of_training(model, 1, shard_parameters=True).sums)
+
+
+def test_sums_to_parts_send_half() -> None:
+    axes = {**rings(CLUSTER, Sizes(tp=2, dp=2)), "copies": ACROSS}
+    whole = profile_with_sums(PROFILE, AMOUNTS, axes, CLUSTER)
+    parts = profile_with_sums(PROFILE, AMOUNTS, axes, CLUSTER, {"copies": 2})
+    assert sum(made.bytes for made in parts.layout.sums) == sum(made.bytes for made in whole.layout.sums) == HELD
+    seconds = {name: each for name, each in parts.times.items() if name[0] == "gradients"}
+    assert len(seconds) == len(AMOUNTS.layout.units)
+    assert sum(seconds.values()) == pytest.approx(HELD / 2 / 100e9 + 3 * HELD / 1000e9)

@@ -1,0 +1,178 @@
+"""How long memory lives that an operator leaves behind.
+
+In:   one micro-batch as it runs on the meta device, one operator after the other.
+Out:  `Lifetimes`: by operator, the memory that it leaves, and what must have happened before that is freed.
+Must hold: it is true of every order of the operators. Memory is freed once the values that lie in it have been read for
+the last time, and no sooner than behind the operator behind which it was freed here: backward may have kept it without
+a name.
+
+What leaves a unit enters the next: how long it is kept there does not depend on the unit that it comes from. So it is
+noted with the unit that it enters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_helix.operators.base import Precision
+from hf_helix.operators.unit import Unit
+from hf_helix.planning.layout import Key, Layout
+from hf_helix.planning.profile import Name
+from hf_helix.runtime.executor import Executor
+from hf_helix.runtime.microbatch import MicroBatch, Strand
+from hf_helix.runtime.streams import Streams
+from hf_helix.runtime.trace import Trace
+from hf_helix.simulation.meter import Allocated, Meter
+
+Place = tuple[int, str]
+"""An operator: the index of its unit, and its entry in a plan."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Memory that an operator leaves.
+
+    Attributes:
+        bytes: how much.
+        values: the values of its unit that lie in it.
+        last: the entry of its unit behind which it was freed; empty where that was in another unit.
+        is_weight: whether it holds gathered weights, or copies of these.
+    """
+
+    bytes: int
+    values: tuple[str, ...]
+    last: str
+    is_weight: bool
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """The memory that operators leave.
+
+    Attributes:
+        left: by operator.
+        entering: of what enters a unit (its name, whether forward, which of its inputs), the entry of the unit behind
+            which it was freed.
+    """
+
+    left: Mapping[Name, Sequence[Storage]]
+    entering: Mapping[tuple[str, bool, int], str]
+
+    def weights(self) -> dict[Name, int]:
+        """Returns, by operator, the bytes of gathered weights that are alive after it and were not before, where one
+        strand runs."""
+        found: dict[Name, int] = {}
+        for (unit, entry), storages in self.left.items():
+            for storage in storages:
+                for name, change in (((unit, entry), 1), ((unit, storage.last), -1)):
+                    if storage.is_weight and name[1]:
+                        found[name] = found.get(name, 0) + change * storage.bytes
+        return found
+
+
+class Watch(Trace):
+    """Tells a meter which operator is about to run, and notes which values lie in the memory that it counts.
+
+    Args:
+        meter: counts.
+
+    Attributes:
+        values: the values in each piece of memory.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.values: dict[Allocated, list[Key]] = defaultdict(list)
+        self._meter = meter
+        self._strands: list[Strand] = []
+        self._seen: set[Key] = set()
+
+    def follow(self, strand: Strand) -> None:
+        """Notes the values of a strand from now on."""
+        self._strands.append(strand)
+
+    def note(self, verb: str, label: str) -> None:
+        if verb != "wait":
+            self._begin(label)
+
+    def end(self) -> None:
+        """Counts nothing more."""
+        self._begin(None)
+
+    def _begin(self, label: str | None) -> None:
+        self._meter.begin(label)
+        for key, value in ((key, value) for strand in self._strands for key, value in strand.values.items()):
+            copies = [copy for copy in vars(value).get("copies", {}).values() if isinstance(copy, Tensor)]
+            for tensor in (*copies, *([] if key in self._seen else [value])):
+                found = self._meter.allocation_of(tensor)
+                if found is not None and key not in self.values[found]:
+                    self.values[found].append(key)
+            self._seen.add(key)
+
+
+class WatchedExecutor(Executor):
+    """An executor whose strands a `Watch` follows.
+
+    Args:
+        watch: follows them.
+        units, streams, seed, precision: as of `Executor`.
+    """
+
+    def __init__(
+        self, watch: Watch, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision
+    ) -> None:
+        super().__init__(units, streams, seed, precision)
+        self._watch = watch
+
+    def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
+        found = super().strand(batch, sources, training)
+        self._watch.follow(found)
+        return found
+
+
+def lifetimes_of(
+    meter: Meter, watch: Watch, places: Mapping[str, Place], layout: Layout, weights: Collection[Key]
+) -> Lifetimes:
+    """Returns how long the memory lives that was counted.
+
+    Args:
+        meter: has counted a micro-batch.
+        watch: has followed it.
+        places: the operator of each label.
+        layout: of the units, one of each name.
+        weights: the values that hold gathered weights.
+    """
+    left: dict[Name, list[Storage]] = defaultdict(list)
+    entering: dict[tuple[str, bool, int], str] = {}
+    for memory in meter.allocated:
+        if memory.maker is None or memory.maker == memory.last:
+            continue
+        unit, entry = places[memory.maker]
+        keys = watch.values.get(memory, [])
+        values = tuple(name for index, name in keys if index == unit)
+        where, behind = places[memory.last] if memory.last is not None else (unit, "")
+        if where != unit:
+            for forward, position in outputs_of(layout, unit, values):
+                if where == unit + (1 if forward else -1):
+                    entering[layout.units[where], forward, position] = behind
+            behind = ""
+        found = Storage(memory.bytes, values, behind, any(key in weights for key in keys))
+        left[layout.units[unit], entry].append(found)
+    return Lifetimes(dict(left), entering)
+
+
+def outputs_of(layout: Layout, unit: int, values: Collection[str]) -> Iterator[tuple[bool, int]]:
+    """Yields which values leave a unit: whether forward, and as which of its outputs.
+
+    Args:
+        layout: what the ranks hold.
+        unit: its index.
+        values: of the unit.
+    """
+    pair = layout.graphs[layout.units[unit]]
+    for forward, graph in ((True, pair.forward), (False, pair.backward)):
+        yield from ((forward, position) for position, name in enumerate(graph.outputs) if name in values)

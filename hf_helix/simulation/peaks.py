@@ -1,0 +1,285 @@
+"""What is alive in a window when most is: of a program, operator by operator, or of a schedule, unit by unit.
+
+In:   the memory that operators allocate, and a rank's program or its schedule.
+Out:  `Peak`s.
+Must hold: of a program, each piece of memory is freed once nothing holds it any more (`hf_helix.simulation.lifetimes`).
+Before there are programs, two strands take turns layer by layer, which is what plans promise to need no more than (one
+layer's activations apart). What is sent to another stage of the pipeline is freed when the next transfer begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from hf_helix.planning.cost import entry_of
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.graph.pair import RECEIVE
+from hf_helix.planning.instructions import PARTS_OF, Instruction, pass_instructions
+from hf_helix.planning.layout import Key, Layout
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
+from hf_helix.simulation.amounts import Adders, Amounts, Gradient
+from hf_helix.simulation.kernels import EXPERT_COPIES
+from hf_helix.simulation.lifetimes import outputs_of
+from hf_helix.simulation.memory import GRADIENT, Peak
+
+# -- of a program ------------------------------------------------------------------------------------------------------
+
+
+def peak_of_program(amounts: Amounts, layout: Layout, program: Sequence[Instruction]) -> Peak:
+    """Returns what is alive while a rank runs a program, when most is.
+
+    The batches are left out, and so are gradients unless weights are spread: else they are there between windows, too.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks.
+        program: the instructions of the rank.
+    """
+    alive = _Alive(amounts, layout)
+    for instruction in program:
+        if instruction.operator is not None:
+            alive.run(instruction)
+    return alive.peak
+
+
+ACTIVATIONS, WEIGHTS, GRADIENTS = range(3)
+"""What memory is for, in the order of `Peak`."""
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """Memory that is alive.
+
+    Attributes:
+        bytes: how much.
+        sort: what for, `ACTIVATIONS` or `WEIGHTS`.
+        holders: how many must let go of it.
+    """
+
+    bytes: int
+    sort: int
+    holders: int = 0
+
+
+class _Alive:
+    """What is alive on a rank while it runs a program.
+
+    Attributes:
+        peak: when most was, so far.
+    """
+
+    def __init__(self, amounts: Amounts, layout: Layout) -> None:
+        self.peak = Peak()
+        self._amounts, self._layout = amounts, layout
+        self._now = [0, 0, 0]
+        self._values: dict[tuple[int, Key], list[_Block]] = {}  # by micro-batch; freed with the value
+        self._kept: dict[tuple[int, Key], list[_Block]] = {}  # likewise, freed behind an entry of a unit
+        self._sent: list[_Block] = []
+        self._adding: dict[tuple[int, str], list[tuple[object, Gradient]]] = {}
+        for rank in range(layout.num_ranks):
+            for made, adders in _spread_gradients(amounts, layout, rank):
+                for adder in adders:
+                    self._adding.setdefault(adder, []).append(((adders, id(made)), made))
+        self._begun: set[object] = set()
+
+    def run(self, instruction: Instruction) -> None:
+        """Counts what an instruction allocates, and what is freed behind it."""
+        op, microbatch, unit = instruction.operator, instruction.microbatch, instruction.unit
+        assert op is not None
+        if op.kind is Kind.GRADIENTS:  # they are put in one piece
+            if self._amounts.spread:
+                self._see(self._layout.sums[instruction.gradient_sum].bytes, GRADIENTS)
+            return
+        if op.kind is Kind.PIPELINE:
+            for block in self._sent:
+                self._release(block)
+            self._sent = []
+            if op.receives:
+                self._keep(instruction, self._amounts.handed_on, [name for _, name in instruction.writes])
+                self._see(0, ACTIVATIONS)
+        else:
+            name = entry_of(instruction, self._layout)
+            self._add_gradients(unit, op.name)
+            self._see(self._amounts.operators[name].peak, WEIGHTS if op.ahead else ACTIVATIONS)
+            for storage in self._amounts.lifetimes.left.get(name, ()):
+                sort = WEIGHTS if storage.is_weight else ACTIVATIONS
+                self._keep(instruction, storage.bytes, storage.values, storage.last, sort)
+            for block in self._kept.pop((microbatch, (unit, name[1])), ()):
+                self._let_go(block)
+        for key in instruction.frees:
+            for block in self._values.pop((microbatch, key), ()):
+                self._let_go(block, sends=op.sends)
+        if instruction.ends:
+            for block in self._kept.pop((microbatch, (-1, "")), ()):
+                self._let_go(block)
+
+    def _see(self, above: int, sort: int) -> None:
+        """Notes that so many bytes of a sort are alive for a while above what is alive now."""
+        if sum(self._now) + above > self.peak.total:
+            then = list(self._now)
+            then[sort] += above
+            self.peak = Peak(*then)
+
+    def _keep(
+        self, instruction: Instruction, count: int, values: Sequence[str], last: str = "", sort: int = ACTIVATIONS
+    ) -> None:
+        """Counts memory until nothing holds it any more.
+
+        Args:
+            instruction: allocates it.
+            count: bytes.
+            values: the values of its unit that lie in it.
+            last: an entry of its unit behind which it may be freed.
+            sort: what it is for.
+        """
+        microbatch, unit, layout = instruction.microbatch, instruction.unit, self._layout
+        block = _Block(count, sort)
+        entries = [(unit, last)] if last else []
+        for forward, position in outputs_of(layout, unit, values):
+            following = layout.neighbours(unit, forward)[1]
+            if following is not None:
+                entry = self._amounts.lifetimes.entering.get((layout.units[following], forward, position))
+                entries += [(following, entry)] if entry else []
+        for value in values:
+            self._hold(self._values, (microbatch, (unit, value)), block)
+        for key in entries or ([] if values else [(-1, "")]):
+            self._hold(self._kept, (microbatch, key), block)
+        self._now[sort] += count
+
+    def _hold(self, held: dict[tuple[int, Key], list[_Block]], key: tuple[int, Key], block: _Block) -> None:
+        held.setdefault(key, []).append(block)
+        block.holders += 1
+
+    def _let_go(self, block: _Block, sends: bool = False) -> None:
+        block.holders -= 1
+        if not block.holders:
+            if sends:
+                self._sent.append(block)
+            else:
+                self._release(block)
+
+    def _release(self, block: _Block) -> None:
+        self._now[block.sort] -= block.bytes
+
+    def _add_gradients(self, unit: int, name: str) -> None:
+        """Counts the gradients that an operator is the first to add to."""
+        for key, made in self._adding.pop((unit, name), ()):
+            if key not in self._begun:
+                self._begun.add(key)
+                self._now[GRADIENTS] += GRADIENT * made.elements
+
+
+def _spread_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
+    """Yields the gradients of a rank, each with what adds to it, that become parts of several ranks."""
+    for made, adders in amounts.completed_gradients(layout, rank) if amounts.spread else ():
+        if not made.is_experts or EXPERT_COPIES in amounts.spread:
+            yield made, adders
+
+
+# -- of a schedule -----------------------------------------------------------------------------------------------------
+
+
+def peaks_of_schedule(amounts: Amounts, layout: Layout, schedule: Schedule, two_strands: bool) -> list[Peak]:
+    """Returns the same for every rank of a schedule, before there are programs: strands take turns, layer by layer.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks.
+        schedule: of a window.
+        two_strands: whether the plan may keep one layer more.
+    """
+    passes = _Passes(amounts, layout)
+    more = passes.largest_layer() if two_strands else 0
+    found = []
+    for rank, slots in enumerate(schedule):
+        peak = _peak_of_slots(layout, slots, passes)
+        gradients = sum(GRADIENT * made.elements for made, _ in _spread_gradients(amounts, layout, rank))
+        found.append(Peak(peak.activations + more, peak.weights, gradients))
+    return found
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What a micro-batch changes of live memory on its way through a unit.
+
+    Attributes:
+        delta: bytes.
+        peak: bytes alive at most, above those before.
+        weights: those of `delta` that are gathered weights.
+        weights_then: gathered weights above those before, when most is alive.
+    """
+
+    delta: int = 0
+    peak: int = 0
+    weights: int = 0
+    weights_then: int = 0
+
+
+class _Passes:
+    """What passes through the units of a layout change."""
+
+    def __init__(self, amounts: Amounts, layout: Layout) -> None:
+        self._amounts, self._layout = amounts, layout
+        self._turns = {name: turn for turn, name in enumerate(amounts.operators)}
+        self._known: dict[tuple[object, ...], _Pass] = {}
+
+    def through(self, unit: int, computation_type: str) -> _Pass:
+        """Returns what a pass through a unit changes; units of one name between others alike change the same."""
+        layout, forward = self._layout, computation_type == "F"
+        before, behind = layout.neighbours(unit, forward)
+        key = layout.units[unit], before is None, None if behind is None else layout.units[behind], computation_type
+        if key not in self._known:
+            self._known[key] = self._counted(unit, computation_type)
+        return self._known[key]
+
+    def largest_layer(self) -> int:
+        """Returns the most that a pass through a layer works with."""
+        layers = [unit for unit, name in enumerate(self._layout.units) if self._layout.graphs[name].forward.repeats]
+        return max((self.through(unit, part).peak for unit in layers for part in PARTS_OF), default=0)
+
+    def _counted(self, unit: int, computation_type: str) -> _Pass:
+        layout, forward = self._layout, computation_type == "F"
+        if layout.transfers(unit):
+            passed = self._amounts.handed_on
+            return _Pass(passed, passed) if forward == (layout.units[unit] == RECEIVE) else _Pass(-passed)
+        parts = PARTS_OF[computation_type]
+        made = [each for each in pass_instructions(layout, (0, unit), forward) if each.operator]
+        names = [entry_of(each, layout) for each in made if each.operator and each.operator.part in parts]
+        ahead = [name for name in names if name[0] != layout.units[unit]]
+        own = sorted((name for name in names if name[0] == layout.units[unit]), key=lambda name: self._turns[name])
+        alive = peak = weights = weights_then = 0
+        for name in (*ahead, *own):
+            found = self._amounts.operators[name]
+            if alive + found.peak > peak:
+                peak, weights_then = alive + found.peak, weights
+            alive += found.delta
+            weights += found.weights
+        return _Pass(alive, peak, weights, weights_then)
+
+
+def _peak_of_slots(layout: Layout, slots: Sequence[Slot], passes: _Passes) -> Peak:
+    alive = weights = sent = 0
+    peak = Peak()
+    for slot in slots:
+        entering = _units(layout, slot.forward) if slot.forward else []
+        leaving = _units(layout, slot.backward)[::-1] if slot.backward else []
+        for unit, computation_type in (each for pair in zip_longest(entering, leaving) for each in pair if each):
+            if layout.transfers(unit) and computation_type == "W":
+                continue
+            found = passes.through(unit, computation_type)
+            delta = found.delta
+            if layout.transfers(unit):
+                alive -= sent
+                sent, delta = max(0, -delta), max(0, delta)
+            if alive + found.peak > peak.total:
+                then = weights + found.weights_then
+                peak = Peak(alive + found.peak - then, then)
+            alive += delta
+            weights += found.weights
+    return peak
+
+
+def _units(layout: Layout, action: Action) -> list[tuple[int, str]]:
+    return [(unit, action.computation_type) for unit in layout.chunks[action.stage]]
