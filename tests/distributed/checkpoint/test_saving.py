@@ -154,6 +154,12 @@ CASES: dict[str, dict[str, Any]] = {
         "changes": {"num_hidden_layers": 8},
         "size": SMALL,
     },
+    "kept whole": {
+        "family": "llama",
+        "helix": {"shard_optimizer": True},
+        "changes": {"num_hidden_layers": 8},
+        "size": SMALL,
+    },
 }
 
 
