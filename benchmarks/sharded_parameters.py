@@ -2,8 +2,9 @@
 
 Builds two network namespaces as `shaped_link.py` does (needs root) and trains a Llama with data parallelism over two
 ranks: stock DDP; FSDP2 as Transformers applies it (`distributed_config` with `fsdp_size=2`), which reduces gradients
-once in a window, as the Trainer has it; and `shard_parameters=True` under `sequential`, `greedy` and `search`, planned
-with operators that are measured on the link. Losses of a first window are compared. All are timed in one run, in turn;
+once in a window, as the Trainer has it; ours without sharding, with `shard_optimizer=True`, and with
+`shard_parameters=True` under `sequential`, `greedy` and `search`, planned with operators that are measured on the link.
+Losses of a first window are compared. All are timed in one run, in turn;
 medians, the slower rank counts. Computation and communication alone are those of `shard_parameters=True`; the bound is
 the larger of both. A step is forward, backward and gradient sums of a window, without the optimizer.
 
@@ -21,7 +22,7 @@ from typing import Any
 
 import shaped_link
 
-PLAINLY = "hf_helix, whole"
+PLAINLY, ONCE = "hf_helix, whole", "shard_optimizer"
 PLANS = ("sequential", "greedy", "search")
 
 
@@ -64,7 +65,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 class Bench:
-    """The same Llama four times: DDP, FSDP2, ours whole, ours spread."""
+    """The same Llama five times: DDP, FSDP2; ours whole, with the optimizer spread, with parameters spread."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
@@ -76,10 +77,11 @@ class Bench:
         whole = LlamaForCausalLM(shaped_link.llama(options, heads=8)).train()
         folder = Path(tempfile.gettempdir()) / "model"  # see start_rank
         self.stock = build_models(whole, (DDP, FSDP2), 2, folder)
-        again = LlamaForCausalLM.from_pretrained(folder)
-        self.plain, self.sharded = self._cut(again.train(), False), self._cut(whole, True)
+        again, once = (LlamaForCausalLM.from_pretrained(folder).train() for _ in range(2))
+        self.plain, self.once = self._cut(again), self._cut(once, shard_optimizer=True)
+        self.sharded = self._cut(whole, shard_parameters=True)
 
-    def _cut(self, model: Any, shards: bool) -> tuple[Any, Any]:
+    def _cut(self, model: Any, **shards: bool) -> tuple[Any, Any]:
         """Our runner of a model, and what makes its windows."""
         from hf_helix.config import HelixConfig
         from hf_helix.engine.build import build_runner
@@ -87,7 +89,7 @@ class Bench:
         from hf_helix.planning.graph.recompute import NONE
         from hf_helix.runtime.distributed.mesh import mesh_of
 
-        config = HelixConfig(shard_parameters=shards)
+        config = HelixConfig(**shards)
         mesh = mesh_of(config, "cpu")
         return build_runner(model, config, mesh, [NONE] * self.options.layers).runner, WindowMaker(model, mesh)
 
@@ -117,11 +119,11 @@ class Bench:
         profile = measure_profile(runner, window, {"link": f"{rate} Mbit/s"})
         ours = plan_runners(runner, self.options.plans, profile, count)
         every = {name: StockModel(model, batches, 1 / count, runner) for name, model in self.stock.items()}
-        every |= {PLAINLY: self.plain[0], **ours}
+        every |= {PLAINLY: self.plain[0], ONCE: self.once[0], **ours}
         losses = {name: float(sum(each.train_window(window))) for name, each in every.items()}
         if any(abs(loss - losses[DDP]) > TOLERANCE * losses[DDP] for loss in losses.values()):
             raise RuntimeError(f"losses differ: {losses}")
-        for each in (runner, self.plain[0]):
+        for each in (runner, self.plain[0], self.once[0]):
             forget_gradients(each)
         alone = next(iter(measure_overlap({"sequential": ours["sequential"]}, window, 3).values()))
         times = time_steps(every, window, self.options.repeats)
@@ -146,7 +148,7 @@ def describe(result: dict[str, Any]) -> str:
         f"  {'':<22} {'step s':>8} {'from':>7} {'to':>7} {'FSDP2 / it':>11} {'bound / it':>11}",
     ]
     for name, found in result["steps"].items():
-        title = name if name in (DDP, FSDP2, PLAINLY) else f"sharded, {name}"
+        title = name if name in (DDP, FSDP2, PLAINLY, ONCE) else f"sharded, {name}"
         part = f"{bound / steps[name]:11.2f}" if title != name else f"{'-':>11}"
         step = steps[name]
         lines.append(

@@ -31,6 +31,7 @@ RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search
 PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
 AXES = ("tp", "cp", "ep", "dp")
+PARAMETERS, OPTIMIZER = "parameters", "optimizer"  # see HelixConfig.spreads
 RECOMPUTE = ("none", "selective", "full")
 SCHEDULES = (AUTO, "folded_1f1b", "dualpipe_v", "1f1b")
 SCHEDULE_ALIASES = {"w": "folded_1f1b"}
@@ -78,7 +79,10 @@ class HelixConfig:
             or the path of a file with a line of actions for each rank, such as `0F0 1F0 (0F1;1B0)OVERLAP_F_B`.
         layers_per_stage: how many layers each virtual stage holds (2 * pp_size of them on the fold, pp_size with
             `1f1b`); None to spread the work evenly, embedding, head and loss included.
-        shard_optimizer: keep the optimizer's states on one data-parallel rank each instead of on all (ZeRO-1).
+        shard_optimizer: spread what the optimizer steps, and its states, over the data-parallel ranks (ZeRO-1). Every
+            rank keeps all weights, with bf16 in bfloat16 where products alone read them; gradients are summed to the
+            rank that steps them, and new weights are gathered beside the next forward pass. See
+            docs/data_parallelism.md.
         shard_parameters: keep the parameters, their gradients and the optimizer's states spread over the data-parallel
             ranks (ZeRO-3, FSDP): a layer's weights are gathered just before it runs, beside the computation of the
             layer before, and dropped after it. See docs/data_parallelism.md.
@@ -139,11 +143,6 @@ class HelixConfig:
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "cp_size", "ep_size"):
             _check_size(name, getattr(self, name))
-        if self.shard_optimizer and self.ep_size > 1:
-            raise ValueError(
-                f"shard_optimizer=True with ep_size={self.ep_size}: data-parallel ranks hold different experts, and "
-                "torch's sharded optimizer needs the same parameters on all; use shard_optimizer=False"
-            )
         for name in ("plan", "schedule"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
@@ -254,6 +253,14 @@ class HelixConfig:
     def ranks_per_batch(self) -> int:
         """How many ranks work on the same batch."""
         return self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def spreads(self) -> str | None:
+        """What data-parallel ranks spread over each other: `parameters` with all that belongs to them (ZeRO-3), or what
+        the `optimizer` steps (ZeRO-1)."""
+        if self.shard_parameters:
+            return PARAMETERS
+        return OPTIMIZER if self.shard_optimizer else None
 
     @property
     def communicates(self) -> bool:

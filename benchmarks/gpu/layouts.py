@@ -75,6 +75,7 @@ CASES = (
     Case("pp2 1f1b", {"pp_size": 2, "schedule": "1f1b", "plan": "greedy"}),
     Case("dp2", {}),
     Case("dp2 zero1", {"shard_optimizer": True}),
+    Case("dp2 zero1 bf16", {"shard_optimizer": True}, bf16=True),
     Case("ep2", {"ep_size": 2, "plan": "greedy"}, "mixtral"),
     Case("ep2 capacity", {"ep_size": 2, "plan": "greedy", "expert_capacity_factor": 4.0}, "mixtral"),
     Case("tp2 auto", {"tp_size": 2, **MEASURED}),
@@ -86,6 +87,7 @@ CASES = (
     Case("tp2 graphs", {"tp_size": 2, "plan": "greedy", "cuda_graphs": True}),
     Case("cp2 graphs bf16", {"cp_size": 2, "plan": "greedy", "cuda_graphs": True}, bf16=True),
     Case("dp2 graphs", {"cuda_graphs": True}),
+    Case("dp2 zero1 graphs bf16", {"shard_optimizer": True, "cuda_graphs": True}, bf16=True),
     Case("pp2 auto", {"pp_size": 2, "schedule": "auto", **MEASURED}),
 )
 
@@ -182,12 +184,11 @@ def train_steps(engine: Engine, count: int) -> tuple[list[float], list[float]]:
 
 
 def optimizer_of(engine: Engine) -> Any:
-    """AdamW, its states spread over the data-parallel ranks where the options say so."""
+    """AdamW, which steps this rank's parts of the parameters where the options spread them."""
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
-    if not engine.config.shard_optimizer:
-        return optimizer
-    return engine.shard_optimizer(optimizer, torch.optim.AdamW, OPTIMIZER)
+    engine.step_shards(optimizer)
+    return optimizer
 
 
 def window_of(step: int) -> list[Batch]:

@@ -34,7 +34,6 @@ from torch.optim import Optimizer
 
 from hf_helix.checkpoint.local_parameter import LocalParameter, Offset
 from hf_helix.runtime.distributed.groups import control_group
-from hf_helix.runtime.sharded_optimizer import ShardedOptimizer
 
 GROUPS = "param_groups"
 _NOT_OPTIONS = ("params", "param_names")  # of a parameter group
@@ -94,10 +93,9 @@ def save_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
             {key: value for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups
         ]
     }
-    inner = stepped_optimizer(optimizer)
-    for parameter in _parameters(inner):
+    for parameter in _parameters(optimizer):
         about = local.get(parameter)
-        for key, value in inner.state.get(parameter, {}).items() if about else ():
+        for key, value in optimizer.state.get(parameter, {}).items() if about else ():
             assert about is not None
             if not isinstance(value, Tensor) or value.dim() == 0:
                 saved[f"{about.name}/{key}"] = value
@@ -122,15 +120,18 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
         ValueError: a state that only the layout that has written it can use.
         RuntimeError: on every rank, naming the rank that could not read, and why.
     """
-    inner = stepped_optimizer(optimizer)
-    parameters = _parameters(inner)
+    parameters = _parameters(optimizer)
     wanted: dict[str, Any] = {GROUPS: None}  # DCP fills it, by the names of states in the folder
     names_of: dict[nn.Parameter, dict[str, Any]] = {}  # these names, by parameter and state
-    for parameter, key, name, saved in _saved_states(parameters, local, folder):
+    found = list(_saved_states(parameters, local, folder))
+    counters = {
+        key for parameter, key, _, saved in found if local[parameter].whole_shape(parameter) and _is_scalar(saved)
+    }
+    for parameter, key, name, saved in found:
         if isinstance(saved, BytesStorageMetadata):
             wanted[name] = None
         else:
-            wanted[name] = _empty_state(parameter, local[parameter], name, saved)
+            wanted[name] = _empty_state(parameter, local[parameter], name, saved, key in counters)
         names_of.setdefault(parameter, {})[key] = name
     with _failures_named("reading the optimizer's states"):
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -138,14 +139,9 @@ def load_states(optimizer: Optimizer, local: Mapping[nn.Parameter, LocalParamete
     values = {
         parameter: {key: _local(wanted[name]) for key, name in names.items()} for parameter, names in names_of.items()
     }
-    _put(inner, parameters, values, wanted[GROUPS])
+    _put(optimizer, parameters, values, wanted[GROUPS])
     for group, options in zip(optimizer.param_groups, wanted[GROUPS], strict=True):
         group.update(options)
-
-
-def stepped_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds this rank's states: with ZeRO-1, the one inside."""
-    return optimizer.optim if isinstance(optimizer, ShardedOptimizer) else optimizer
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -181,10 +177,22 @@ def _saved_states(
             yield parameter, key, name, saved
 
 
-def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, saved: Any) -> Tensor:
-    """An empty tensor that DCP reads a state into."""
+def _is_scalar(saved: Any) -> bool:
+    return not isinstance(saved, BytesStorageMetadata) and not saved.size
+
+
+def _empty_state(parameter: nn.Parameter, about: LocalParameter, name: str, saved: Any, counts: bool) -> Tensor:
+    """An empty tensor that DCP reads a state into.
+
+    Args:
+        parameter: what this rank steps.
+        about: where that lies.
+        name: of the state in the folder.
+        saved: its description there.
+        counts: whether it is one number for any parameter, such as the number of steps.
+    """
     dtype = saved.properties.dtype
-    if "@" in name or not saved.size or saved.size != about.whole_shape(parameter):
+    if "@" in name or counts or saved.size != about.whole_shape(parameter):
         return torch.zeros(saved.size, dtype=dtype)
     return WholeTensor(about, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
 

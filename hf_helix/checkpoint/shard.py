@@ -158,14 +158,13 @@ def join_slices(value: Tensor, placement: Placement, mesh: Mesh) -> Tensor | Non
 
 def is_cut(stage: Stage, mesh: Mesh) -> bool:
     """Whether a rank holds only a part of the model. The same on every rank."""
-    return (
-        mesh.pipe.size > 1
-        or bool(stage.flats)
-        or any(
-            placement.dim is not None and mesh.axis_of(placement).size > 1
-            for placement in stage.all_placements.values()
-        )
-    )
+    return bool(stage.flats) or has_slices(stage, mesh)
+
+
+def has_slices(stage: Stage, mesh: Mesh) -> bool:
+    """Whether a rank holds only a part of the model once all that is spread is gathered. The same on every rank."""
+    cut = (placement for placement in stage.all_placements.values() if placement.dim is not None)
+    return mesh.pipe.size > 1 or any(mesh.axis_of(placement).size > 1 for placement in cut)
 
 
 def _align_with_rank_0(parameters: list[nn.Parameter], device: torch.device) -> None:

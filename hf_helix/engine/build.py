@@ -29,6 +29,7 @@ from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.weights.gather import spread_units
+from hf_helix.operators.weights.kept import keep_units
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
@@ -37,6 +38,7 @@ from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradient_buckets import layout_with_sums
+from hf_helix.runtime.kept_weights import layout_with_gathers
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
 from hf_helix.runtime.streams import make_streams
@@ -112,7 +114,7 @@ def build_runner(
         ValueError: the model cannot be cut like this.
     """
     options = options or RunOptions()
-    declared = declare(model, config, mesh, modes, options.additions)
+    declared = declare(model, config, mesh, modes, options.additions, products=options.autocast_dtype)
     return start_runner(model, declared, config, mesh, options, choose_plan)
 
 
@@ -123,6 +125,7 @@ def declare(
     modes: Sequence[str],
     additions: LossTweaks | None = None,
     places: Collection[int] | None = None,
+    products: torch.dtype | None = None,
 ) -> Declared:
     """Returns how a model is cut, on this rank alone. Nothing is communicated, and the model is not changed.
 
@@ -133,13 +136,14 @@ def declare(
         modes: the recompute mode of every layer that is declared.
         additions: what the run adds to the mathematics of the model.
         places: of the layers that are declared, on paper; None for all. What is left out is not checked either.
+        products: the type of matrix products under autocast; None for no autocast.
 
     Raises:
         ValueError: the model cannot be cut like this.
     """
     base = base_of(model)
     family = family_of(base)
-    units, called = _declare_units(model, config, mesh, modes, additions or LossTweaks(), places)
+    units, called = _declare_units(model, config, mesh, modes, additions or LossTweaks(), places, products)
     stage = place_units(
         units,
         mesh.pipe,
@@ -148,7 +152,8 @@ def declare(
         family.head_cost(base),
         config.layers_per_stage,
     )
-    return Declared(replace(stage, layout=layout_with_sums(stage.layout, stage.model, mesh)), called)
+    layout = layout_with_gathers(layout_with_sums(stage.layout, stage.model, mesh), stage.model, mesh)
+    return Declared(replace(stage, layout=layout), called)
 
 
 def start_runner(
@@ -184,6 +189,7 @@ def _declare_units(
     modes: Sequence[str],
     additions: LossTweaks,
     places: Collection[int] | None,
+    products: torch.dtype | None,
 ) -> tuple[list[Unit], list[nn.Module]]:
     """The units of the model, and the modules whose forwards they replace or call."""
     base = base_of(model)
@@ -193,6 +199,8 @@ def _declare_units(
     units = recompute_units(family.units(base, sharing, additions, places), modes)
     if config.shard_parameters:
         units = number_distinct_graphs(spread_units(units, mesh.spread_over))
+    elif config.shard_optimizer:
+        units = keep_units(units, mesh.spread_over, products)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     if places is None:
         check_forwards(model, base, family, called)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
 from hf_helix.engine.parameter_counts import ParameterCounts
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
+from hf_helix.engine.whole_weights import whole_weights
 from hf_helix.models.direct_use import Instead, refuse_calls, refuse_parts
 from hf_helix.models.model_code import check_forwards
 from hf_helix.models.peft import base_of, is_peft
@@ -55,7 +57,6 @@ from hf_helix.runtime.grad_reduce import gradient_norm, set_aside
 from hf_helix.runtime.input_ranges import extents
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say
-from hf_helix.runtime.sharded_optimizer import ShardedOptimizer
 from hf_helix.tuning.fingerprint import fingerprint
 from hf_helix.tuning.measure.even_link import even_out
 from hf_helix.tuning.result import TuningResult
@@ -264,6 +265,16 @@ class Engine(Diagnostics):
             elif shard.grad is not None:
                 shard.grad.zero_()
 
+    def whole_weights(self) -> AbstractContextManager[Any]:
+        """Returns a context in which the model has all weights, which it otherwise is without between windows
+        (`shard_optimizer`, `shard_parameters`): it can be called and generates, and its parameters can be read. What is
+        written to them is lost at the end. Every rank must enter it; what happens within it is not collective.
+
+        Raises:
+            ValueError: this rank has slices of the model even then.
+        """
+        return whole_weights(self.model, self.runner.stage, self.mesh)
+
     def free_spread_parameters(self) -> None:
         """Makes parameters that are spread stand-ins again, after somebody has given them memory: `model.to("cpu:0")`
         copies what is on `cpu`."""
@@ -277,27 +288,26 @@ class Engine(Diagnostics):
             optimizer: of the model's parameters, or of these parts already; it has not stepped. Groups, their options
                 and the order of what is in them stay, and so do the states that some optimizers start with (Adagrad).
         """
-        shards = self.runner.stage.shards
+        stage = self.runner.stage
+        shards = stage.shards
+        if not any(parameter in shards for group in optimizer.param_groups for parameter in group["params"]):
+            return  # nothing is spread, or it steps the parts already
         for group in optimizer.param_groups:
             group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
-        for flat in self.runner.stage.flats:
+        counters = {
+            key
+            for parameter, states in optimizer.state.items()
+            for key, state in states.items()
+            if parameter.dim() and not getattr(state, "ndim", 0)
+        }
+        for flat in stage.flats:
             for parameter, shard in flat.shards.items():
                 if parameter in optimizer.state:
                     states = optimizer.state.pop(parameter).items()
-                    optimizer.state[shard] = {key: flat.part_of(state, parameter) for key, state in states}
-
-    def shard_optimizer(self, optimizer: Any, optimizer_class: Any, arguments: Mapping[str, Any]) -> Any:
-        """Returns an optimizer whose states are spread over the data-parallel ranks; the given one where there is one.
-
-        Args:
-            optimizer: says which parameters are updated, with which weight decay.
-            optimizer_class: the class that updates them.
-            arguments: what that class is made with.
-        """
-        if self.mesh.dp_group is None:
-            return optimizer
-        rows = [{key: row[key] for key in ("params", "weight_decay")} for row in optimizer.param_groups]
-        return ShardedOptimizer(rows, optimizer_class, process_group=self.mesh.dp_group, **arguments)
+                    optimizer.state[shard] = {
+                        key: state if key in counters else flat.part_of(state, parameter) for key, state in states
+                    }
+        optimizer.register_step_post_hook(lambda *_: stage.outdate_weights())
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

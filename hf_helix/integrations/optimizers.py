@@ -84,7 +84,7 @@ def check_trainers_optimizer(trainer: Any) -> None:
     if given:
         _check_optimizer_class("optimizer_cls_and_kwargs", given[0], config)
     if trainer.optimizer is not None:
-        _check_new_optimizer("optimizers", trainer.optimizer, config, "TrainingArguments(optim=...)")
+        _check_new_optimizer("optimizers", trainer.optimizer, config)
 
 
 def _check_optimizer_class(option: str, kind: Any, config: HelixConfig) -> None:
@@ -96,7 +96,7 @@ def _check_optimizer_class(option: str, kind: Any, config: HelixConfig) -> None:
         )
 
 
-def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig, instead: str) -> None:
+def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig) -> None:
     """Refuses an optimizer that was made before the model is cut, and cannot take the slices over."""
     kind = type(optimizer)
     _check_optimizer_class(option, kind, config)
@@ -104,11 +104,6 @@ def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig, inste
         raise ValueError(
             f"{option}=({kind.__name__}, ...) has taken steps on the whole model, and its states cannot be cut; give a "
             "new one"
-        )
-    if config.shard_optimizer:
-        raise ValueError(
-            f"{option}=({kind.__name__}, ...) was given, and shard_optimizer=True makes its own; use {instead}, or "
-            "shard_optimizer=False"
         )
 
 
@@ -128,7 +123,7 @@ def check_optimizer(optimizer: Any, model: Any, config: HelixConfig) -> None:
     Raises:
         ValueError: says which optimizers can.
     """
-    _check_new_optimizer("optimizer", optimizer, config, "HelixTrainer")
+    _check_new_optimizer("optimizer", optimizer, config)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if model is None or not held <= {id(parameter) for parameter in model.parameters()}:
         raise ValueError(

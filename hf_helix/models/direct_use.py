@@ -31,8 +31,12 @@ class Instead(NamedTuple):
 def refuse_calls(model: nn.Module, instead: Instead) -> None:
     """Makes calls of a model an error. The signature stays: the Trainer chooses columns of the data set by it."""
 
-    @functools.wraps(model.forward)
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    stock = model.forward
+
+    @functools.wraps(stock)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if _use_allowed:
+            return stock(*args, **kwargs)
         raise RuntimeError(
             "this model's weights are cut over several ranks, so it cannot be called directly; use "
             f"{instead.calling}, or save it with {instead.saving} and load it with from_pretrained(folder)"
@@ -66,6 +70,20 @@ def names_allowed() -> Iterator[None]:
         _names_allowed = False
 
 
+@contextlib.contextmanager
+def direct_use_allowed() -> Iterator[None]:
+    """Allows calls of models and `state_dict()`, while all weights are in them."""
+    global _use_allowed
+    _use_allowed = True
+    try:
+        yield
+    finally:
+        _use_allowed = False
+
+
+_use_allowed = False
+
+
 _names_allowed = False
 
 
@@ -93,8 +111,8 @@ class _Refusal:
 
 
 class _RefusalOfNames(_Refusal):
-    """The refusal of `state_dict()`, see `names_allowed`."""
+    """The refusal of `state_dict()`, see `names_allowed` and `direct_use_allowed`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not _names_allowed:
+        if not (_names_allowed or _use_allowed):
             super().__call__()

@@ -119,6 +119,11 @@ class TensorOperator(ABC):
         their gradients."""
         return () if part is Part.W else self.parameters
 
+    @property
+    def cast_parameters(self) -> tuple[Tensor, ...]:
+        """Those of `parameters` that it reads in the type of matrix products alone, from `Precision.weights`."""
+        return ()
+
     def draws(self) -> bool:
         """Returns whether forward draws random numbers at present; the mode of a module may decide."""
         return False

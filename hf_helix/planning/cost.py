@@ -5,10 +5,10 @@ In:   instructions in the order of issue (of several ranks: one rank after the o
 Out:  a `Timeline`: start and end of every instruction.
 Must hold: the same rules as the executor's. Every stream of a rank runs in the order of issue; communication starts
 once everything issued before it on the compute stream is done, a computation once the values that it reads have
-arrived; at a barrier the compute stream waits for the collectives; nothing is issued before sizes have arrived that the
-host must know for what comes before it. What a rank sends to a neighbour goes over one link
-in order, and has arrived when it is sent. Where operators of a rank run beside each other, each goes on at its own
-slowed rate, until one of them ends.
+arrived; at a barrier the compute stream waits for the collectives; the first computation of a unit waits for its
+weights; nothing is issued before sizes have arrived that the host must know for what comes before it. What a rank sends
+to a neighbour goes over one link in order, and has arrived when it is sent. Where operators of a rank run beside each
+other, each goes on at its own slowed rate, until one of them ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.layout import Layout
+from hf_helix.planning.layout import GATHERS, SUMS, Layout
 from hf_helix.planning.rank_clock import NONE, Queue, RankClock, Slowdowns
 
 Times = Mapping[tuple[str, str], float]
@@ -110,10 +110,12 @@ class Timeline:
 
 
 def entry_of(instruction: Instruction, layout: Layout) -> tuple[str, str]:
-    """The unit's name and the entry in a plan of what an instruction runs; of a sum of gradients, its name."""
+    """The unit's name and the entry in a plan of what an instruction runs; of what belongs to the window, its name."""
     op = instruction.operator
     assert op is not None
-    unit = op.kind.value if op.kind is Kind.GRADIENTS else layout.units[instruction.unit]
+    unit = layout.units[instruction.unit]
+    if instruction.is_of_window:
+        unit = SUMS if instruction.gather < 0 else GATHERS
     return unit, f"{'F' if op.part is Part.F else 'B'}.{op.name}"
 
 
@@ -129,6 +131,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
     forwards: dict[tuple[int, int, str], int] = {}
     pending: dict[int, list[int]] = {}
     sent = _senders(program)
+    arriving: dict[int, list[int]] = {}  # gathers of weights that nothing has waited for yet, by unit
     for place, instruction in enumerate(program):
         op, rank = instruction.operator, layout.rank_of(instruction.unit)
         work.ranks.append(rank)
@@ -143,6 +146,11 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
         name = entry_of(instruction, layout)
         microbatch = instruction.microbatch
         needs = [writers[microbatch, key] for key in instruction.needs if (microbatch, key) in writers]
+        if instruction.gather >= 0:
+            for unit in layout.gathers[instruction.gather].units:
+                arriving.setdefault(unit, []).append(place)
+        elif op.kind is Kind.COMPUTE:
+            needs += arriving.pop(instruction.unit, [])
         place_of_call = (microbatch, instruction.unit, op.forward_name)
         if op.part is Part.F:
             forwards[place_of_call] = place

@@ -26,6 +26,7 @@ class Instruction:
         frees: values that nothing reads any more.
         ends: whether nothing of the micro-batch comes after but sums of gradients.
         gradient_sum: of a sum of gradients, its place among the layout's; of everything else -1.
+        gather: of a gather of weights that happens once in a window, likewise.
     """
 
     microbatch: int
@@ -39,6 +40,12 @@ class Instruction:
     gradient_sum: int = -1
     control_deps: tuple[Key, ...] = ()
     weights: tuple[Key, ...] = ()
+    gather: int = -1
+
+    @property
+    def is_of_window(self) -> bool:
+        """Whether it belongs to the window and to no micro-batch: a sum of gradients, or a gather of weights."""
+        return self.gradient_sum >= 0 or self.gather >= 0
 
     @property
     def needs(self) -> tuple[Key, ...]:
@@ -60,6 +67,7 @@ class Instruction:
             self.gradient_sum,
             self.control_deps,
             self.weights,
+            self.gather,
         )
 
 

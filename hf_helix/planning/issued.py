@@ -2,7 +2,8 @@
 
 In:   a window, and the order of issue on every rank.
 Out:  an `Issued`: the ranks' instructions, and the same as numbers.
-Must hold: every instruction of the ranks once, each after what it reads; sums of gradients as soon as they can be.
+Must hold: every instruction of the ranks once, each after what it reads; sums of gradients as soon as they can be;
+gathers of weights first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from hf_helix.planning.cost import COMPUTE, STREAMS, Times, Work
 from hf_helix.planning.gradient_sums import add_sums, order_with_sums, sums_behind, with_sums
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction
+from hf_helix.planning.weight_gathers import add_gathers, order_with_gathers, with_gathers
 from hf_helix.planning.window import ABSENT, Window
 
 PIPELINE = STREAMS.index(Kind.PIPELINE)
@@ -36,15 +38,17 @@ class Issued:
     ends: Sequence[float] | None = None
 
     def program(self, rank: int) -> list[Instruction]:
-        """The instructions of a rank."""
+        """The instructions of a rank, with its gathers of weights in front and its sums of gradients."""
         window, order = self.window, self.orders[rank]
         made = [
             window.instruction(place) if place >= 0 else replace(BARRIER_INSTRUCTION, unit=~place) for place in order
         ]
-        return with_sums(made, sums_behind(window, order), window.layout)
+        summed = with_sums(made, sums_behind(window, order), window.layout)
+        return with_gathers(summed, window.layout, rank) if order else summed
 
     def work(self, times: Times) -> tuple[Work, list[int]]:
-        """The window as numbers, with barriers and sums of gradients behind its instructions, and the order of issue.
+        """The window as numbers, with barriers, sums of gradients and gathers of weights behind its
+        instructions, and the order of issue.
 
         Raises:
             KeyError: `times` lacks an operator.
@@ -61,7 +65,9 @@ class Issued:
                     order.append(len(work))
                     _add_barrier(work, rank, moving)
                     moving = []
-        return add_sums(work, self.window, times), order_with_sums(self.window, order, len(work))
+        summed, order = add_sums(work, self.window, times), order_with_sums(self.window, order, len(work))
+        gathered = add_gathers(summed, self.window, times)
+        return gathered, order_with_gathers(self.window.layout, order, len(summed))
 
 
 def _add_barrier(work: Work, rank: int, moving: list[int]) -> None:

@@ -13,6 +13,10 @@ Key = tuple[int, str]
 """A value of a micro-batch: the unit it is named in, and its name. What leaves a unit keeps its key in the next."""
 
 
+SUMS, GATHERS = "gradients", "weights"
+"""What stands for the unit in the names of sums of gradients and of gathers of weights, which belong to no unit."""
+
+
 @dataclass(frozen=True)
 class GradientSum:
     """Gradients that ranks with other tokens (dp, cp) sum in one piece: a bucket.
@@ -29,6 +33,24 @@ class GradientSum:
 
 
 @dataclass(frozen=True)
+class WeightGather:
+    """Weights that every rank keeps whole, and that ranks with copies have each stepped a part of (`shard_optimizer`).
+
+    They are gathered once in a window, from its start on, in the order of the layout. The first computation of a unit
+    waits for those of the unit.
+
+    Attributes:
+        units: those that read them, all on one rank of the pipeline.
+        name: what tells them from other weights of these units.
+        bytes: of the weights, on the rank that holds most of them.
+    """
+
+    units: tuple[int, ...]
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """What the pipeline ranks hold, by name.
 
@@ -41,6 +63,8 @@ class Layout:
             row in the order in which a micro-batch runs them.
         sums: the sums of gradients of all ranks of the pipeline, those of one rank in the order in which a micro-batch
             by itself would complete them; empty where no other rank sees other tokens.
+        gathers: the weights that are gathered once in a window, of all ranks of the pipeline, those of one rank in the
+            order in which a micro-batch first reads them.
     """
 
     units: Sequence[str]
@@ -49,11 +73,13 @@ class Layout:
     shared: Sequence[Sequence[tuple[int, str]]] = ()
     ranks: Sequence[int] = ()
     sums: Sequence[GradientSum] = ()
+    gathers: Sequence[WeightGather] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared", tuple(tuple((unit, name) for unit, name in row) for row in self.shared))
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "sums", tuple(self.sums))
+        object.__setattr__(self, "gathers", tuple(self.gathers))
 
     @cached_property
     def _homes(self) -> dict[int, int]:
@@ -96,6 +122,10 @@ class Layout:
         """The sums of gradients of a pipeline rank, as indices into `sums`."""
         return [number for number, found in enumerate(self.sums) if self.rank_of(found.adders[0][0]) == rank]
 
+    def gathers_of(self, rank: int) -> list[int]:
+        """The gathers of weights of a pipeline rank, as indices into `gathers`."""
+        return [number for number, found in enumerate(self.gathers) if self.rank_of(found.units[0]) == rank]
+
     def transfers(self, unit: int) -> bool:
         """Whether a unit is a way between ranks."""
         return self.graphs[self.units[unit]].forward.transfers
@@ -108,6 +138,8 @@ class Layout:
             lines.append(f"stage {stage} on rank {self.ranks[stage] if self.ranks else 0}: {names}")
         if self.sums:
             lines.append(f"{len(self.sums)} gradient sums of {[found.bytes for found in self.sums]} bytes")
+        if self.gathers:
+            lines.append(f"{len(self.gathers)} gathers of weights of {[found.bytes for found in self.gathers]} bytes")
         return "\n".join(lines)
 
     def key(self, unit: int, value: str, forward: bool) -> Key:

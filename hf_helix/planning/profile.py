@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hf_helix.planning.graph.operator import Kind, Operator, Part
-from hf_helix.planning.layout import Layout
+from hf_helix.planning.layout import GATHERS, SUMS, Layout
 
 Name = tuple[str, str]
 """An operator: the name of its unit and its entry in a plan, such as ("layer", "B.mlp.down.W"). Sums of gradients
-belong to no unit; they are called ("gradients", "B.sum.0") and so on, as the layout numbers them."""
+and gathers of weights belong to no unit; they are called ("gradients", "B.sum.0"), ("weights", "F.gather.0") and so on,
+as the layout numbers them."""
+
+GATHER_COST = 8.0
+"""Of a gather of weights, by that of a norm: roughly, until it is measured."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Profile:
 
     def kind(self, name: Name) -> Kind:
         """Returns the kind of an operator."""
-        return Kind.GRADIENTS if name[0] == Kind.GRADIENTS.value else self._kinds[name]
+        return Kind.GRADIENTS if is_of_window(name) else self._kinds[name]
 
     def slowdown(self, name: Name, other: Name) -> float:
         """How many times longer the first takes while the second runs beside it."""
@@ -107,8 +111,8 @@ class Profile:
         return by_kind.get((self._measured_as(name), self._measured_as(other)), 1.0)
 
     def _measured_as(self, name: Name) -> Kind:
-        """The kind whose pairs stand for an operator: sums of gradients cost what collectives between hosts cost, or
-        those inside a host where there are no others."""
+        """The kind whose pairs stand for an operator: sums of gradients and gathers of weights cost what
+        collectives between hosts cost, or those inside a host where there are no others."""
         kind = self.kind(name)
         if kind is not Kind.GRADIENTS:
             return kind
@@ -123,7 +127,7 @@ class Profile:
 
 def rough_profile(layout: Layout) -> Profile:
     """Without a measurement: relative times by the declared effort of every operator, in milliseconds."""
-    operators = (*named_operators(layout), *named_sums(layout))
+    operators = (*named_operators(layout), *named_of_window(layout))
     return Profile({"measured": "no"}, layout, {name: op.relative_cost * 1e-3 for name, op in operators})
 
 
@@ -146,14 +150,41 @@ def named_sums(layout: Layout) -> Iterator[tuple[Name, Operator]]:
             part=Part.B,
             relative_cost=sum(adder.relative_cost for adder in adders),
         )
-        yield (Kind.GRADIENTS.value, f"B.{op.name}"), op
+        yield (SUMS, f"B.{op.name}"), op
 
 
-def seconds_of_sums(profile: Profile, rank: int) -> float:
-    """Seconds of all sums of gradients of a pipeline rank, one after the other."""
-    mine = profile.layout.sums_of(rank)
-    names = [name for name, _ in named_sums(profile.layout)]
-    return sum(profile.times[names[number]] for number in mine)
+def named_gathers(layout: Layout) -> Iterator[tuple[Name, Operator]]:
+    """Every gather of weights that happens once in a window, in the order of the layout; `forward_name` says what is
+    gathered. A rough guess is that all take as long."""
+    for number, found in enumerate(layout.gathers):
+        op = Operator(
+            name=f"gather.{number}",
+            kind=Kind.GRADIENTS,
+            reads=(),
+            writes=(),
+            forward_name=found.name,
+            relative_cost=GATHER_COST,
+        )
+        yield (GATHERS, f"F.{op.name}"), op
+
+
+def named_of_window(layout: Layout) -> Iterator[tuple[Name, Operator]]:
+    """What a window runs that belongs to no micro-batch: gathers of weights and sums of gradients."""
+    yield from named_gathers(layout)
+    yield from named_sums(layout)
+
+
+def is_of_window(name: Name) -> bool:
+    """Whether a name is that of a gather of weights or a sum of gradients."""
+    return name[0] in (SUMS, GATHERS)
+
+
+def seconds_of_window(profile: Profile, rank: int) -> float:
+    """Seconds of all gathers of weights and sums of gradients of a pipeline rank, one after the other on one stream."""
+    layout = profile.layout
+    sums, gathers = ([name for name, _ in named(layout)] for named in (named_sums, named_gathers))
+    mine = [sums[number] for number in layout.sums_of(rank)] + [gathers[number] for number in layout.gathers_of(rank)]
+    return sum(profile.times[name] for name in mine)
 
 
 def slowdown_of(alone: float, beside: float, other: float) -> float:
@@ -170,12 +201,15 @@ def _weighted_mean(found: list[tuple[float, float]]) -> float:
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
     """Raise ValueError, naming the operator, where times are missing, unknown or impossible."""
     sums = {name for name, _ in named_sums(layout)}
+    gathers = {name for name, _ in named_gathers(layout)}
     known = {name for name, _ in named_operators(layout)}
-    for name in sorted((known | sums) - times.keys()):
-        what = f"the sums of gradients ({len(sums)} here)" if name in sums else f"operator {join_name(name)!r}"
+    for name in sorted((known | sums | gathers) - times.keys()):
+        what = f"operator {join_name(name)!r}"
+        if is_of_window(name):
+            what = f"the {'sums of gradients' if name in sums else 'gathers of weights'} ({len(sums or gathers)} here)"
         raise ValueError(f"the profile does not cover {what}")
     for name in [*times, *(name for pair in pairs for name in pair)]:
-        if name not in known and name[0] != Kind.GRADIENTS.value:  # a part of the layout may have none of the sums
+        if name not in known and not is_of_window(name):  # a part of the layout may have none of these
             raise ValueError(f"the profile names {join_name(name)!r}, which is not an operator of these graphs")
     for name, seconds in times.items():
         _check_time(join_name(name), seconds)

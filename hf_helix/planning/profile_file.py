@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_helix.planning.graph.graph_json import graph_data, graph_from
 from hf_helix.planning.graph.pair import GraphPair
-from hf_helix.planning.layout import GradientSum, Layout
+from hf_helix.planning.layout import GradientSum, Layout, WeightGather
 from hf_helix.planning.profile import Name, Pair, Profile, join_name
 from hf_helix.planning.text import first_difference, format_json, round_ms
 
@@ -89,6 +89,10 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
         GradientSum(tuple((int(unit), str(name)) for unit, name in row["adders"]), int(row["bytes"]))
         for row in data["layout"].get("sums", ())
     ]
+    gathers = [
+        WeightGather(tuple(map(int, row["units"])), str(row["name"]), int(row["bytes"]))
+        for row in data["layout"].get("gathers", ())
+    ]
     ranks = [int(rank) for rank in data["layout"].get("ranks", ())]
     if ranks and len(ranks) != len(chunks):
         raise ValueError(f"its layout has {len(chunks)} stages on {len(ranks)} ranks")
@@ -110,7 +114,8 @@ def _profile_from(data: Mapping[str, Any]) -> Profile:
         seconds = (float(row[key]) / 1e3 for key in ("together_ms", "first_ms", "second_ms"))
         pairs[_split(row["first"]), _split(row["second"])] = Pair(*seconds)
     about = {str(key): str(value) for key, value in data["about"].items()}
-    return Profile(about, Layout(units, chunks, graphs, shared, ranks, sums), times, spread, pairs, like, moved, bare)
+    layout = Layout(units, chunks, graphs, shared, ranks, sums, gathers)
+    return Profile(about, layout, times, spread, pairs, like, moved, bare)
 
 
 def _split(text: str) -> Name:
@@ -150,17 +155,18 @@ def profile_json(profile: Profile) -> str:
             "chunks": {str(stage): list(units) for stage, units in profile.layout.chunks.items()},
             "shared": [[list(each) for each in row] for row in profile.layout.shared],
             "ranks": list(profile.layout.ranks),
-            **_sums_data(profile.layout),
+            **_window_data(profile.layout),
         },
         "graphs": {name: graph_data(pair.forward) for name, pair in profile.layout.graphs.items()},
     }
     return format_json(data) + "\n"
 
 
-def _sums_data(layout: Layout) -> dict[str, Any]:
-    """What a file says of sums of gradients; nothing where there are none."""
-    rows = [{"bytes": found.bytes, "adders": [list(each) for each in found.adders]} for found in layout.sums]
-    return {"sums": rows} if rows else {}
+def _window_data(layout: Layout) -> dict[str, Any]:
+    """What a file says of sums of gradients and of gathers of weights; nothing where there are none."""
+    sums = [{"bytes": found.bytes, "adders": [list(each) for each in found.adders]} for found in layout.sums]
+    gathers = [{"bytes": found.bytes, "name": found.name, "units": list(found.units)} for found in layout.gathers]
+    return {key: rows for key, rows in (("sums", sums), ("gathers", gathers)) if rows}
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:

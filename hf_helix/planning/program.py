@@ -74,12 +74,13 @@ def build_program(
         slots_ahead: see `Plan.issue`.
     """
     ordered = order_window(plan, schedule, layout, slots_ahead, rank)
+    front = len(layout.gathers_of(rank))  # what comes before all that is ordered
     for copies in (*COPIES, ordered.repeats):
         made = ordered.lengthened(min(copies, ordered.repeats), rank)
         once = _free(made.issued.program(rank), keep)
         if not made.repeats:
             break
-        begin, end = made.stretches[rank]
+        begin, end = (front + place for place in made.stretches[rank])
         if _repeats(once, begin, end):
             return Program(once, (begin, end), made.repeats, made.shift, made.schedule[rank])
     return Program(once, slots=made.schedule[rank])
@@ -105,7 +106,7 @@ def _free(program: list[Instruction], keep: Collection[Key]) -> list[Instruction
     freed: list[Instruction] = []
     used: dict[int, set[Key]] = {}
     for instruction in reversed(program):
-        if instruction.operator is not None and instruction.gradient_sum < 0:
+        if instruction.operator is not None and not instruction.is_of_window:
             ends = instruction.microbatch not in used
             known = used.setdefault(instruction.microbatch, set(keep))
             keys = dict.fromkeys((*instruction.writes, *instruction.needs))
@@ -124,13 +125,14 @@ def validate_program(
     slots: Sequence[Slot] = (),
 ) -> None:
     """Check a rank's program by itself: nothing is read before it is written or after it is freed, nothing runs twice,
-    gradients add up, and transfers follow each other, in the order of the micro-batches, and gradients are summed over
-    ranks once nothing more is added to them.
+    gradients add up, and transfers follow each other, in the order of the micro-batches, gradients are summed over
+    ranks once nothing more is added to them, and weights are gathered before a unit computes.
 
     Args:
         program: of one rank.
         sources: values that exist from the start, such as the gradient of the loss.
-        layout: says which operators share a gradient, and which gradients are summed together; None where none are.
+        layout: says which operators share a gradient, which gradients are summed together, and which weights are
+            gathered; None where none are.
         slots: of the rank; gradients that operators share add up in their order.
 
     Raises:
@@ -145,6 +147,11 @@ def validate_program(
         for adder in found.adders:
             adds_to.setdefault(adder, []).append(number)
     summed: set[int] = set()
+    awaited: dict[int, set[int]] = {}
+    for number, each in enumerate(layout.gathers if layout else ()):
+        for unit in each.units:
+            awaited.setdefault(unit, set()).add(number)
+    gathered: set[int] = set()
     for place, instruction in enumerate(program):
         op = instruction.operator
         if op is None:
@@ -152,11 +159,16 @@ def validate_program(
         if instruction.gradient_sum >= 0:
             summed.add(instruction.gradient_sum)
             continue
+        if instruction.gather >= 0:
+            gathered.add(instruction.gather)
+            continue
         values = alive.setdefault(instruction.microbatch, set(sources))
         what = f"instruction {place} ({op.part.value}{instruction.microbatch} unit {instruction.unit} {op.name})"
         missing = [key for key in instruction.needs if key not in values]
         if missing:
             raise ValueError(f"{what} reads {missing}, which is not there")
+        if op.kind is Kind.COMPUTE and not awaited.get(instruction.unit, gathered) <= gathered:
+            raise ValueError(f"{what} comes before its weights are gathered")
         name = (instruction.microbatch, instruction.unit, op.name, op.part is Part.F)
         if name in seen:
             raise ValueError(f"{what} runs a second time")

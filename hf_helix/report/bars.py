@@ -63,7 +63,7 @@ class Bar:
     @property
     def letter(self) -> str:
         """What it does; see `MEANING`."""
-        if self.stream == Kind.GRADIENTS.value:
+        if self.stream == Kind.GRADIENTS.value and self.strand == "B":
             return "s"
         part = part_of(self.strand, self.operator)
         letter = part if part in "WR" else self.strand
@@ -114,7 +114,7 @@ def _unit_labels(timeline: Timeline, program: Sequence[Instruction]) -> dict[int
     names = {
         i.unit: timeline.work.names[n][0]
         for i, n in zip(program, entries, strict=True)
-        if i.operator is not None and i.gradient_sum < 0
+        if i.operator is not None and not i.is_of_window
     }
     alike: dict[str, list[int]] = {}
     for unit, name in sorted(names.items()):

@@ -169,7 +169,8 @@ class WindowGraphs:
 
     def _agreed(self, runner: Runner, leaves: Sequence[Any], form: TreeSpec) -> int:
         """What stands for this window on all ranks together; 0 where one of them cannot capture it. Collective."""
-        places = [(p.data_ptr(), p.requires_grad) for p in runner.stage.placements]
+        held = (*runner.stage.placements, *runner.stage.stepped)
+        places = [(parameter.data_ptr(), parameter.requires_grad) for parameter in held]
         moved = runner is not self._runner or places != self._places
         reason = why_not_now(runner, leaves)
         # The rank is part of it, since a sum does not tell whose windows they are.
@@ -206,7 +207,7 @@ class WindowGraphs:
         _release_before_groups()
         still = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         batches = _prepared(window, tree_unflatten(still, form))
-        parameters = list(runner.stage.placements)
+        parameters = runner.stage.stepped
         meters = [meter for unit in runner.stage.units.values() for meter in unit.meters]
         counted = {meter: meter.sums for meter in meters}
         before = {meter: torch.zeros(meter.num_experts + 3, device=runner.mesh.device) for meter in meters}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Precision, explicit_gradients
 from hf_helix.operators.unit import Unit
+from hf_helix.operators.weights.kept import KeptFlat
 from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Key
@@ -51,6 +52,7 @@ class Executor:
         self._seed = seed
         self._precision = precision
         self._sent: deque[tuple[Event, Tensor]] = deque()
+        self._gathered: dict[KeptFlat, Event] = {}  # what nothing has waited for yet
         self._bound: dict[int, tuple[Sequence[Instruction], Bound]] = {}
 
     def run(
@@ -77,11 +79,13 @@ class Executor:
             By micro-batch, the values that were never freed.
         """
         bound = self._bind(program)
+        flats = [flat for unit in self.units.values() for flat in unit.flats.values()]
+        for flat in flats:
+            flat.begin_window()
         with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
             kept = self._run(bound, microbatches, sources, training, sum_gradients, at_barrier)
-        for unit in self.units.values():
-            for flat in unit.flats.values():
-                flat.take_back()
+        for flat in flats:
+            flat.take_back()
         return kept
 
     def _bind(self, program: Sequence[Instruction]) -> Bound:
@@ -120,6 +124,9 @@ class Executor:
                 if sum_gradients is not None:
                     sum_gradients(step.gradient_sum)
                 continue
+            if step.gathers is not None:
+                self._gather(step, step.gathers, microbatches)
+                continue
             microbatch = step.microbatch + later
             strand = strands.get(microbatch)
             if strand is None:
@@ -139,6 +146,8 @@ class Executor:
                 kept[microbatch] = strands.pop(microbatch).values
         while self._sent:
             self._wait(self._sent.popleft()[0])
+        while self._gathered:
+            self._wait(self._gathered.popitem()[1])
         return kept
 
     def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
@@ -149,8 +158,21 @@ class Executor:
         """Returns what an operator is called in a trace, such as `B2.layers.3.mlp.down.W`."""
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
+    def _gather(self, step: Step, flat: KeptFlat, microbatches: Sequence[MicroBatch]) -> None:
+        """Issues the gather of weights, unless they are there since an earlier window."""
+        if flat.is_current:
+            return
+        label = f"F{microbatches[step.microbatch].key[1]}.{step.unit.label}.{flat.name}"
+        if self.streams.trace is not None:
+            self.streams.trace.note("issue", label)
+        self._gathered[flat] = self.streams.issue(flat.sums.kind, flat.refresh(), (), label)
+
     def _compute(self, step: Step, op: Operator, strand: Strand) -> None:
         values, events, trace = strand.values, strand.events, self.streams.trace
+        if self._gathered:
+            for flat in step.awaited:
+                if flat in self._gathered:
+                    self._wait(self._gathered.pop(flat))
         if events:
             for key in step.needs:
                 if key in events:

@@ -77,7 +77,10 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
         mesh: which ranks share what.
     """
     found = [made for made in by_completion(units) if _is_summed(made.parameter, made.placement, mesh)]
-    sizes = {made.parameter: _most_bytes(made.parameter, made.placement, mesh) for made in found}
+    sizes = {
+        made.parameter: made.parameter.element_size() * most_elements(made.parameter, made.placement, mesh)
+        for made in found
+    }
     flats = {p: flat for unit in units.values() for flat in unit.flats.values() for p in flat.placements}
     whole = [parameter for parameter in sizes if parameter not in flats]
     numbers = dict(zip(whole, fill_buckets([sizes[parameter] for parameter in whole], BUCKET_BYTES), strict=True))
@@ -163,9 +166,15 @@ def _is_summed(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> boo
     return shards or mesh.copies_of(placement) is not None or mesh.dp_size > 1
 
 
-def _most_bytes(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> int:
-    """The bytes of a parameter on the first rank of its axis, which no rank exceeds; the same once it is cut."""
+def most_elements(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> int:
+    """Returns the elements of a parameter on the first rank of its axis, which has most; the same once it is cut.
+
+    Args:
+        parameter: whole or cut.
+        placement: how it is cut.
+        mesh: which ranks share what.
+    """
     shape = list(parameter.shape)
     if placement.dim is not None and placement.length:
         shape = list(placement.shape(placement.whole_shape(shape), mesh.axis_of(placement).size, 0))
-    return prod(shape) * parameter.element_size()
+    return prod(shape)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_helix.operators.base import Precision
+from hf_helix.operators.linears.matmul_dtype import CastWeights
 from hf_helix.planning.layout import Key
 from hf_helix.planning.pipeline.actions import Schedule, Slot
 from hf_helix.planning.pipeline.scheduler import Scheduler
@@ -26,6 +27,7 @@ from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.grad_reduce import Reduction
 from hf_helix.runtime.gradient_buckets import gradient_buckets
+from hf_helix.runtime.kept_weights import casts_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.streams import Streams
@@ -64,7 +66,7 @@ class Runner:
         issued = stage_for(plan, stage)
         self.layout = issued.layout
         self.seed = seed
-        self.precision = Precision(mesh.device.type, autocast_dtype)
+        self.precision = Precision(mesh.device.type, autocast_dtype, CastWeights(casts_of(stage.flats)))
         # Ranks hold different heads, tokens or batches, so they draw different numbers.
         self.executor = Executor(issued.units, streams, seed * world_size() + rank(), self.precision)
         self._programs: dict[object, Program] = {}
@@ -89,7 +91,9 @@ class Runner:
         """
         program = self.program(len(microbatches))
         reduction, sum_gradients = self._reduction() if complete else (None, None)
+        self.stage.outdate_weights()  # stepped meanwhile, by whatever way
         kept = self.executor.run(program, microbatches, self.sources(), training=True, sum_gradients=sum_gradients)
+        self.stage.outdate_weights()  # a step follows, or nothing moved in the window that was measured
         if reduction:
             reduction.finish()
         losses = [found[self._loss] for _, found in sorted(kept.items()) if self._loss in found]

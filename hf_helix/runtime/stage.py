@@ -62,6 +62,11 @@ class Stage:
         """This rank's parts of the parameters that are spread, by parameter."""
         return {parameter: shard for flat in self.flats for parameter, shard in flat.shards.items()}
 
+    def outdate_weights(self) -> None:
+        """Says that what an optimizer steps has changed, so that weights which are kept whole are gathered again."""
+        for flat in self.flats:
+            flat.outdate()
+
     @property
     def stepped(self) -> list[nn.Parameter]:
         """What an optimizer steps, and what has the complete gradients after a window: this rank's parameters, and of

@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_helix.operators.base import Communication, Method, Tensors, Work
 from hf_helix.operators.unit import Unit
 from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.weights.kept import KeptFlat, kept_flats
 from hf_helix.operators.weights.lending import lending
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.instructions import Instruction
@@ -26,6 +27,10 @@ class Step:
     Attributes:
         op: the operator of the graph; None for a barrier, which has no other attribute.
         gradient_sum: as of `Instruction`; a sum of gradients has no further attribute.
+        gathers: the flat that it gathers for the window; None of anything else. A gather has no further attribute but
+            its unit.
+        awaited: the flats of the unit that are gathered once in a window; only of an instruction that does not
+            communicate.
         unit: the unit that the operator belongs to.
         place: index of the unit, and name of the declared operator.
         communicates: whether the instruction goes to a communication stream.
@@ -39,9 +44,11 @@ class Step:
 
     __slots__ = (
         "adds",
+        "awaited",
         "communicates",
         "ends",
         "frees",
+        "gathers",
         "gradient_sum",
         "keeps",
         "lane",
@@ -63,11 +70,17 @@ class Step:
     def __init__(self, instruction: Instruction, units: Mapping[int, Unit]) -> None:
         self.op = op = instruction.operator
         self.gradient_sum = instruction.gradient_sum
+        self.gathers: KeptFlat | None = None
         if op is None or self.gradient_sum >= 0:
             return
         self.microbatch = instruction.microbatch
         self.unit = units[instruction.unit]
         self.place = instruction.unit, op.forward_name
+        if instruction.gather >= 0:
+            flat = self.unit.flats[op.forward_name]
+            assert isinstance(flat, KeptFlat)
+            self.gathers = flat
+            return
         self.needs = instruction.needs
         self.reads = instruction.reads
         self.writes = instruction.writes
@@ -78,6 +91,7 @@ class Step:
         self.communicates = op.kind.communicates
         if not self.communicates:
             self.run: Method = operator.method_of(op.part)
+            self.awaited = tuple(kept_flats(self.unit.flats.values()))
         else:
             assert isinstance(operator, Communication), f"{op.name} is issued, and computes"
             self.prepare: Callable[..., tuple[Tensors, Work]] = operator.prepare

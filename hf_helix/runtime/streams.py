@@ -8,7 +8,8 @@ What runs on which stream:
     cross                  collectives of an axis between hosts (cp, ep)                 one, high      a worker thread
     pipeline, by lane      sends and receives between virtual stages: a lane for each    one a lane,    a worker thread
                            direction (F, B) over each boundary between two stages        high           a lane
-    gradients              sums of gradients over ranks with other tokens (dp, cp)       one, high      a worker thread
+    gradients              sums of gradients over ranks with other tokens (dp, cp),      one, high      a worker thread
+                           gathers of weights that each of them has stepped a part of
 
 Sums of gradients over tensor-parallel ranks run on the stream of that axis, in line with its other collectives. The
 stream of an operator is the `Kind` of the graph's operator, which an axis takes from the mesh (`Axis.kind`). "High"

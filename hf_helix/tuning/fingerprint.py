@@ -42,12 +42,20 @@ def fingerprint(
         "model": f"{type(model).__name__} {model_digest(model)}"
         + (f" {autocast_dtype}".replace("torch.", "") if autocast_dtype else ""),
         "mesh": " ".join(f"{name}={size}" for name, size in shared if size > 1 or name == "tp"),
-        **({"weights": f"spread over {mesh.copies.weights.size}"} if mesh.copies is not None else {}),
+        **_spread(mesh),
         "attention": str(model.config._attn_implementation),
         **again,
         "transformers": version("transformers"),
         "hf_helix": __version__,
     }
+
+
+def _spread(mesh: Mesh) -> dict[str, str]:
+    """What ranks with copies spread over each other; nothing where every rank keeps and steps all of it."""
+    if mesh.copies is None:
+        return {}
+    once = mesh.copies.weights is mesh.copies.sums
+    return {"weights": f"{'stepped by' if once else 'spread over'} {mesh.copies.weights.size}"}
 
 
 def model_digest(model: Any, with_types: bool = True) -> str:

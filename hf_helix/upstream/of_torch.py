@@ -29,19 +29,6 @@ TORCH: tuple[Used, ...] = tuple(
             NO_IMPORT,
         ),
         used(
-            "torch._C._distributed_c10d",
-            "_broadcast_coalesced",
-            "broadcasts small parameters together (`shard_optimizer`)",
-            NO_IMPORT,
-        ),
-        used(
-            "torch.distributed.optim:ZeroRedundancyOptimizer",
-            "_partition_parameters",
-            "tells which rank steps which parameters (`shard_optimizer`)",
-            "the first step with shard_optimizer is an error",
-            takes="self",
-        ),
-        used(
             "torch.distributed._checkpointable:_Checkpointable",
             "__create_chunk_list__ __create_write_items__ __get_tensor_shard__",
             "lets a part of a tensor be saved as a part of the whole",

@@ -72,8 +72,8 @@ OVERRIDDEN: tuple[Overridden, ...] = (
     ),
     _trainer(
         "create_optimizer",
-        "with `shard_optimizer`, keeps each data-parallel rank's share of the optimizer states",
-        "`shard_optimizer` would have no effect",
+        "with `shard_optimizer` and `shard_parameters`, lets it step this rank's parts of the parameters",
+        "it would step stand-ins",
     ),
     _trainer("log", "adds the scorecard to the training loss", "the log would have no figures of overlap"),
     _trainer(
@@ -220,21 +220,6 @@ OVERRIDDEN: tuple[Overridden, ...] = (
         "step",
         "steps once for each data-parallel rank",
         "the learning rate would change too fast where ranks share a batch",
-        callers=(),
-    ),
-    # ZeRO-1.
-    Overridden(
-        "torch.distributed.optim:ZeroRedundancyOptimizer",
-        "_sync_params",
-        "broadcasts small parameters together",
-        "every parameter would be broadcast by itself, which is slower",
-        callers=("torch.distributed.optim:ZeroRedundancyOptimizer",),
-    ),
-    Overridden(
-        "torch.distributed.optim:ZeroRedundancyOptimizer",
-        "state_dict",
-        "answers before there are any states",
-        "preparing the optimizer would be an error",
         callers=(),
     ),
 )

@@ -228,8 +228,7 @@ def optimizer_bytes(folder: str, helix: dict[str, Any], **options: Any) -> dict[
     trainer: Any = jobs.make_trainer(folder, helix, model=model_of(), **options)
     trainer.train()
     optimizer = trainer.optimizer.optimizer
-    state = getattr(optimizer, "optim", optimizer).state
-    held = [value for values in state.values() for value in values.values() if isinstance(value, Tensor)]
+    held = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     trained = [parameter for parameter in trainer.helix.runner.stage.placements if parameter.requires_grad]
     return {
         "states": sum(value.nbytes for value in held if value.dim()),

@@ -24,7 +24,6 @@ from hf_helix.planning.profile import rough_profile
 from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.sharded_optimizer import ShardedOptimizer
 from hf_helix.runtime.streams import CudaStreams
 
 CPU = torch.device("cpu")
@@ -68,8 +67,7 @@ def one_rank(
     shape = {name: getattr(helix, name) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
     world = dp * shape["tp_size"] * shape["pp_size"] * shape["cp_size"]
     with fake_world(world, rank) if world > 1 else contextlib.nullcontext():
-        spreads = helix.shard_parameters
-        mesh = build_mesh(device=CPU, **shape, inter_node_axes=inter_node_axes, spreads=spreads)
+        mesh = build_mesh(device=CPU, **shape, inter_node_axes=inter_node_axes, spreads=helix.spreads)
         workload = Workload(config, helix, CPU, mesh, autocast_dtype)
         made = workload.runner
         made.executor.streams.close()
@@ -82,19 +80,15 @@ def one_rank(
         )
 
 
-def train_windows(cuda: FakeCuda, sharded: bool = False, **options: Any) -> Runner:
+def train_windows(cuda: FakeCuda, **options: Any) -> Runner:
     """Two windows under a watch, each with a step of an optimizer behind it; `cuda.waits` is left as of the second.
 
     Args:
-        sharded: whether the optimizer is spread over the copies of the model (ZeRO-1).
         options: see `one_rank`.
     """
     with one_rank(cuda, **options) as (runner, window):
         parameters = [parameter for parameter in runner.stage.stepped if parameter.requires_grad]
-        rows = [{"params": parameters}]
-        group = {"process_group": runner.mesh.dp_group}
-        made = torch.optim.AdamW
-        optimizer = ShardedOptimizer(rows, made, **group) if sharded else made(rows, foreach=True)
+        optimizer = torch.optim.AdamW(parameters, foreach=True)
         with cuda.watch():
             for _ in range(2):
                 cuda.waits.clear()

@@ -73,6 +73,7 @@ def _prove(model: Any, config: HelixConfig, mesh: Mesh) -> Proof:
         compile=False,
         cuda_graphs=False,
         shard_parameters=False,
+        shard_optimizer=False,
     )
     if mesh.link is not None:  # an emulated link would only take time
         mesh = mesh_of(replace(config, link=None), mesh.device)

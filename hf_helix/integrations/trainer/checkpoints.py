@@ -29,7 +29,7 @@ from transformers.utils.logging import get_logger
 from hf_helix.checkpoint import atomic as staging
 from hf_helix.checkpoint.local_parameter import LocalParameter, local_parameters
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
-from hf_helix.checkpoint.optimizer_state import load_states, save_states, stepped_optimizer
+from hf_helix.checkpoint.optimizer_state import load_states, save_states
 from hf_helix.checkpoint.rng import Generators, generators, set_generators
 from hf_helix.engine.engine import Engine
 from hf_helix.integrations.trainer.interrupts import prepare_for_interrupts
@@ -137,7 +137,7 @@ class CheckpointHooks:
             "data-parallel ranks": 1 if getattr(options, "split_batches", False) else mesh.dp_size,
         }
         parameters = describe_parameters(self._local_parameters(), mesh, optimizer)
-        name = type(stepped_optimizer(optimizer)).__name__ if optimizer is not None else None
+        name = type(optimizer).__name__ if optimizer is not None else None
         return Manifest(type(self.helix.model).__name__, parameters, dict(mesh.sizes), per_step, name)
 
     def _local_parameters(self) -> dict[nn.Parameter, LocalParameter]:

@@ -55,7 +55,8 @@ logger = get_logger(__name__)
 
 USE_INSTEAD = Instead(
     "trainer.train(), trainer.evaluate() or trainer.predict(), for one batch trainer.training_step(model, inputs) or "
-    "trainer.prediction_step(model, inputs, prediction_loss_only=True)",
+    "trainer.prediction_step(model, inputs, prediction_loss_only=True); where ranks share nothing but batches, call it "
+    "within trainer.helix.whole_weights()",
     "trainer.save_model(folder)",
 )
 
@@ -226,17 +227,12 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Makes the optimizer as the stock method does. With `shard_optimizer`, each data-parallel rank keeps a share
-        of its states; with `shard_parameters`, it steps this rank's parts of the parameters.
+        """Makes the optimizer as the stock method does. With `shard_optimizer` and `shard_parameters`, it steps this
+        rank's parts of the parameters.
         """
-        is_new = self.optimizer is None
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        if is_new and self.helix_config.shard_optimizer:
-            given = self.optimizer_cls_and_kwargs
-            made, options = given or self.get_optimizer_cls_and_kwargs(self.args, self.model)  # type: ignore[attr-defined]
-            self.optimizer = self.helix.shard_optimizer(optimizer, made, options)
-        self.helix.step_shards(self.optimizer)
-        return self.optimizer
+        self.helix.step_shards(optimizer)
+        return optimizer
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counts input tokens once for the ranks that share a batch; the stock method counts every rank."""

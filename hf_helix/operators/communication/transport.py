@@ -240,8 +240,14 @@ class Copies:
 
     Attributes:
         weights: the axis that operators gather weights over.
-        sums: the same ranks, for sums of gradients, which run on another stream and so need a transport of their own.
+        sums: the same ranks, for sums of gradients. Where gathers are operators of units, sums run on another stream
+            and need a transport of their own.
     """
 
     weights: Axis
     sums: Axis
+
+    def map(self, change: Callable[[Axis], Axis]) -> Copies:
+        """Returns the same ranks with each axis changed; what is one axis stays one."""
+        weights = change(self.weights)
+        return Copies(weights, weights if self.sums is self.weights else change(self.sums))

@@ -52,6 +52,10 @@ class GroupedLinear(SplitComputation):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
+    def cast_parameters(self) -> tuple[Tensor, ...]:
+        return self.parameters
+
+    @property
     def trained(self) -> float:
         if self.weight.requires_grad:
             return 1.0

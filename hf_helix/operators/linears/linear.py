@@ -64,6 +64,10 @@ class Linear(SplitComputation):
         own = [p for linear in self.linears for p in (linear.weight, linear.bias) if p is not None]
         return *own, *self._of_adapters()
 
+    @property
+    def cast_parameters(self) -> tuple[Tensor, ...]:
+        return self.parameters
+
     def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:
         return tuple(self._of_adapters()) if part is Part.W else self.parameters
 

@@ -114,8 +114,8 @@ class Flat:
         self._extents = dict(zip(self.placements, extents, strict=True))
         owned = _aligned(-(-starts[-1] // self.axis.size))
         dtype = next(iter(self.placements)).dtype
-        self.shard = torch.zeros(owned, dtype=dtype, device=device)
-        nothing = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        self.shard = self._make_shard(owned, dtype, device)
+        nothing = torch.full((), torch.nan, dtype=dtype, device=device)
         for parameter, extent in self._extents.items():
             self._stand_ins[parameter] = nothing.expand(extent.shape)
             first, last = self.part(parameter)
@@ -123,6 +123,10 @@ class Flat:
             place.copy_(parameter.detach().reshape(-1)[first:last])
             self.shards[parameter] = nn.Parameter(place, requires_grad=parameter.requires_grad)
         self._empty()
+
+    def _make_shard(self, owned: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocates this rank's stretch."""
+        return torch.zeros(owned, dtype=dtype, device=device)
 
     @property
     def _begin(self) -> int:
@@ -142,7 +146,7 @@ class Flat:
     def part_of(self, value: Any, parameter: nn.Parameter) -> Any:
         """Returns this rank's part of something of a parameter's shape, with memory of its own; other things as they
         are."""
-        if not isinstance(value, Tensor) or value.shape != self._extents[parameter].shape or not value.dim():
+        if not isinstance(value, Tensor) or value.shape != self._extents[parameter].shape:
             return value
         first, last = self.part(parameter)
         return value.reshape(-1)[first:last].clone()
@@ -152,6 +156,12 @@ class Flat:
         return {parameter: extent.view(whole) for parameter, extent in self._extents.items()}
 
     # -- the whole piece -------------------------------------------------------------------------------------------
+
+    def begin_window(self) -> None:
+        """Prepares the parameters for a window. Pieces of this kind are lent operator by operator."""
+
+    def outdate(self) -> None:
+        """Says that stretches may have been stepped. No piece of this kind is older than what it was gathered from."""
 
     def prepare_gather(self) -> tuple[Tensor, Work]:
         """Allocates the whole piece; returns it, not yet filled, and the work that gathers it. Collective."""

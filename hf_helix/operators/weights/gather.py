@@ -8,24 +8,20 @@ Must hold: what a unit computes stays the same. Units that had equal graphs have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from hf_helix.operators.base import Call, Communication, TensorOperator, Tensors, Work
 from hf_helix.operators.communication.transport import Copies
-from hf_helix.operators.unit import EXPERTS, Placement, Unit
+from hf_helix.operators.unit import Placement, Unit
 from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.weights.grouping import SpreadOver, make_flats, name_of
 from hf_helix.planning.graph.operator import Graph, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
 
 COST = 8.0  # of a gather, by that of a norm: roughly, until it is measured
-
-
-SpreadOver = Callable[[Placement], Copies | None]
-"""Returns the ranks that a parameter which is placed like this is spread over; None where every rank keeps it."""
 
 
 class GatherWeights(Communication):
@@ -46,49 +42,13 @@ def spread_units(units: Sequence[Unit], spread_over: SpreadOver) -> list[Unit]:
         units: of the whole model, in forward order.
         spread_over: see `SpreadOver`.
     """
-    flats = make_flats(units, spread_over)
+
+    def make(name: str, placements: Mapping[nn.Parameter, Placement], over: Copies) -> Flat:
+        return Flat(name, placements, over.weights, over.sums)
+
+    flats = make_flats(units, spread_over, name_of, make)
     last = len(units) - 1
     return [_gathering(unit, flats[place], keeps=place == last) for place, unit in enumerate(units)]
-
-
-def make_flats(units: Sequence[Unit], spread_over: SpreadOver) -> list[list[Flat]]:
-    """Returns the flats of every unit. A parameter that several units read is in a flat of its own kind, which each of
-    these units has.
-
-    Args:
-        units: of the whole model, in forward order.
-        spread_over: see `SpreadOver`.
-    """
-    users: dict[nn.Parameter, list[int]] = {}
-    placements: dict[nn.Parameter, Placement] = {}
-    for place, unit in enumerate(units):
-        for parameter, placement in unit.placements.items():
-            users.setdefault(parameter, []).append(place)
-            placements[parameter] = placement
-    members: dict[tuple[tuple[int, ...], str], dict[nn.Parameter, Placement]] = {}
-    for parameter, places in users.items():
-        if spread_over(placements[parameter]) is not None:
-            key = tuple(places), _name(parameter, placements[parameter], shared=len(places) > 1)
-            members.setdefault(key, {})[parameter] = placements[parameter]
-    found: list[list[Flat]] = [[] for _ in units]
-    for (using, name), alike in members.items():
-        over = spread_over(next(iter(alike.values())))
-        assert over is not None
-        flat = Flat(name, alike, over.weights, over.sums)
-        for place in using:
-            found[place].append(flat)
-    return found
-
-
-def _name(parameter: nn.Parameter, placement: Placement, shared: bool) -> str:
-    """The name of the value that holds a parameter once it is gathered. Parameters of one flat have one name."""
-    traits = {
-        "shared": shared,
-        "experts": placement.over == EXPERTS,
-        "frozen": not parameter.requires_grad,
-        "bf16": parameter.dtype is torch.bfloat16,
-    }
-    return ".".join(["weights", *(trait for trait, holds in traits.items() if holds)])
 
 
 def _gathering(unit: Unit, flats: Sequence[Flat], keeps: bool) -> Unit:

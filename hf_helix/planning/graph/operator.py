@@ -21,7 +21,8 @@ class Kind(Enum):
 
     Intra-node and inter-node communication (the paper's local and cross-node) are collectives inside a layer,
     `PIPELINE` takes a value from one virtual stage to the next, and `GRADIENTS` are the sums of gradients over ranks
-    that see other tokens (dp, cp): operators of a window, and of no unit's graph.
+    that see other tokens (dp, cp), and the gathers of what each of them has stepped: operators of a window, and of no
+    unit's graph.
     """
 
     COMPUTE = "compute"

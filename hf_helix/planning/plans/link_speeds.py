@@ -20,7 +20,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.predict import predict_seconds
-from hf_helix.planning.profile import Name, Pair, Profile, seconds_of_sums
+from hf_helix.planning.profile import Name, Pair, Profile, seconds_of_window
 from hf_helix.planning.window import Window
 
 NO_LINK = LinkSpeed(None)
@@ -114,5 +114,5 @@ def _predict(profile: Profile, schedule: Schedule, plans: Mapping[str, Plan]) ->
     layout = profile.layout
     loads = Window(without_microbatches(schedule, 1), layout).work(profile.times).loads()
     computing, count = loads.pop(Kind.COMPUTE), num_microbatches_of(schedule)
-    sums = max(seconds_of_sums(profile, rank) for rank in range(layout.num_ranks))
+    sums = max(seconds_of_window(profile, rank) for rank in range(layout.num_ranks))
     return Predicted(link_of(profile), count * computing, count * sum(loads.values()) + sums, seconds)

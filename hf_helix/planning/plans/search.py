@@ -32,7 +32,7 @@ from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.pipeline.periodic import Periodic
 from hf_helix.planning.plans.holding import hold_weights
 from hf_helix.planning.plans.list_scheduler import EXTRA_LIVE_LAYERS, ListScheduler, Priorities, Priority
-from hf_helix.planning.profile import Name, Profile, named_operators, seconds_of_sums
+from hf_helix.planning.profile import Name, Profile, named_operators, seconds_of_window
 from hf_helix.planning.window import Window
 
 EFFORT = 1_800_000  # of one annealing: instructions ordered and simulated, see `_Cost.effort`
@@ -213,11 +213,11 @@ def predict(priorities: Priorities, profile: Profile, schedule: Schedule) -> Tim
 
 
 def lower_bound(profile: Profile, schedule: Schedule) -> float:
-    """Seconds that no order of this window can beat, see `bound`. Every micro-batch adds the same to it; the sums of
-    gradients of a rank, which follow one another, come once."""
+    """Seconds that no order of this window can beat, see `bound`. Every micro-batch adds the same to it; the gathers of
+    weights and the sums of gradients of a rank, which follow one another, come once."""
     layout = profile.layout
     work = Window(without_microbatches(schedule, 1), layout).work(profile.times)
-    sums = [seconds_of_sums(profile, rank) for rank in range(layout.num_ranks)]
+    sums = [seconds_of_window(profile, rank) for rank in range(layout.num_ranks)]
     return max(num_microbatches_of(schedule) * bound(work, layout), *sums)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_helix.config import HelixConfig
+from hf_helix.config import OPTIMIZER, HelixConfig
 from hf_helix.link_speed import parse_link
 from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
 from hf_helix.operators.communication.group_transports import GlooTransport, GroupTransport
@@ -47,7 +47,7 @@ class Mesh:
         expert_copies_group: ranks with the same experts and other tokens; None where there is only one.
         batch_group: ranks that share a batch; None where there is only one.
         link: the emulated link that this rank is connected by; None where bytes go as they are.
-        copies: the ranks of `copies_group`, where weights are spread over them; None where they are not.
+        copies: the ranks of `copies_group`, where weights or the optimizer are spread over them; None where neither is.
         expert_copies: those of `expert_copies_group`, likewise.
     """
 
@@ -74,7 +74,7 @@ class Mesh:
 
         axes = {axis: linked(axis) for axis in (self.tp, self.cp, self.experts)}  # experts may share tp's
         tp, cp, experts = (axes[axis] for axis in (self.tp, self.cp, self.experts))
-        spread = {each: each and Copies(linked(each.weights), linked(each.sums)) for each in self._spread}
+        spread = {each: each and each.map(linked) for each in self._spread}
         return replace(
             self,
             tp=tp,
@@ -116,7 +116,7 @@ class Mesh:
         return self.expert_copies_group if placement.over == EXPERTS else self.copies_group
 
     def spread_over(self, placement: Placement) -> Copies | None:
-        """The ranks of `copies_of` that each keep a part of a parameter; None where every rank keeps all of it."""
+        """The ranks of `copies_of` that each keep or step a part of a parameter; None where each does all of it."""
         return self.expert_copies if placement.over == EXPERTS else self.copies
 
     def holds_first_copy(self, placement: Placement) -> bool:
@@ -143,7 +143,7 @@ def build_mesh(
     ep_size: int = 1,
     inter_node_axes: Collection[str] | None = None,
     link: str | None = None,
-    spreads: bool = False,
+    spreads: str | None = None,
 ) -> Mesh:
     """The mesh over every process of the launcher's group; one of the same sizes that is there already is used again.
 
@@ -155,7 +155,7 @@ def build_mesh(
         inter_node_axes: the axes (`tp`, `cp`, `ep`, `dp`) that communicate between hosts; None to ask for the ranks'
             hosts.
         link: see `HelixConfig`.
-        spreads: whether weights are spread over the ranks that have copies of them.
+        spreads: see `HelixConfig.spreads`.
 
     Raises:
         ValueError: the world does not divide by the sizes, the launcher started more ranks than have joined, or a link
@@ -181,7 +181,7 @@ def build_mesh(
 def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:
     """Returns the mesh that a configuration asks for, see `build_mesh`."""
     sizes = config.pp_size, config.cp_size, config.ep_size
-    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, config.shard_parameters)
+    return build_mesh(config.tp_size, device, *sizes, config.inter_node_axes, config.link, config.spreads)
 
 
 _meshes: dict[object, Mesh] = {}
@@ -194,7 +194,7 @@ def forget_meshes() -> None:
 
 
 def _new_mesh(
-    sizes: dict[str, int], device: torch.device, inter_node_axes: Collection[str] | None, spreads: bool
+    sizes: dict[str, int], device: torch.device, inter_node_axes: Collection[str] | None, spreads: str | None
 ) -> Mesh:
     dp_size, pp_size, cp_size, tp_size, ep_size = sizes.values()
     shared, single = pp_size * cp_size * tp_size, Axis.single()
@@ -221,12 +221,15 @@ def _new_mesh(
         return Axis(_transport(group, rows[name], backend), kind)
 
     def spread_over(name: str, group: dist.ProcessGroup | None) -> Copies | None:
-        if not spreads or group is None:
+        if spreads is None or group is None:
             return None
+        sums = Axis(_transport(group, rows[name], backend), Kind.GRADIENTS)
+        if spreads == OPTIMIZER:  # weights are gathered on the stream of the sums, which is idle by then
+            return Copies(sums, sums)
         crosses = "dp" in inter_node_axes or (cp_size > 1 and "cp" in inter_node_axes)
         kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
         weights = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), kind)
-        return Copies(weights, Axis(_transport(group, rows[name], backend), Kind.GRADIENTS))
+        return Copies(weights, sums)
 
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
     experts = tp if ep_size == 1 else axis_over("experts", ["ep", "tp"] if tp_size > 1 else ["ep"])

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_helix.operators.weights.kept import kept_flats
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.measure.overlap import forget_gradients
@@ -67,7 +68,7 @@ def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:
             runner.train_window(window)
             torch.cuda.synchronize(device)
             return torch.cuda.max_memory_allocated(device) - before
-        held: list[Tensor] = []
+        held: list[Tensor] = [flat.piece for flat in kept_flats(runner.stage.flats)]
         for parameter in runner.stage.stepped:
             held += [parameter] if parameter.grad is None else [parameter, parameter.grad]
         for side in sides:

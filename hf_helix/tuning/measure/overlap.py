@@ -284,7 +284,9 @@ def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[
 def _sums_overlapped(runner: Runner, window: Sequence[MicroBatch]) -> float:
     """The part of the time of sums of gradients in which computation ran beside them: a mean over the ranks."""
     spans = trace_window(runner, window, complete=True).spans
-    summing = merge((span.start, span.end) for span in spans if span.stream == Kind.GRADIENTS.value)
+    stream = Kind.GRADIENTS.value  # which gathers of weights go over, too
+    sums = (span for span in spans if span.stream == stream and span.label.startswith(f"{stream}."))
+    summing = merge((span.start, span.end) for span in sums)
     computing = merge((span.start, span.end) for span in spans if span.stream == Kind.COMPUTE.value)
     busy = sum(end - start for start, end in summing)
     beside = sum(end - start for start, end in common(summing, computing))

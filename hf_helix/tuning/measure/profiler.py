@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from hf_helix.operators.communication.emulated_link import bare
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import Instruction
-from hf_helix.planning.profile import Name, Pair, Profile, named_operators, named_sums, slowdown_of
+from hf_helix.planning.profile import Name, Pair, Profile, named_of_window, named_operators, slowdown_of
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams
 from hf_helix.tuning.measure.bench import Bench, Timed
+from hf_helix.tuning.measure.gather_times import time_gathers
 from hf_helix.tuning.measure.machine import machine
 from hf_helix.tuning.measure.overlap import forget_gradients
 from hf_helix.tuning.measure.sum_times import time_sums
@@ -64,7 +65,7 @@ def _measure(
     moving, sent = _measure_communication(bench)
     mine = _measure_computation(runner, window) | moving
     medians = {name: statistics.median(found) for name, found in mine.items()}
-    kinds = {name: op.kind for name, op in (*named_operators(runner.layout), *named_sums(runner.layout))}
+    kinds = {name: op.kind for name, op in (*named_operators(runner.layout), *named_of_window(runner.layout))}
     names = list(kinds)
     # Ranks of a pipeline hold different units.
     ranks = all_gather_object((medians, {name: _spread(found) for name, found in mine.items()}, bench.alike(), sent))
@@ -81,7 +82,8 @@ def _measure_communication(bench: Bench) -> tuple[dict[Name, list[float]], dict[
     """Seconds of every operator that communicates, and the bytes that this rank sends in it."""
     found, sent = time_transfers(bench.runner, bench.batch, bench.length)
     summing, summed = time_sums(bench.runner, bench.length)
-    found, sent = found | summing, sent | summed
+    gathering, gathered = time_gathers(bench.runner, bench.length)
+    found, sent = found | summing | gathering, sent | summed | gathered
     for timed in bench.moving:
         found[timed.name], sent[timed.name] = bench.time_repeats(timed), bench.bytes_sent(timed)
     return found, sent

@@ -27,6 +27,7 @@ BENCHMARK = ROOT / "benchmarks" / "loading.py"
 LAYERS = {"num_hidden_layers": 4}
 TIED = {"tie_word_embeddings": True}
 SPREAD = {"shard_parameters": True}
+KEPT = {"shard_optimizer": True}
 CASES: list[Any] = [
     # family, changes, layout, shards of the checkpoint
     ("llama", TIED, {"tp_size": 2}, "20KB"),
@@ -34,8 +35,10 @@ CASES: list[Any] = [
     ("gpt_neox", LAYERS, {"pp_size": 2}, "20KB"),
     ("mixtral", {}, {"ep_size": 2}, "1GB"),
     ("llama", {**TIED, **LAYERS}, SPREAD, "20KB"),
+    ("llama", {**TIED, **LAYERS}, KEPT, "20KB"),
     ("qwen3_moe", LAYERS, {"tp_size": 2, "pp_size": 2}, "20KB"),
     pytest.param("mixtral", LAYERS, {"tp_size": 2, **SPREAD}, "20KB", marks=SLOW),
+    pytest.param("mixtral", LAYERS, {"tp_size": 2, **KEPT}, "20KB", marks=SLOW),
     pytest.param(f"{HOME}phi3", {"num_hidden_layers": 2}, {"tp_size": 2}, "20KB", marks=SLOW),
     *(
         pytest.param(f"{HOME}{name}", LAYERS, layout, "20KB", marks=SLOW)

@@ -29,6 +29,7 @@ SPREAD: dict[str, Any] = {
     "helix": {"shard_parameters": True, "plan": "greedy"},
     "training": {"gradient_accumulation_steps": 1},
 }
+KEPT: dict[str, Any] = {**SPREAD, "helix": {"shard_optimizer": True, "plan": "greedy"}}
 SLOW = pytest.mark.slow
 
 
@@ -140,6 +141,38 @@ def test_spread_parameters_go_on_in_another_layout(
         goes_on(mine, expected[0])
 
 
+@pytest.fixture(scope="module")
+def kept(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A run over two data-parallel ranks that each step a part of the parameters, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("kept")
+    return folder / "checkpoint-3", cluster_of(2).run(f"{JOB}run", folder=str(folder), **KEPT)
+
+
+def test_shards_of_the_optimizer_go_on_bit_for_bit(
+    kept: tuple[Path, list[Any]], whole: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path
+) -> None:
+    saved, expected = kept
+    goes_on(expected[0], whole[1][0])
+    found = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), resume=str(saved), **KEPT)
+    for mine, theirs in zip(found, expected, strict=True):
+        goes_on(mine, theirs, exactly=True)
+
+
+@pytest.mark.parametrize("helix", [{}, {"shard_parameters": True}], ids=str)
+def test_shards_of_the_optimizer_go_on_otherwise(
+    helix: dict[str, Any], kept: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path
+) -> None:
+    """With whole states on every rank, and with parameters spread, too; and from these back again."""
+    saved, expected = kept
+    options = {**KEPT, "helix": {"plan": "greedy", **helix}}
+    for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "to"), resume=str(saved), **options):
+        goes_on(mine, expected[0])
+    other = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "from"), **options)
+    back = str(tmp_path / "from" / "checkpoint-3")
+    for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "back"), resume=back, **KEPT):
+        goes_on(mine, other[0])
+
+
 def test_one_process_goes_on(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
     saved, expected = whole
     shutil.copytree(saved, tmp_path / "checkpoint-3")
@@ -182,7 +215,7 @@ def test_a_stream_that_rank_0_hands_out_is_refused(cluster_of: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [TP2, SPREAD["helix"]], ids=str)
+@pytest.mark.parametrize("layout", [TP2, SPREAD["helix"], KEPT["helix"]], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_train_go_on_bit_for_bit(way: str, layout: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     options = {"training": {}, "helix": layout, **WAYS[way]}
@@ -207,6 +240,23 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int, dict[str, Any], int, dict[str, Any
         2,
         {},
     ),
+    "ZeRO-1 over dp4 to dp4": ({"shard_optimizer": True}, 1, {}, 1, {}),
+    "dp4 to ZeRO-1 over dp4": ({}, 1, {"shard_optimizer": True}, 1, {}),
+    "ZeRO-1 with tp2 to ZeRO-3 over dp4": (
+        {"tp_size": 2, "shard_optimizer": True},
+        2,
+        {"shard_parameters": True},
+        1,
+        {},
+    ),
+    "ZeRO-3 over dp4 to ZeRO-1 with pp2": (
+        {"shard_parameters": True},
+        1,
+        {"pp_size": 2, "shard_optimizer": True},
+        2,
+        {},
+    ),
+    "ZeRO-1 with ep2 to ep4": ({"ep_size": 2, "shard_optimizer": True}, 1, {"ep_size": 4}, 1, EXPERTS),
     "ZeRO-3 over dp4 to tp2 with ZeRO-3": (
         {"shard_parameters": True},
         1,

@@ -25,6 +25,7 @@ from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.checkpoint import safetensors_file
 from hf_helix.checkpoint.safetensors_file import FileLayout, write_slice
 from hf_helix.operators.unit import Placement
+from hf_helix.operators.weights.kept import kept_flats
 from hf_helix.tuning.measure.memory import Tally
 
 # What the ranks run
@@ -42,7 +43,8 @@ def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> 
         for name, case in cases.items():
             model = tiny(case["family"], **case.get("changes", {}))
             trainer = HelixTrainer(model=model, args=arguments(name), helix_config=HelixConfig(**case["helix"]))
-            counter = Tally(model.parameters())
+            pieces = [flat.piece for flat in kept_flats(trainer.helix.runner.stage.flats)]
+            counter = Tally([*model.parameters(), *pieces])
             with counted() as written, counter:
                 trainer.helix.save_pretrained(name, case.get("size"))
             found[name] = {"written": sum(written), "peak": counter.peak}
@@ -151,6 +153,12 @@ CASES: dict[str, dict[str, Any]] = {
     "spread": {
         "family": "llama",
         "helix": {"shard_parameters": True},
+        "changes": {"num_hidden_layers": 8},
+        "size": SMALL,
+    },
+    "kept whole": {
+        "family": "llama",
+        "helix": {"shard_optimizer": True},
         "changes": {"num_hidden_layers": 8},
         "size": SMALL,
     },

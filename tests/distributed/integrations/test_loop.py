@@ -38,6 +38,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ({"pp_size": 2}, 13, 4, 2),
         ({}, 12, 2, 2),
         ({"shard_parameters": True}, 12, 2, 2),
+        ({"shard_optimizer": True}, 12, 2, 2),
         pytest.param({"cp_size": 2}, 13, 4, 2, marks=SLOW),
         pytest.param({"tp_size": 2}, 12, 2, 4, marks=SLOW),
         pytest.param({"tp_size": 2, "pp_size": 2}, 13, 4, 4, marks=SLOW),
@@ -69,7 +70,9 @@ def test_as_the_stock_loop(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("helix", "dp_size"), [({"tp_size": 2}, 1), ({"pp_size": 2}, 1), ({"shard_parameters": True}, 2)], ids=str
+    ("helix", "dp_size"),
+    [({"tp_size": 2}, 1), ({"pp_size": 2}, 1), ({"shard_parameters": True}, 2), ({"shard_optimizer": True}, 2)],
+    ids=str,
 )
 def test_from_a_folder(helix: dict[str, Any], dp_size: int, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
     """A model on the meta device, whose optimizer was made before it had weights."""
@@ -108,7 +111,6 @@ def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
         ({"tp_size": 2}, "compiled", "use dynamo_backend='no'"),
         ({"tp_size": 2}, "LBFGS", "use one of AdamW, Adam, SGD"),
         ({"tp_size": 2}, "a step", "has taken steps on the whole model"),
-        ({"shard_optimizer": True}, "sharded", "use HelixTrainer, or shard_optimizer=False"),
         ({"tp_size": 2}, "another model", "not the model's; make it from model.parameters()"),
         ({"tp_size": 2}, "two models", "takes one model, got LlamaForCausalLM, LlamaForCausalLM"),
         ({}, "uneven", "use DataLoaderConfiguration(even_batches=True)"),

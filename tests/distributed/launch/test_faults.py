@@ -17,6 +17,7 @@ from support.resume_jobs import ROOM, run, run_into_bad_gradients, run_out_of_ro
 SCRIPT = SUPPORT / "fault_script.py"
 SEQUENTIAL = "tp_size: 2\nplan: sequential\n"
 SPREAD = "shard_parameters: true\nplan: sequential\n"
+KEPT = "shard_optimizer: true\nplan: sequential\n"
 
 
 def ranks_of(folder: Path, *flags: object, helix: str) -> list[subprocess.Popen[bytes]]:
@@ -68,6 +69,12 @@ CASES = [(SEQUENTIAL, *case) for case in CASES] + [
     (SPREAD, "in a collective", 0, DIED),
     (SPREAD, "no room for the model", 1, FULL),
     (SPREAD, "no room for states", 0, FULL),
+    (KEPT, "in saving states", 0, DIED),
+    (KEPT, "in saving the model", 1, DIED),
+    (KEPT, "in a step", 0, DIED),
+    (KEPT, "in a collective", 1, DIED),
+    (KEPT, "no room for the model", 0, FULL),
+    (KEPT, "no room for states", 1, FULL),
 ]
 
 

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, Case] = {
     "cp by gathers": {"cp_size": 2, "cp_method": "all_gather"},
     "tp cp": {"tp_size": 2, "cp_size": 2, "inter_node_axes": ("cp",)},
     "dp tp": {"dp": 2, "tp_size": 2},
-    "zero": {"dp": 2, "tp_size": 2, "sharded": True},
+    "zero": {"dp": 2, "tp_size": 2, "shard_optimizer": True},
     "sharded parameters": {"dp": 2, "shard_parameters": True},
     "ep": {"family": "mixtral", "dp": 2, "ep_size": 2},
     "ep tp": {"family": "mixtral", "dp": 2, "ep_size": 2, "tp_size": 2, "inter_node_axes": ("ep",)},
@@ -57,6 +57,12 @@ QUICK: dict[str, Case] = {
     "cp ring": {"cp_size": 2, "rank": 1},
     "tp cp dhelix, recomputed": {**LAYOUTS["tp cp"], "plan": "dhelix", "recompute": "selective"},
     "zero in bf16": {**LAYOUTS["zero"], "autocast_dtype": BF16},
+    "zero of experts in bf16": {
+        **LAYOUTS["ep with a capacity"],
+        "dp": 4,
+        "shard_optimizer": True,
+        "autocast_dtype": BF16,
+    },
     "sharded parameters": {**LAYOUTS["sharded parameters"], "inter_node_axes": ("dp",)},
     "sharded parameters in bf16, recomputed": {
         **LAYOUTS["sharded parameters"],

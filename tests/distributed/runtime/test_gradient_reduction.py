@@ -10,10 +10,8 @@ import pytest
 import torch
 from support import pipeline_trainer_jobs as jobs
 from support.comparisons import compare_runs
-from support.models import arguments, llama
+from support.models import llama
 from support.pipeline_jobs import batches_of, reference
-
-from hf_helix import HelixConfig, HelixTrainer
 
 JOB = "support.pipeline_trainer_jobs:"
 SMALL, TINY = 8_000, 1  # bytes: a few parameters in a bucket, and one in each
@@ -185,14 +183,6 @@ def test_every_rank_holds_its_share_only(tp: int, pp: int, dp: int, cluster_of: 
     for found in cluster_of(tp * pp * dp).run(f"{JOB}optimizer_bytes", helix=helix, **job):
         assert found["states"] == 2 * found["parameters"]
         assert found["kind"] == "AdamW"
-
-
-def test_an_own_optimizer_cannot_be_shared(tmp_path: Path) -> None:
-    model = llama()
-    optimizers = (torch.optim.AdamW(model.parameters()), None)
-    helix = HelixConfig(shard_optimizer=True)
-    with pytest.raises(ValueError, match=r"optimizers=\(AdamW, .*shard_optimizer=True.*optim=.*shard_optimizer=False"):
-        HelixTrainer(model=model, args=arguments(str(tmp_path)), optimizers=optimizers, helix_config=helix)
 
 
 # Who gets which data

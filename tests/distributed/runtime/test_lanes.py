@@ -20,7 +20,6 @@ from hf_helix.checkpoint.shard import whole_parameter
 from hf_helix.operators.communication.group_transports import GlooTransport
 from hf_helix.operators.communication.pipeline_p2p import LaneChannel
 from hf_helix.operators.unit import Placement
-from hf_helix.runtime import sharded_optimizer as sharding
 from hf_helix.runtime.distributed import groups, mesh
 
 # What the ranks run
@@ -101,25 +100,6 @@ def refused(device: str) -> None:
     mesh.build_mesh(2, device)
 
 
-def sharded_steps() -> tuple[bool, int]:
-    """Whether an optimizer that is spread over the ranks steps as one that is not, and how many broadcasts it takes."""
-    join()
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(3,), (40, 50), (1,), (7, 7), (0,), (64, 64), (2, 2), (5,)]
-    values = [torch.randn(shape, generator=generator) for shape in shapes]
-    ours, theirs = ([torch.nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    alone = torch.optim.AdamW(theirs, lr=0.1)
-    with patch.object(sharding, "PIECE_BYTES", 10_000), patch.object(dist, "broadcast", wraps=dist.broadcast) as single:
-        spread = sharding.ShardedOptimizer(ours, torch.optim.AdamW, process_group=dist.group.WORLD, lr=0.1)
-        for _ in range(3):
-            for mine, other in zip(ours, theirs, strict=True):
-                mine.grad = torch.randn(mine.shape, generator=generator)
-                other.grad = mine.grad.clone()
-            spread.step()
-            alone.step()
-    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True)), single.call_count
-
-
 # Tests
 
 
@@ -170,8 +150,3 @@ def test_gloo_does_not_carry_cuda_tensors(cluster_of: Any) -> None:
         assert failure.kind == "ValueError"
         assert "gloo for cuda" in failure.message
         assert 'init_process_group("cuda:nccl,cpu:gloo")' in failure.message
-
-
-def test_small_parameters_are_broadcast_together(cluster_of: Any) -> None:
-    steps, large = 3, 1
-    assert cluster_of(2).run(sharded_steps) == [(True, steps * large)] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,12 +9,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support import jobs
+from support import jobs, sharding_jobs
 from support.comparisons import compare_runs, compare_weights
 from support.derived_models import HOME
 from support.models import tiny
-from support.pipeline_jobs import make, runner_of, window_of
-from support.tuning_jobs import hasty
+from support.pipeline_jobs import make
 from support.versions import since
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -23,7 +21,6 @@ from transformers.distributed import DistributedConfig
 
 from hf_helix.operators.weights.flat import Flat
 from hf_helix.planning.graph.operator import Part
-from hf_helix.tuning.measure.memory import Tally
 
 SHARDED = {"shard_parameters": True, "cache": False}
 PLANS = ("sequential", "greedy", "round_robin", "search", "dhelix")
@@ -33,124 +30,6 @@ SLOW = pytest.mark.slow
 
 
 # -- in the processes of a cluster ---------------------------------------------------------------------------------
-
-
-def windows(
-    folder: str, helix: dict[str, Any], model: dict[str, Any], plans: Sequence[str], training: dict[str, Any]
-) -> dict[str, Any]:
-    """A window without sharding, and the same with sharding under several plans.
-
-    Returns:
-        The losses; by plan, the shards of gradients that differ in their bits from the parts of the gradients without
-        sharding, and by how much in parts of the norm; how many shards there are; what is wrong after a window.
-    """
-    freeze = model.pop("freeze", ())
-    whole = make(folder, {**helix, "plan": "sequential"}, model, training, freeze)
-    whole.model.train()
-    expected = [loss.item() for loss in whole.helix.runner.train_window(window_of(whole, 3, 2, (33, 16, 21)))]
-    gradients = {name: parameter.grad for name, parameter in whole.model.named_parameters()}
-    norm = whole.helix.gradient_norm().item()
-    whole.helix.close()
-    trainer = make(folder, {**helix, **SHARDED, "plan": "sequential"}, model, training, freeze)
-    trainer.model.train()
-    stage = trainer.helix.runner.stage
-    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    found: dict[str, Any] = {"expected": expected, "norm": norm, "plans": {}, "shards": len(stage.shards)}
-    for plan in plans:
-        with hasty():
-            runner = runner_of(trainer, plan, "folded_1f1b")
-        losses = [loss.item() for loss in runner.train_window(window_of(trainer, 3, 2, (33, 16, 21)))]
-        differing, errors, bits = [], [0.0], {}
-        for flat in stage.flats:
-            for parameter, shard in flat.shards.items():
-                name, (first, last) = names[parameter], flat.part(parameter)
-                other = gradients[name]
-                assert (shard.grad is None) == (other is None), name
-                if shard.grad is None:
-                    continue
-                part = other.reshape(-1)[first:last]
-                bits[name] = shard.grad.clone()
-                differing += [] if torch.equal(shard.grad, part) else [name]
-                distance = torch.linalg.vector_norm(shard.grad.double() - part.double())
-                errors.append(float(distance / torch.linalg.vector_norm(other.double()).clamp_min(1e-30)))
-        first_bits = found.setdefault("bits", bits)
-        found["plans"][plan] = {
-            "losses": losses,
-            "differing": differing,
-            "error": max(errors),
-            "norm": trainer.helix.gradient_norm().item(),
-            "unlike the first plan": [name for name, each in bits.items() if not torch.equal(each, first_bits[name])],
-            "left": [names[p] for p in names if p.grad is not None or not p.isnan().all()],
-        }
-        trainer.model.zero_grad()
-        assert all(shard.grad is None for shard in stage.shards.values())
-    del found["bits"]
-    trainer.helix.close()
-    return found
-
-
-def held(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """The bytes that this rank really keeps: before a window, behind it, and with an optimizer that has stepped."""
-    trainer = make(folder, {**helix, **SHARDED, "plan": "sequential"}, model, {"optim": "adamw_torch"})
-    trainer.model.train()
-    stage, optimizer = trainer.helix.runner.stage, trainer.create_optimizer()
-    start = bytes_of([*stage.placements, *stage.stepped])
-    trainer.helix.runner.train_window(window_of(trainer, 3, 2, (33,)))
-    kept = [*stage.placements, *stage.stepped]
-    gradients = [parameter.grad for parameter in kept if parameter.grad is not None]
-    after = bytes_of([*kept, *gradients])
-    optimizer.step()
-    trainer.model.zero_grad()
-    averages = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    stepped = bytes_of([*kept, *averages])
-    flats = [(flat.length, flat.axis.size) for flat in stage.flats]
-    elements = sum(parameter.numel() for parameter in stage.stepped)
-    trainer.helix.close()
-    return {"bytes": (start, after, stepped), "flats": flats, "elements": elements}
-
-
-def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    """The bytes of the memory that tensors are in, each once."""
-    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(found.values())
-
-
-def peaks(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
-    """The most bytes that tensors take in a window and in a forward pass, beside what is kept between windows."""
-    trainer = make(folder, {**helix, "plan": "sequential"}, model)
-    trainer.model.train()
-    runner = trainer.helix.runner
-    window = window_of(trainer, 2, 1, (17,))
-    runner.train_window(window)  # what is made once is there, and gradients where they stay
-    trainer.model.zero_grad(set_to_none=bool(runner.stage.flats))
-    kept = [t for p in runner.stage.stepped for t in (p, p.grad) if t is not None]
-    found = {}
-    for name, run in {"window": runner.train_window, "forward": runner.evaluate}.items():
-        with Tally(kept) as tally:
-            run(window)
-        found[name] = tally.peak
-    trainer.helix.close()
-    return {**found, "flats": [flat.length for flat in runner.stage.flats]}
-
-
-def tuned(folder: str, **options: Any) -> dict[str, Any]:
-    """Trains as users do who say nothing of plans, and then asks for everything that can be measured."""
-    trainer = jobs.make_trainer(folder, {**SHARDED, "tuning_share": 1.0}, **options)
-    trainer.train()
-    assert trainer.tuning is not None
-    bits = [parameter.detach().clone() for parameter in trainer.helix.runner.stage.stepped]
-    overlap, memory = trainer.helix.measure_overlap(repeats=1), trainer.helix.measure_memory()
-    trainer.helix.trace(f"{folder}/trace.json")
-    stepped = trainer.helix.runner.stage.stepped
-    return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "verdict": str(trainer.tuning),
-        "plans": sorted(trainer.tuning.overlaps),
-        "communication": overlap.communication,
-        "memory": memory,
-        "changed": any(not torch.equal(*pair) for pair in zip(bits, stepped, strict=True)),
-        "left": any(parameter.grad is not None for parameter in (*stepped, *trainer.model.parameters())),
-    }
 
 
 def train_with_fsdp2(folder: str, weights: str, **options: Any) -> dict[str, Any]:
@@ -207,7 +86,13 @@ def test_windows_are_those_of_whole_parameters(case: str, cluster_of: Any, tmp_p
     layers = {"num_hidden_layers": 2, **model}
     plans = PLANS if case == "llama" else ("sequential", "greedy", "dhelix")
     found = cluster_of(ranks).run(
-        windows, folder=str(tmp_path), helix={"cache": False, **helix}, model=layers, plans=plans, training=training
+        sharding_jobs.windows,
+        folder=str(tmp_path),
+        sharded=SHARDED,
+        helix={"cache": False, **helix},
+        model=layers,
+        plans=plans,
+        training=training,
     )
     rounding = 2**-8 if model.get("dtype") == "bfloat16" else 1e-5  # norms of bfloat16 are bfloat16, of parts as well
     sizes = np.prod([size for name, size in helix.items() if name in ("tp_size", "pp_size")])
@@ -259,7 +144,7 @@ def test_plans_are_made_of_measured_gathers(cluster_of: Any, stock: Any, tmp_pat
     """What `auto` does by itself: gathers are timed beside computation, plans are compared, and training goes on."""
     expected, _ = stock(jobs.train, dp=2, training=CLIPPED)
     job = {"folder": str(tmp_path), "training": CLIPPED}
-    for found in cluster_of(2).run(tuned, **job):
+    for found in cluster_of(2).run(sharding_jobs.tuned, sharded=SHARDED, **job):
         np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-5)
         assert len(found["plans"]) > 2, found["verdict"]
         assert found["communication"] > 0
@@ -274,7 +159,7 @@ def test_plans_are_made_of_measured_gathers(cluster_of: Any, stock: Any, tmp_pat
 def test_a_rank_keeps_its_part(ranks: int, helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Parameters take 4 bytes an element of the padded flats, divided by the ranks, and one element a stand-in; so do
     gradients behind a window; the averages of AdamW take 8 an element, without padding."""
-    for rank in cluster_of(ranks).run(held, folder=str(tmp_path), helix=helix, model={}):
+    for rank in cluster_of(ranks).run(sharding_jobs.held, folder=str(tmp_path), sharded=SHARDED, helix=helix, model={}):
         over = ranks // helix.get("tp_size", 1)
         assert all(size == over for _, size in rank["flats"])
         share = sum(4 * length // over for length, _ in rank["flats"])
@@ -289,8 +174,8 @@ def test_a_window_has_few_layers_whole(cluster_of: Any, tmp_path: Path) -> None:
     """Beside what a window takes with whole parameters: forward, a few units' weights; backward, these, at most all
     gradients in whole and in part, and once more those that are being summed."""
     job = {"folder": str(tmp_path), "model": {"num_hidden_layers": 12}}
-    whole = cluster_of(2).run(peaks, helix={}, **job)
-    for mine, other in zip(cluster_of(2).run(peaks, helix=SHARDED, **job), whole, strict=True):
+    whole = cluster_of(2).run(sharding_jobs.peaks, helix={}, **job)
+    for mine, other in zip(cluster_of(2).run(sharding_jobs.peaks, helix=SHARDED, **job), whole, strict=True):
         everything, largest = 4 * sum(mine["flats"]), 4 * max(mine["flats"])
         assert mine["forward"] - other["forward"] <= 3 * largest < everything / 4
         assert mine["window"] - other["window"] <= everything * 3 / 2 + 4 * largest

@@ -110,6 +110,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "training": {"max_steps": 4},
         "optimizer": "passed in",
     },
+    "sharded states of an optimizer passed in": {
+        "helix": {"shard_optimizer": True},
+        "training": {"max_steps": 4, "per_device_train_batch_size": 1},
+        "optimizer": "passed in",
+    },
     "sharded states of a class": {
         "helix": {"shard_optimizer": True},
         "training": {"max_steps": 4, "per_device_train_batch_size": 1},

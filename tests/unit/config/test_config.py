@@ -102,9 +102,10 @@ def test_a_capacity_that_is_no_number_is_refused(factor: object):
         HelixConfig(expert_capacity_factor=factor)
 
 
-def test_a_sharded_optimizer_needs_the_same_parameters_everywhere():
-    with pytest.raises(ValueError, match=r"shard_optimizer=True with ep_size=2: .*use shard_optimizer=False"):
-        HelixConfig(ep_size=2, shard_optimizer=True)
+def test_what_is_spread():
+    assert HelixConfig().spreads is None
+    assert HelixConfig(shard_optimizer=True, ep_size=2).spreads == "optimizer"
+    assert HelixConfig(shard_parameters=True).spreads == "parameters"
 
 
 def test_options_of_context_parallelism():

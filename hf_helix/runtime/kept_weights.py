@@ -1,0 +1,50 @@
+"""Weights that every rank keeps whole, and that each steps a part of: what a layout and a window know of them.
+
+In:   units whose parameters are in flats that are kept whole (`hf_helix.operators.weights.kept`).
+Out:  the gathers of a layout; copies of weights in the type of matrix products.
+Must hold: gathers are in the order in which a micro-batch first reads them, the same on all ranks of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from hf_helix.operators.unit import Unit
+from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.weights.kept import KeptFlat, kept_flats
+from hf_helix.planning.layout import Layout, WeightGather
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.gradient_buckets import most_elements
+
+
+def layout_with_gathers(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
+    """Returns a layout with the gathers of weights of all ranks of the pipeline.
+
+    Args:
+        layout: what the ranks hold.
+        model: the units of the whole model, before any parameter is cut.
+        mesh: which ranks share what.
+    """
+    users: dict[KeptFlat, list[int]] = {}
+    for index, unit in sorted(model.items()):
+        for flat in kept_flats(unit.flats.values()):
+            users.setdefault(flat, []).append(index)
+    return replace(
+        layout, gathers=[WeightGather(tuple(units), flat.name, _bytes(flat, mesh)) for flat, units in users.items()]
+    )
+
+
+def _bytes(flat: KeptFlat, mesh: Mesh) -> int:
+    """The bytes of the piece on the rank that holds most of it, without padding."""
+    return sum(
+        most_elements(parameter, placement, mesh) * (flat.cast_to or parameter.dtype).itemsize
+        for parameter, placement in flat.placements.items()
+    )
+
+
+def casts_of(flats: Iterable[Flat]) -> dict[Tensor, Tensor]:
+    """Returns the copies of weights in the type of matrix products that are there in every window, by weight."""
+    return {parameter: copy for flat in kept_flats(flats) for parameter, copy in flat.casts.items()}

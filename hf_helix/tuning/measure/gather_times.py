@@ -1,0 +1,52 @@
+"""Times of gathers of weights, of which a window has each once.
+
+In:   a runner.
+Out:  seconds and bytes of the gathers of this rank, by the names of a profile.
+Must hold: what is timed is the work that windows issue, on its stream. Of gathers of one length one is timed.
+"""
+
+from __future__ import annotations
+
+from hf_helix.operators.weights.kept import KeptFlat
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.profile import Name, named_gathers
+from hf_helix.runtime.runner import Runner
+from hf_helix.runtime.trace import Trace
+
+
+def time_gathers(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], dict[Name, int]]:
+    """Returns the seconds of every gather of this rank, repeat by repeat, and the bytes that it sends. Collective.
+
+    Args:
+        runner: a runner.
+        repeats: how often a gather runs in a row; the first run warms up.
+    """
+    layout, names = runner.layout, [name for name, _ in named_gathers(runner.layout)]
+    known: dict[tuple[object, int], list[float]] = {}
+    found: dict[Name, list[float]] = {}
+    sent: dict[Name, int] = {}
+    for number in layout.gathers_of(runner.stage.rank):
+        gather = layout.gathers[number]
+        flat = runner.stage.model[gather.units[0]].flats[gather.name]
+        assert isinstance(flat, KeptFlat)
+        length = flat.axis, flat.piece.nbytes
+        if length not in known:
+            known[length] = _time(runner, flat, repeats)
+        found[names[number]] = known[length]
+        sent[names[number]] = flat.piece.nbytes // flat.axis.size * (flat.axis.size - 1)
+    return found, sent
+
+
+def _time(runner: Runner, flat: KeptFlat, repeats: int) -> list[float]:
+    """The seconds of a gather on its stream, without the first."""
+    streams = runner.executor.streams
+    streams.synchronize()
+    streams.trace = trace = Trace()
+    try:
+        for _ in range(repeats):
+            streams.wait(streams.issue(flat.sums.kind, flat.refresh(), (), flat.name))
+        streams.synchronize()
+    finally:
+        streams.trace = None
+    spans = sorted(trace.spans, key=lambda span: span.start)
+    return [span.seconds for span in spans if span.stream == Kind.GRADIENTS.value][1:]

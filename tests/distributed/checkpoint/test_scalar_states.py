@@ -1,0 +1,106 @@
+"""States of parameters without a dimension are spread, saved and loaded as those of others; counts of steps are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.models import arguments
+from torch import Tensor, nn
+
+from hf_helix.checkpoint.local_parameter import LocalParameter, Stretch
+from hf_helix.checkpoint.optimizer_state import load_states, save_states
+from hf_helix.engine.engine import Engine
+from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.unit import COPIED
+from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.weights.kept import KeptFlat
+from hf_helix.runtime.distributed.mesh import build_mesh
+
+SHAPES = {"first": (4, 3), "gate": (), "last": (5,), "other gate": ()}
+
+
+class Stepped:
+    """Parameters, what steps them, and where that lies.
+
+    Args:
+        kind: whether ranks have all of them (`whole`), or a part that is gathered every time (`spread`) or once
+            (`kept`).
+        optimizer: the class.
+    """
+
+    def __init__(self, kind: str, optimizer: Any) -> None:
+        self.parameters = {name: nn.Parameter(value) for name, value in values(0).items()}
+        self.flat: Flat | None = None
+        self.optimizer = optimizer(self.parameters.values(), lr=0.1)
+        if kind == "whole":
+            self.local = {p: LocalParameter(name, COPIED, Axis.single()) for name, p in self.parameters.items()}
+            return
+        copies = build_mesh(1, "cpu", spreads="optimizer").copies
+        assert copies is not None
+        make = KeptFlat if kind == "kept" else Flat
+        flat = self.flat = make("w", dict.fromkeys(self.parameters.values(), COPIED), copies.weights, copies.sums)
+        flat.spread(torch.device("cpu"))
+        stage = SimpleNamespace(flats=[flat], shards=flat.shards, outdate_weights=flat.outdate)
+        Engine.step_shards(SimpleNamespace(runner=SimpleNamespace(stage=stage)), self.optimizer)  # type: ignore[arg-type]
+        self.local = {}
+        for name, parameter in self.parameters.items():
+            stretch = Stretch(tuple(parameter.shape), flat.part(parameter)[0], flat.axis, True)
+            self.local[flat.shards[parameter]] = LocalParameter(name, COPIED, Axis.single(), stretch)
+
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """A step of the optimizer."""
+        for name, parameter in self.parameters.items():
+            if self.flat is None:
+                parameter.grad = gradients[name].clone()
+            else:
+                self.flat.shards[parameter].grad = self.flat.part_of(gradients[name], parameter)
+        self.optimizer.step()
+
+    def whole(self) -> dict[str, Tensor]:
+        """The parameters."""
+        if self.flat is not None:
+            self.flat.lend(self.flat.gather())
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+
+def values(seed: int) -> dict[str, Tensor]:
+    """Something of the shapes of the parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def change(folder: str, before: str, after: str, optimizer: str) -> float:
+    """A step, saved; loaded by others who take the second: by how much they differ from who took both."""
+    arguments("unused")
+    kind = getattr(torch.optim, optimizer)
+    alone, first, second = Stepped("whole", kind), Stepped(before, kind), Stepped(after, kind)
+    for stepped in (alone, first):
+        stepped.step(values(1))
+    save_states(first.optimizer, first.local, Path(folder))
+    load_states(second.optimizer, second.local, Path(folder))
+    start = first.whole()
+    with torch.no_grad():
+        for name, parameter in second.parameters.items():
+            if second.flat is None:
+                parameter.copy_(start[name])
+            else:
+                second.flat.shards[parameter].copy_(second.flat.part_of(start[name], parameter))
+    for stepped in (alone, second):
+        stepped.step(values(2))
+    expected, found = alone.whole(), second.whole()
+    assert all(found[name].shape == value.shape for name, value in expected.items())
+    return max(float((found[name] - value).abs().max()) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "NAdam"])
+@pytest.mark.parametrize(
+    ("before", "after"), [("whole", "kept"), ("kept", "whole"), ("kept", "spread"), ("spread", "kept")]
+)
+def test_states_go_on(before: str, after: str, optimizer: str, cluster_of: Any, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "before": before, "after": after, "optimizer": optimizer}
+    assert max(cluster_of(2).run(change, **job)) <= 1e-6
