@@ -21,7 +21,7 @@ from hf_helix.models.families.mixtral import Mixtral, Phimoe, Qwen3Moe
 from hf_helix.models.family import Family
 from hf_helix.models.model_code import check_class, check_traceable
 
-# Derived, these have the same operators, cuts and gradients (tests/unit/models/derived/test_same_graphs.py). They stay
+# Derived, these have the same operators, cuts and gradients (tests/invariant/test_same_graphs.py). They stay
 # declared: a run starts without a trace and without a proof, and tests compare derived families with them.
 REGISTERED: dict[str, Family] = {
     family.model_class: family
