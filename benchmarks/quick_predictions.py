@@ -26,6 +26,9 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=["sequential", "greedy"])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--sequence_length", type=int, default=4096)
+    parser.add_argument(
+        "--sharded", type=int, nargs="+", default=[0, 1], choices=(0, 1), help="with whole, with spread weights"
+    )
     options = parser.parse_args()
     titles = ("cluster", "layout", "plan", "quick s", "whole s", "difference", "quick sums", "whole sums", "took s")
     print("| " + " | ".join(titles) + " |\n|---|---|---" + "|---:" * 6 + "|")
@@ -55,7 +58,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     for sizes in layouts:
         for microbatches in options.microbatches:
             for plan in options.plans:
-                for sharded in (False, True):
+                for sharded in options.sharded:
                     yield Case(
                         sizes,
                         1,
@@ -63,7 +66,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
                         microbatches,
                         plan,
                         schedule="folded_1f1b" if sizes.pp > 1 else "auto",
-                        shard_parameters=sharded,
+                        shard_parameters=bool(sharded),
                     )
 
 

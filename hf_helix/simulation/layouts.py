@@ -21,6 +21,7 @@ from hf_helix.simulation.fsdp import FSDP, simulate_fsdp
 from hf_helix.simulation.memory import Peak, bytes_text
 from hf_helix.simulation.processes import in_processes
 from hf_helix.simulation.sizes import Sizes
+from hf_helix.simulation.steady import Layers
 from hf_helix.simulation.step import Case, Step, layout_of, memory_of_case, peaks_of_case, simulate_step
 
 BATCHES = (1, 2, 4, 8)
@@ -116,6 +117,7 @@ class Search:
     progress: Callable[[float], object] | None = None
     workers: int = 1
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
+    _layers: dict[object, Layers] = field(default_factory=dict)
 
     def run(self) -> Ranking:
         """Returns the layouts by speed; none where nothing fits.
@@ -186,7 +188,7 @@ class Search:
                 case = self._fitting(case, best.case if best is not None else None)
             except ValueError as error:  # larger micro-batches need more memory
                 return _Found(best or Dropped(case, str(error)), True)
-            step = simulate_step(self.amounts(case), case, self.cluster)
+            step = simulate_step(self.amounts(case), case, self.cluster, known=self._layers)
             if best is not None and step.tokens_per_second <= best.tokens_per_second:
                 break
             best = step

@@ -181,20 +181,23 @@ def _spread_gradients(amounts: Amounts, layout: Layout, rank: int) -> Iterator[t
 # -- of a schedule -----------------------------------------------------------------------------------------------------
 
 
-def peaks_of_schedule(amounts: Amounts, layout: Layout, schedule: Schedule, two_strands: bool) -> list[Peak]:
-    """Returns the same for every rank of a schedule, before there are programs: strands take turns, layer by layer.
+def peaks_of_schedules(
+    amounts: Amounts, layout: Layout, schedules: Sequence[Schedule], two_strands: bool
+) -> list[Peak]:
+    """Returns the same for every rank, of whichever schedule needs most of it, before there are programs: strands take
+    turns, layer by layer.
 
     Args:
         amounts: of a rank of this layout.
         layout: of all ranks.
-        schedule: of a window.
+        schedules: of a window; one of them is run.
         two_strands: whether the plan may keep one layer more.
     """
     passes = _Passes(amounts, layout)
     more = passes.largest_layer() if two_strands else 0
     found = []
-    for rank, slots in enumerate(schedule):
-        peak = _peak_of_slots(layout, slots, passes)
+    for rank in range(layout.num_ranks):
+        peak = max((_peak_of_slots(layout, each[rank], passes) for each in schedules), key=lambda each: each.total)
         gradients = sum(GRADIENT * made.elements for made, _ in _spread_gradients(amounts, layout, rank))
         found.append(Peak(peak.activations + more, peak.weights, gradients))
     return found
@@ -224,15 +227,19 @@ class _Passes:
         self._amounts, self._layout = amounts, layout
         self._turns = {name: turn for turn, name in enumerate(amounts.operators)}
         self._known: dict[tuple[object, ...], _Pass] = {}
+        self._found: dict[tuple[int, str], _Pass] = {}
 
     def through(self, unit: int, computation_type: str) -> _Pass:
         """Returns what a pass through a unit changes; units of one name between others alike change the same."""
-        layout, forward = self._layout, computation_type == "F"
-        before, behind = layout.neighbours(unit, forward)
-        key = layout.units[unit], before is None, None if behind is None else layout.units[behind], computation_type
-        if key not in self._known:
-            self._known[key] = self._counted(unit, computation_type)
-        return self._known[key]
+        found = self._found.get((unit, computation_type))
+        if found is None:
+            layout, forward = self._layout, computation_type == "F"
+            before, behind = layout.neighbours(unit, forward)
+            key = layout.units[unit], before is None, None if behind is None else layout.units[behind], computation_type
+            if key not in self._known:
+                self._known[key] = self._counted(unit, computation_type)
+            found = self._found[unit, computation_type] = self._known[key]
+        return found
 
     def largest_layer(self) -> int:
         """Returns the most that a pass through a layer works with."""
@@ -260,25 +267,24 @@ class _Passes:
 
 
 def _peak_of_slots(layout: Layout, slots: Sequence[Slot], passes: _Passes) -> Peak:
-    alive = weights = sent = 0
-    peak = Peak()
+    alive = weights = sent = most = then = 0
+    ways = {unit for chunk in layout.chunks.values() for unit in chunk if layout.transfers(unit)}
     for slot in slots:
         entering = _units(layout, slot.forward) if slot.forward else []
         leaving = _units(layout, slot.backward)[::-1] if slot.backward else []
         for unit, computation_type in (each for pair in zip_longest(entering, leaving) for each in pair if each):
-            if layout.transfers(unit) and computation_type == "W":
+            if unit in ways and computation_type == "W":
                 continue
             found = passes.through(unit, computation_type)
             delta = found.delta
-            if layout.transfers(unit):
+            if unit in ways:
                 alive -= sent
                 sent, delta = max(0, -delta), max(0, delta)
-            if alive + found.peak > peak.total:
-                then = weights + found.weights_then
-                peak = Peak(alive + found.peak - then, then)
+            if alive + found.peak > most:
+                most, then = alive + found.peak, weights + found.weights_then
             alive += delta
             weights += found.weights
-    return peak
+    return Peak(most - then, then)
 
 
 def _units(layout: Layout, action: Action) -> list[tuple[int, str]]:

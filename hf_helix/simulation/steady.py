@@ -135,6 +135,8 @@ def _ahead_seconds(profile: Profile, layers: Layers, unit: int, forward: bool) -
     if layers.two_strands:
         shown = sum(profile.times[name, entry] * layers.exposed.get(op.kind, 0.0) for entry, op in ops)
         return 0.0 if name in layers.forward else shown
+    if before is not None and name in layers.forward and layout.units[before] in layers.forward:
+        return 0.0
     waiting = max(0.0, seconds - (_own_seconds(profile, layout.units[before], forward) if before is not None else 0.0))
     if name not in layers.forward:
         return waiting

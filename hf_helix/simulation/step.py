@@ -32,9 +32,9 @@ from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import estimate_profile, rings, transfer_seconds
 from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.memory import ELEMENT, PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
-from hf_helix.simulation.peaks import peak_of_program, peaks_of_schedule
+from hf_helix.simulation.peaks import peak_of_program, peaks_of_schedules
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.steady import costs_under, exposed_seconds, steady_layers
+from hf_helix.simulation.steady import Layers, costs_under, exposed_seconds, steady_layers
 from hf_helix.simulation.sums import exposed_sums, profile_with_sums
 from hf_helix.simulation.window import usual_schedules, window_of
 
@@ -201,8 +201,7 @@ def peaks_of_case(amounts: Amounts, case: Case, layout: Layout) -> list[Peak]:
     """
     two_strands = not runs_one_strand(case.plan)
     usual = usual_schedules(case.schedule, case.sizes.pp, case.microbatches, two_strands)
-    peaks = [peaks_of_schedule(amounts, layout, schedule, two_strands) for schedule in usual]
-    return [max(of_rank, key=lambda peak: peak.total) for of_rank in zip(*peaks, strict=True)]
+    return peaks_of_schedules(amounts, layout, usual, two_strands)
 
 
 def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[Peak]) -> Memory:
@@ -211,7 +210,9 @@ def _heaviest(amounts: Amounts, layout: Layout, case: Case, peaks: Sequence[Peak
     return max(found, key=lambda memory: memory.total)
 
 
-def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False) -> Step:
+def simulate_step(
+    amounts: Amounts, case: Case, cluster: Cluster, whole: bool = False, known: dict[object, Layers] | None = None
+) -> Step:
     """Returns what an optimizer step takes.
 
     Args:
@@ -220,6 +221,8 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
         cluster: what it runs on.
         whole: whether to order and predict the window operator by operator; those of up to `WHOLE` operators can be
             drawn, and search their schedule.
+        known: what this rule made of layers on this cluster in cases that were simulated before; takes up that of this
+            one. Layouts that differ in their pipeline have the same layers.
 
     Raises:
         ValueError: the layout cannot be built.
@@ -228,11 +231,17 @@ def simulate_step(amounts: Amounts, case: Case, cluster: Cluster, whole: bool = 
     if whole:
         profile = profile_with_sums(profile, amounts, rings(cluster, case.sizes), cluster, case.spread_gradients)
     plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
-    return simulate_plan(amounts, case, cluster, profile, plan, whole)
+    return simulate_plan(amounts, case, cluster, profile, plan, whole, known)
 
 
 def simulate_plan(
-    amounts: Amounts, case: Case, cluster: Cluster, profile: Profile, plan: Plan, whole: bool = False
+    amounts: Amounts,
+    case: Case,
+    cluster: Cluster,
+    profile: Profile,
+    plan: Plan,
+    whole: bool = False,
+    known: dict[object, Layers] | None = None,
 ) -> Step:
     """Returns what an optimizer step takes under a plan, whatever the case says of plans.
 
@@ -244,9 +253,17 @@ def simulate_plan(
             knows are predicted with a whole window, operator by operator.
         plan: for this profile.
         whole: as of `simulate_step`.
+        known: as of `simulate_step`.
     """
     layout = profile.layout
-    layers = steady_layers(plan, profile, amounts.model.units[1:-1])
+    names = dict.fromkeys(amounts.model.units[1:-1])
+    key = (
+        tuple((name, seconds) for name, seconds in profile.times.items() if name[0] in names),
+        max(profile.times.values()),
+    )
+    layers = (known or {}).get(key) or steady_layers(plan, profile, list(names))
+    if known is not None:
+        known[key] = layers
     costs = costs_under(profile, layers)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
     seconds, drawn = window.seconds, None
