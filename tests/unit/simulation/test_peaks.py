@@ -1,0 +1,84 @@
+"""What is alive in a window when most is: nothing is left behind, and what is kept waiting is kept alive."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.on_paper import case_of, counted, on_meta
+
+from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Key
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.program import build_programs
+from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.peaks import Peak, peak_of_program, peaks_of_schedules
+from hf_helix.simulation.step import layout_of
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp_size": 2},
+    "tp2 full": {"tp_size": 2, "recompute": "full"},
+    "cp2 bf16": {"cp_size": 2, "bf16": True},
+    "sharded": {"shard_parameters": True, "dp_size": 2},
+    "sharded full": {"shard_parameters": True, "dp_size": 2, "recompute": "full", "bf16": True},
+}
+
+
+@pytest.fixture(scope="module", params=OPTIONS)
+def amounts(request: pytest.FixtureRequest) -> Amounts:
+    return counted(on_meta(num_hidden_layers=4), **OPTIONS[request.param])
+
+
+def program_of(amounts: Amounts, count: int, rule: str) -> list[Instruction]:
+    layout = layout_of(amounts, case_of())
+    plan = make_plan(rule, rough_profile(layout), model="m", mesh={"tp_size": 1})
+    (program,) = build_programs(Scheduler("auto", 1)(count), layout, plan)
+    return program
+
+
+def peak_of(amounts: Amounts, program: list[Instruction]) -> Peak:
+    return peak_of_program(amounts, layout_of(amounts, case_of()), program)
+
+
+@pytest.mark.parametrize("rule", ["sequential", "greedy"])
+def test_long_windows_need_what_short_ones_do(rule: str, amounts: Amounts) -> None:
+    """So nothing of a micro-batch is left behind."""
+    short, long = (peak_of(amounts, program_of(amounts, count, rule)) for count in (6, 18))
+    assert long == short
+    assert short.activations > 0
+
+
+def test_one_strand_needs_what_its_schedule_says(amounts: Amounts) -> None:
+    found = peak_of(amounts, program_of(amounts, 6, "sequential"))
+    (expected,) = peaks_of_schedules(amounts, layout_of(amounts, case_of()), [Scheduler("auto", 1)(6)], False)
+    assert found.total == pytest.approx(expected.total, rel=0.02)
+    assert found.gradients == expected.gradients
+    if amounts.spread:
+        assert found.gradients == 4 * sum(amounts.weights[name].trained for name in amounts.model.units)
+        assert found.weights > 0
+    else:
+        assert (found.weights, found.gradients) == (0, 0)
+
+
+def test_what_weight_gradients_read_is_kept_until_they_run(amounts: Amounts) -> None:
+    """The same instructions with every weight gradient behind all others of its micro-batch."""
+    program = program_of(amounts, 1, "sequential")
+    waiting = [made for made in program if made.operator is not None and made.operator.part is Part.W]
+    others = [made for made in program if made not in waiting]
+    usual, late = peak_of(amounts, program), peak_of(amounts, freed(others + waiting))
+    assert late.activations > usual.activations
+
+
+def freed(program: list[Instruction]) -> list[Instruction]:
+    """The program with each value freed behind its last reader."""
+    found: list[Instruction] = []
+    known: set[Key] = set()
+    for made in (each for each in reversed(program) if each.operator is not None):
+        frees = tuple(key for key in dict.fromkeys((*made.writes, *made.needs)) if key not in known)
+        known.update(frees)
+        found.append(replace(made, frees=frees))
+    return found[::-1]
