@@ -35,7 +35,10 @@ class FakeGraph(TorchDispatchMode):
         if name not in EMPTY and not _is_view(func):
             # The same memory, and nothing of autograd's, whose part was over when this was dispatched.
             given, made = tree_map_only(Tensor, _bare, ((args, kwargs or {}), result))
-            self._tape.append((func, *given, _tensors(made)))
+            # Collectives say of nothing that they write to it, and return what they were given.
+            memory = {each.untyped_storage()._cdata for each in _tensors(given)}
+            new = [each for each in _tensors(made) if each.untyped_storage()._cdata not in memory]
+            self._tape.append((func, *given, new if len(new) == len(_tensors(made)) else []))
         return result
 
     @torch.no_grad()
@@ -51,7 +54,7 @@ class FakeGraph(TorchDispatchMode):
         self.replays += 1
         for func, args, kwargs, outputs in self._tape:
             result = func(*args, **kwargs)
-            if not func._schema.is_mutable:
+            if outputs and not func._schema.is_mutable:
                 for output, value in zip(outputs, _tensors(result), strict=True):
                     output.copy_(value)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.fake_cuda import FakeCuda
 from support.fake_graphs import FakeGraph, FakeRecorder
+from support.windows_on_fakes import one_rank
 from transformers import TrainingArguments
 
 from benchmarks.gpu.models import batches, on, targets, tiny
@@ -250,3 +251,22 @@ def test_a_window_that_cannot_be_captured_says_why(monkeypatch: Any) -> None:
     wanted = r"\(RuntimeError: operation not permitted when stream is capturing\); use HelixConfig\(cuda_graphs=False\)"
     with pytest.raises(RuntimeError, match=wanted):
         CudaRecorder().record(waiting)
+
+
+def test_weights_that_are_gathered_once_are_those_that_were_stepped() -> None:
+    """One rank of two that each step a part, whose collectives move nothing: a replay casts what was stepped since."""
+    found = []
+    recorder = FakeRecorder()
+    for captured in (None, WindowGraphs(say, recorder)):
+        options: dict[str, Any] = {"dp": 2, "shard_optimizer": True, "autocast_dtype": torch.bfloat16}
+        with one_rank(FakeCuda(), **options) as (runner, window):
+            optimizer = torch.optim.AdamW(runner.stage.stepped, lr=1e-2)
+            losses = []
+            for _ in range(4):
+                losses.append(captured.train_window(runner, window) if captured else runner.train_window(window))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([torch.stack([loss for each in losses for loss in each]), *runner.stage.stepped])
+    assert [graph.replays for graph in recorder.graphs] == [3]
+    assert len(found[0][0].unique()) > 8
+    assert all(torch.equal(mine, wanted) for wanted, mine in zip(*found, strict=True))
