@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from support import jobs
+from support.at_once import collectives_at_once
 from support.pipeline_jobs import make, runner_of, window_of
 from support.tuning_jobs import hasty
 
@@ -130,7 +131,7 @@ def peaks(
     kept += [flat.piece for flat in kept_flats(flats)]
     found = {}
     for name, run in {"window": runner.train_window, "forward": runner.evaluate}.items():
-        with Tally(kept) as tally:
+        with collectives_at_once(runner.executor.streams), Tally(kept) as tally:
             run(window)
         found[name] = tally.peak
     trainer.helix.close()

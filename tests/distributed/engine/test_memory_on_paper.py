@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.at_once import collectives_at_once
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
@@ -31,7 +32,7 @@ EVEN = {"num_local_experts": 4, "num_experts_per_tok": 4}
 """Every token goes to every expert, so that each gets as many, whatever routers choose."""
 
 TRIES = 2
-"""Times that memory is counted: on a CPU what is sent is freed when it has arrived, so that peaks differ a little."""
+"""Times that memory is counted: what a pipeline sends is freed when it has arrived, so that peaks differ a little."""
 
 EXACT = 0.03
 
@@ -54,7 +55,8 @@ def peaks(helix: dict[str, Any], plans: tuple[str, ...], model: dict[str, Any]) 
         plan = make_plan(name, rough_profile(layout), model="m", mesh=work.mesh.option_sizes)
         runner = work.runner.with_plan(plan)
         program = runner.program(MICROBATCHES)
-        counted = [peak_bytes(runner, window) for _ in range(TRIES)]
+        with collectives_at_once(runner.executor.streams):
+            counted = [peak_bytes(runner, window) for _ in range(TRIES)]
         found[name] = peak_of_program(amounts, runner.layout, program).total, counted
     dist.barrier()
     return found

@@ -53,7 +53,10 @@ def step_of(paper: OnPaper, whole: bool = False, cluster: Cluster = CLUSTER, **c
 
 @pytest.mark.parametrize("plan", ["sequential", "greedy", pytest.param("dhelix", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SIZES)
-def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: OnPaper):
+def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: OnPaper, request: Any):
+    if plan == "dhelix" and "sharded" in name:
+        reason = "under the paper's plan with sharded parameters it is 22 to 25 % too fast"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     case = {**SIZES[name], "plan": plan, "microbatches": 16, "schedule": "folded_1f1b"}
     quick, whole = (step_of(paper, whole, **case) for whole in (False, True))
     assert whole.drawn is not None
