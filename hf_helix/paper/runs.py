@@ -32,6 +32,7 @@ from hf_helix.simulation.amounts import Amounts, OperatorAmounts
 from hf_helix.simulation.cluster import Cluster, load_cluster
 from hf_helix.simulation.estimate import estimate_profile, operator_seconds, rings
 from hf_helix.simulation.step import Case, Step, layout_of, simulate_plan
+from hf_helix.simulation.sums import sums_behind
 
 SEARCH = "search"
 RULES: Mapping[str, tuple[str, str]] = {
@@ -107,7 +108,11 @@ class Runs:
         if (row, method) not in self._found:
             profile = self.profile(row, method)
             plan = self._plan(row, method, profile)
-            step = simulate_plan(self.amounts(row), case_of(row, method), self.cluster(row), profile, plan)
+            amounts, case, cluster = self.amounts(row), case_of(row, method), self.cluster(row)
+            step = simulate_plan(amounts, case, cluster, profile, plan)
+            if method != SEARCH:  # the paper: gradients are synchronized "at the end of an iteration"
+                axes = rings(cluster, case.sizes)
+                step = replace(step, sums=sums_behind(amounts, profile.layout, axes, cluster, case.spread_gradients))
             launches = LAUNCH_SECONDS * barriers_of(plan, profile, row) if method == DHELIX else 0.0
             step = replace(step, window=step.window + launches)
             self._found[row, method] = Run(row, method, step, profile, plan, launches)

@@ -132,10 +132,7 @@ def exposed_sums(
         profile: the times of the operators.
         spread: the axes over which gradients are reduced to parts.
     """
-    completed: dict[int, float] = {}  # seconds of the sums that each unit completes
-    for made, experts in gradient_sums(amounts, layout, spread) if axes[COPIES].size > 1 else ():
-        last = min(unit for unit, _ in made.adders)
-        completed[last] = completed.get(last, 0.0) + _seconds(made, experts, axes, cluster, spread)
+    completed = _completed(amounts, layout, axes, cluster, spread)
     worst = 0.0
     for rank in range(layout.num_ranks):
         waiting = 0.0
@@ -145,6 +142,32 @@ def exposed_sums(
                 waiting += completed.get(unit, 0.0)
         worst = max(worst, waiting)
     return worst
+
+
+def sums_behind(
+    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str] = ()
+) -> float:
+    """Returns the seconds of all sums of the rank that has most, where none begins before the last backward ends.
+
+    Args:
+        amounts, layout, axes, cluster, spread: as of `exposed_sums`.
+    """
+    completed = _completed(amounts, layout, axes, cluster, spread)
+    return max(
+        sum(completed.get(unit, 0.0) for unit in layout.units_of(rank) if layout.units[unit] in amounts.weights)
+        for rank in range(layout.num_ranks)
+    )
+
+
+def _completed(
+    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, spread: Collection[str]
+) -> dict[int, float]:
+    """Returns the seconds of the sums that each unit completes."""
+    completed: dict[int, float] = {}
+    for made, experts in gradient_sums(amounts, layout, spread) if axes[COPIES].size > 1 else ():
+        last = min(unit for unit, _ in made.adders)
+        completed[last] = completed.get(last, 0.0) + _seconds(made, experts, axes, cluster, spread)
+    return completed
 
 
 def _free_seconds(amounts: Amounts, layout: Layout, name: str, profile: Profile, axes: Mapping[str, Ring]) -> float:
