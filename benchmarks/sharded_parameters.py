@@ -41,6 +41,8 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, help="also write the tables there, with hardware and versions")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if "sequential" not in options.plans:
+        parser.error("--plans must name sequential, under which computation and communication are timed alone")
     if options.rank is None:
         shaped_link.run_ranks("network namespaces", 2, shaped_link.start_rank, options.timeout, shaped_link.hosts())
     else:
