@@ -13,7 +13,7 @@ other, each goes on at its own slowed rate, until one of them ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -69,6 +69,39 @@ class Work:
         ranks, lanes = self.ranks or [0] * len(self), self.lanes or [0] * len(self)
         numbers: dict[tuple[int, int, int], int] = {}
         return [numbers.setdefault(key, len(numbers)) for key in zip(ranks, self.streams, lanes, strict=True)]
+
+    def followed_by(
+        self,
+        stream: int,
+        names: Sequence[tuple[str, str]],
+        times: Times,
+        needs: Sequence[list[int]],
+        ranks: Iterable[int],
+    ) -> Work:
+        """The same with instructions behind it that belong to the window, each of another operator; in no order yet.
+
+        Args:
+            stream: of all of them, an index into `STREAMS`.
+            names: of their operators.
+            times: seconds of every operator.
+            needs: what each waits for.
+            ranks: that run them.
+
+        Raises:
+            KeyError: `times` lacks one of them.
+        """
+        count = len(names)
+        return replace(
+            self,
+            streams=[*self.streams, *[stream] * count],
+            seconds=[*self.seconds, *(times[name] for name in names)],
+            needs=[*self.needs, *needs],
+            entries=[*self.entries, *range(len(self.names), len(self.names) + count)],
+            names=[*self.names, *names],
+            ranks=[*self.ranks, *ranks],
+            lanes=[*self.lanes, *[0] * count],
+            hosts=[*self.hosts, *[-1] * count],
+        )
 
     def paced(self, pace: float) -> Work:
         """The same, with computations that take so many times as long."""

@@ -17,7 +17,6 @@ that this computation completes. So from where less than `TAIL` buckets are left
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from hf_helix.planning.cost import STREAMS, Times, Work
@@ -25,7 +24,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import named_sums
-from hf_helix.planning.window import ABSENT, Window
+from hf_helix.planning.window import Window
 
 BUCKET_BYTES = 25 * 2**20
 SMALLEST_BYTES = 2**20
@@ -149,18 +148,8 @@ def add_sums(work: Work, window: Window, times: Times) -> Work:
     for call, numbers in _sums_of_calls(window).items():
         for number in numbers:
             needs[number] += [last[call]] if call in last else []
-    count = len(names)
-    return replace(
-        work,
-        streams=[*work.streams, *[STREAM] * count],
-        seconds=[*work.seconds, *(times[name] for name in names)],
-        needs=[*work.needs, *needs],
-        entries=[*work.entries, *range(len(work.names), len(work.names) + count)],
-        names=[*work.names, *names],
-        ranks=[*work.ranks, *(layout.rank_of(found.adders[0][0]) for found in layout.sums)],
-        lanes=[*work.lanes, *[0] * count],
-        hosts=[*work.hosts, *[ABSENT] * count],
-    )
+    ranks = (layout.rank_of(found.adders[0][0]) for found in layout.sums)
+    return work.followed_by(STREAM, names, times, needs, ranks)
 
 
 def order_with_sums(window: Window, order: Sequence[int], first: int) -> list[int]:

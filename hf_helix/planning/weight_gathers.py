@@ -64,18 +64,8 @@ def add_gathers(work: Work, window: Window, times: Times) -> Work:
             for places in window.at if first != ABSENT else ():
                 if places[first] != ABSENT:
                     needs[places[first]] = [*needs[places[first]], number]
-    count = len(names)
-    return replace(
-        work,
-        streams=[*work.streams, *[STREAM] * count],
-        seconds=[*work.seconds, *(times[name] for name in names)],
-        needs=[*needs, *([] for _ in names)],
-        entries=[*work.entries, *range(len(work.names), len(work.names) + count)],
-        names=[*work.names, *names],
-        ranks=[*work.ranks, *(layout.rank_of(found.units[0]) for found in layout.gathers)],
-        lanes=[*work.lanes, *[0] * count],
-        hosts=[*work.hosts, *[ABSENT] * count],
-    )
+    ranks = (layout.rank_of(found.units[0]) for found in layout.gathers)
+    return replace(work, needs=needs).followed_by(STREAM, names, times, [[] for _ in names], ranks)
 
 
 def order_with_gathers(layout: Layout, order: Sequence[int], first: int) -> list[int]:
