@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import RECOMPUTE, HelixConfig
+from hf_helix.config import RECOMPUTE
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.simulation.amounts import Amounts
@@ -260,7 +260,7 @@ class Search:
         Raises:
             ValueError: the model cannot be cut like this, or does not fit.
         """
-        shards = (False, True) if may_shard_optimizer(case) else (False,)
+        shards = (False, True) if case.sizes.dp > 1 and not case.shard_parameters else (False,)
         saving = [(mode, shard) for mode in RECOMPUTE for shard in shards]
         if smaller is not None:
             saving = saving[saving.index((smaller.recompute, smaller.shard_optimizer)) :]
@@ -283,16 +283,6 @@ class Search:
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)
         return memory_of_case(amounts, case, layout, self._peaks[whole]).total
-
-
-def may_shard_optimizer(case: Case) -> bool:
-    """Returns whether a run of a case could spread the optimizer's states."""
-    sizes = case.sizes
-    try:
-        HelixConfig(ep_size=sizes.ep, shard_optimizer=True, shard_parameters=case.shard_parameters)
-    except ValueError:
-        return False
-    return sizes.dp > 1
 
 
 def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:
