@@ -9,19 +9,18 @@ import numpy as np
 import pytest
 import torch
 from support import jobs, sharding_jobs
-from support.comparisons import compare_runs, compare_weights
 from support.derived_models import HOME
+from support.sharding_checks import FEW_PLANS, PLANS, TrainingCase, WindowCase, check_training, check_windows
 from transformers import AutoModelForCausalLM
 
 SHARDED = {"shard_optimizer": True, "cache": False}
-PLANS = ("sequential", "greedy", "round_robin", "search", "dhelix")
 CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
 BF16 = {"bf16": True}
 TIED = {"tie_word_embeddings": True}
 BIASED = {"attention_bias": True, "mlp_bias": True}
 SLOW = pytest.mark.slow
 
-WINDOWS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+WINDOWS: dict[str, WindowCase] = {
     "llama": (2, {}, {}, {}),
     "llama bf16": (2, {}, {}, BF16),
     "llama bf16, tied, with biases": (2, {}, {**TIED, **BIASED}, BF16),
@@ -58,31 +57,10 @@ QUICK = (
 def test_windows_are_those_of_whole_gradients(case: str, cluster_of: Any, tmp_path: Path) -> None:
     """The bits of all plans are the same; over two ranks they are those of the all-reduce of whole gradients, with
     weights in bfloat16 where products alone read them, too."""
-    ranks, helix, model, training = WINDOWS[case]
-    found = cluster_of(ranks).run(
-        sharding_jobs.windows,
-        folder=str(tmp_path),
-        sharded=SHARDED,
-        helix={"cache": False, **helix},
-        model={"num_hidden_layers": 2, **model},
-        plans=PLANS if case == "llama" else ("sequential", "greedy", "dhelix"),
-        training=training,
-    )
-    rounding = 2**-8 if model.get("dtype") == "bfloat16" else 1e-5  # norms of bfloat16 are bfloat16, of parts as well
-    sizes = np.prod([size for name, size in helix.items() if name in ("tp_size", "pp_size")])
-    for rank in found:
-        assert rank["shards"] > 0
-        for plan, result in rank["plans"].items():
-            assert result["losses"] == rank["expected"], plan
-            assert result["unlike the first plan"] == [], plan
-            assert result["left"] == [], plan
-            assert result["norm"] == pytest.approx(rank["norm"], rel=rounding), plan
-            if ranks // int(sizes) == 2:
-                assert result["differing"] == [], plan
-            assert result["error"] <= 1e-5, plan
+    check_windows(cluster_of, tmp_path, SHARDED, WINDOWS[case], PLANS if case == "llama" else FEW_PLANS)
 
 
-TRAININGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+TRAININGS: dict[str, TrainingCase] = {
     "llama": (2, {}, {"training": CLIPPED}),
     "llama tied, decayed": (2, {}, {"model": TIED, "training": {**CLIPPED, "weight_decay": 0.1}}),
     "llama tp2": (4, {"tp_size": 2}, {"training": CLIPPED}),
@@ -95,12 +73,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[SLOW] * (name != "llama")) for name in TRAININGS])
 def test_training_equals_stock_data_parallelism(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer on two processes (DDP)."""
-    ranks, helix, options = TRAININGS[case]
-    expected, expected_folder = stock(jobs.train, dp=2, **options)
-    helix = {**SHARDED, "plan": "greedy", **helix}
-    for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix=helix, **options):
-        compare_runs(result, expected)
-    compare_weights(str(tmp_path), expected_folder)
+    check_training(cluster_of, stock, tmp_path, SHARDED, TRAININGS[case])
 
 
 @pytest.mark.parametrize("helix", [{}, pytest.param({"tp_size": 2}, marks=SLOW)], ids=str)

@@ -14,6 +14,7 @@ from support.comparisons import compare_runs, compare_weights
 from support.derived_models import HOME
 from support.models import tiny
 from support.pipeline_jobs import make
+from support.sharding_checks import FEW_PLANS, PLANS, TrainingCase, WindowCase, check_training, check_windows
 from support.versions import since
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -23,7 +24,6 @@ from hf_helix.operators.weights.flat import Flat
 from hf_helix.planning.graph.operator import Part
 
 SHARDED = {"shard_parameters": True, "cache": False}
-PLANS = ("sequential", "greedy", "round_robin", "search", "dhelix")
 CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
 TIED = {"tie_word_embeddings": True}
 SLOW = pytest.mark.slow
@@ -59,7 +59,7 @@ def alive(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> int:
 
 # -- in the tests --------------------------------------------------------------------------------------------------
 
-WINDOWS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+WINDOWS: dict[str, WindowCase] = {
     "llama": (2, {}, {}, {}),
     "llama tied": (2, {}, TIED, {}),
     "llama recomputed": (2, {"recompute": "full"}, {}, {}),
@@ -82,33 +82,10 @@ QUICK = ("llama", "llama tied", "llama, some of a layer frozen", "llama recomput
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[SLOW] * (name not in QUICK)) for name in WINDOWS])
 def test_windows_are_those_of_whole_parameters(case: str, cluster_of: Any, tmp_path: Path) -> None:
     """The bits of all plans are the same; over two ranks they are those of the all-reduce of whole gradients."""
-    ranks, helix, model, training = WINDOWS[case]
-    layers = {"num_hidden_layers": 2, **model}
-    plans = PLANS if case == "llama" else ("sequential", "greedy", "dhelix")
-    found = cluster_of(ranks).run(
-        sharding_jobs.windows,
-        folder=str(tmp_path),
-        sharded=SHARDED,
-        helix={"cache": False, **helix},
-        model=layers,
-        plans=plans,
-        training=training,
-    )
-    rounding = 2**-8 if model.get("dtype") == "bfloat16" else 1e-5  # norms of bfloat16 are bfloat16, of parts as well
-    sizes = np.prod([size for name, size in helix.items() if name in ("tp_size", "pp_size")])
-    for rank in found:
-        assert rank["shards"] > 0
-        for plan, result in rank["plans"].items():
-            assert result["losses"] == rank["expected"], plan
-            assert result["unlike the first plan"] == [], plan
-            assert result["left"] == [], plan
-            assert result["norm"] == pytest.approx(rank["norm"], rel=rounding), plan
-            if ranks // int(sizes) == 2:
-                assert result["differing"] == [], plan
-            assert result["error"] <= 1e-5, plan
+    check_windows(cluster_of, tmp_path, SHARDED, WINDOWS[case], PLANS if case == "llama" else FEW_PLANS)
 
 
-TRAININGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+TRAININGS: dict[str, TrainingCase] = {
     "llama": (2, {}, {"training": CLIPPED}),
     "llama tied, decayed": (2, {}, {"model": TIED, "training": {**CLIPPED, "weight_decay": 0.1}}),
     "llama tp2": (4, {"tp_size": 2}, {"training": CLIPPED}),
@@ -120,12 +97,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[SLOW] * (name != "llama")) for name in TRAININGS])
 def test_training_equals_stock_data_parallelism(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer on two processes (DDP)."""
-    ranks, helix, options = TRAININGS[case]
-    expected, expected_folder = stock(jobs.train, dp=2, **options)
-    helix = {**SHARDED, "plan": "greedy", **helix}
-    for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix=helix, **options):
-        compare_runs(result, expected)
-    compare_weights(str(tmp_path), expected_folder)
+    check_training(cluster_of, stock, tmp_path, SHARDED, TRAININGS[case])
 
 
 @since("5.19", "a Trainer that does not wrap in DDP what Transformers has spread with FSDP2")
