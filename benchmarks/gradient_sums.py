@@ -91,19 +91,11 @@ def exposed_time(runner: Any, window: Any, repeats: int) -> float:
     """The median seconds of a window in which gradients are summed and nothing is computed. Collective."""
     from hf_helix.planning.graph.operator import Kind
     from hf_helix.runtime.distributed.agreement import all_gather_object
-    from hf_helix.runtime.trace import Trace
-    from hf_helix.tuning.measure.overlap import forget_gradients
+    from hf_helix.tuning.measure.overlap import trace_window
 
-    found = []
+    found, sums = [], Kind.GRADIENTS.value
     for _ in range(repeats):
-        runner.executor.streams.trace = trace = Trace()
-        try:
-            runner.train_window(window)
-            runner.executor.streams.synchronize()
-        finally:
-            runner.executor.streams.trace = None
-        forget_gradients(runner)
-        sums = Kind.GRADIENTS.value
+        trace = trace_window(runner, window, complete=True)
         found.append(max(all_gather_object(trace.busy(False, sums) - trace.beside(sums))))
     return statistics.median(found)
 

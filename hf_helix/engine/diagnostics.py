@@ -27,7 +27,6 @@ from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.router_stats import router_entries
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.trace import Trace
 from hf_helix.tuning.compare import PAPER, Comparison, compare
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.measure.memory import peak_bytes
@@ -155,12 +154,8 @@ class Diagnostics:
         if not self._live.wants_trace:
             return self._count(window, length, train)
         streams = self.runner.executor.streams
-        streams.trace = trace = Trace()
         start = time.perf_counter()
-        try:
+        with streams.tracing() as trace:
             losses = self._count(window, length, train)
-            streams.synchronize()
-        finally:
-            streams.trace = None
         self._live.add_trace(trace, sum(batch.num_tokens for batch in window), time.perf_counter() - start)
         return losses

@@ -99,6 +99,16 @@ class Streams(ABC):
     def synchronize(self) -> None:
         """Waits on the host for everything computed, and completes the trace. Never called inside a step."""
 
+    @contextmanager
+    def tracing(self) -> Iterator[Trace]:
+        """Yields a trace that records what runs within the context, and is complete at its end."""
+        self.trace = trace = Trace()
+        try:
+            yield trace
+            self.synchronize()
+        finally:
+            self.trace = None
+
     @abstractmethod
     def close(self) -> None:
         """Ends the worker threads."""

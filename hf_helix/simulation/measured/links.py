@@ -18,7 +18,6 @@ from hf_helix.operators.communication.transport import Axis, bytes_moved
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.streams import Streams
-from hf_helix.runtime.trace import Trace
 from hf_helix.simulation.section import MOST_EFFICIENT
 from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold
 
@@ -113,14 +112,10 @@ def train_seconds(streams: Streams, kind: Kind, work: Callable[[], object]) -> f
     found: list[float] = []
     for _ in range(ROUNDS):
         all_gather_object(None)  # so that all ranks start together
-        streams.trace = trace = Trace()
-        try:
+        with streams.tracing() as trace:
             hold(streams, TRAIN * ISSUING_SLOWEST)
             for event in [streams.issue(kind, work, (), "collective") for _ in range(TRAIN)]:
                 streams.wait(event)
-            streams.synchronize()
-        finally:
-            streams.trace = None
         found += [span.seconds for span in sorted(trace.spans, key=lambda span: span.start)[1:]]
     return min(all_gather_object(statistics.median(found)))
 

@@ -20,7 +20,6 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import slowdown_of
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.streams import Streams
-from hf_helix.runtime.trace import Trace
 from hf_helix.simulation.cluster import contention_key
 from hf_helix.simulation.measured.device import decoder_work
 from hf_helix.simulation.measured.links import collective
@@ -87,17 +86,13 @@ def _chain(streams: Streams, chain: Sequence[tuple[Kind, Work]], count: int) -> 
     """Seconds of works that wait for one another, so many times in a row. Collective."""
     all_gather_object(None)
     hold(streams, len(chain) * count * ISSUING_SLOWEST)
-    streams.trace = trace = Trace()
-    try:
+    with streams.tracing() as trace:
         for _ in range(count):
             for kind, work in chain:
                 if kind.communicates:
                     streams.wait(streams.issue(kind, work, (), kind.value))
                 else:
                     streams.compute(work, kind.value)
-        streams.synchronize()
-    finally:
-        streams.trace = None
     return max(span.end for span in trace.spans) - min(span.start for span in trace.spans)
 
 
@@ -130,8 +125,7 @@ def _agreed(kind: Kind, mine: float) -> float:
 def _run(streams: Streams, works: Mapping[Kind, Work], counts: Mapping[Kind, int]) -> list[float]:
     """The seconds that each kind of work runs in all, all of them started together. Collective."""
     all_gather_object(None)
-    streams.trace = trace = Trace()
-    try:
+    with streams.tracing() as trace:
         hold(streams, sum(counts[kind] for kind in works) * ISSUING_SLOWEST)
         events = [
             streams.issue(kind, work, (), kind.value)
@@ -144,7 +138,4 @@ def _run(streams: Streams, works: Mapping[Kind, Work], counts: Mapping[Kind, int
                 streams.compute(work, kind.value)
         for event in events:
             streams.wait(event)
-        streams.synchronize()
-    finally:
-        streams.trace = None
     return [sum(span.seconds for span in trace.spans if span.label == kind.value) for kind in works]

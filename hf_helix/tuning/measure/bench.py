@@ -24,7 +24,7 @@ from hf_helix.planning.profile import Name, named_operators
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.step import Step
-from hf_helix.runtime.trace import Span, Trace
+from hf_helix.runtime.trace import Span
 from hf_helix.tuning.measure.overlap import forget_gradients, transports
 from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold, meet, traced
 
@@ -137,8 +137,7 @@ class Bench:
             works = [self._work(timed) for timed in (first, second)]
             meet(self.runner)
             hold(streams, 2 * ISSUING_SLOWEST)
-            streams.trace = trace = Trace()
-            try:
+            with streams.tracing() as trace:
                 side = Kind.INTRA_NODE if first.op.kind is Kind.COMPUTE else Kind.INTER_NODE
                 event = streams.issue(side, works[1], (), "second")
                 if first.op.kind is Kind.COMPUTE:
@@ -146,9 +145,6 @@ class Bench:
                 else:
                     streams.wait(streams.issue(first.op.kind, works[0], (), "first"))
                 streams.wait(event)
-                streams.synchronize()
-            finally:
-                streams.trace = None
             by_label = {span.label: span.seconds for span in trace.spans}
             rows.append((by_label["first"], by_label["second"]))
         return rows[1:]

@@ -11,7 +11,6 @@ from hf_helix.operators.weights.kept import KeptFlat
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import Name, named_gathers
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.trace import Trace
 
 
 def time_gathers(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], dict[Name, int]]:
@@ -41,12 +40,8 @@ def _time(runner: Runner, flat: KeptFlat, repeats: int) -> list[float]:
     """The seconds of a gather on its stream, without the first."""
     streams = runner.executor.streams
     streams.synchronize()
-    streams.trace = trace = Trace()
-    try:
+    with streams.tracing() as trace:
         for _ in range(repeats):
             streams.wait(streams.issue(flat.sums.kind, flat.refresh(), (), flat.name))
-        streams.synchronize()
-    finally:
-        streams.trace = None
     spans = sorted(trace.spans, key=lambda span: span.start)
     return [span.seconds for span in spans if span.stream == Kind.GRADIENTS.value][1:]

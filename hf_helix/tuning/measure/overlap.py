@@ -259,12 +259,8 @@ def trace_window(runner: Runner, window: Sequence[MicroBatch], complete: bool = 
         complete: whether gradients are summed over the ranks, too.
     """
     streams = runner.executor.streams
-    streams.trace = trace = Trace()
-    try:
+    with streams.tracing() as trace:
         runner.train_window(window, complete=complete)
-        streams.synchronize()
-    finally:
-        streams.trace = None
     forget_gradients(runner)
     return trace
 

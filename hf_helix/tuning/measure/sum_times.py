@@ -18,7 +18,6 @@ from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.grad_reduce import Reduction
 from hf_helix.runtime.gradient_buckets import Bucket
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.trace import Trace
 from hf_helix.tuning.measure.overlap import forget_gradients
 
 LEAST = 1e-7
@@ -53,16 +52,14 @@ def _time(runner: Runner, bucket: Bucket, repeats: int) -> list[float]:
     """The seconds of a sum on its stream, without the first."""
     streams = runner.executor.streams
     streams.synchronize()
-    streams.trace = trace = Trace()
     try:
-        for _ in range(repeats):
-            for parameter in bucket.placements:
-                if parameter.grad is None:  # the first time, or again where the sum leaves parts of it
-                    parameter.grad = torch.zeros_like(parameter)
-            Reduction([bucket], runner.mesh, streams).finish()
-        streams.synchronize()
+        with streams.tracing() as trace:
+            for _ in range(repeats):
+                for parameter in bucket.placements:
+                    if parameter.grad is None:  # the first time, or again where the sum leaves parts of it
+                        parameter.grad = torch.zeros_like(parameter)
+                Reduction([bucket], runner.mesh, streams).finish()
     finally:
-        streams.trace = None
         forget_gradients(runner)
     spans = sorted(trace.spans, key=lambda span: span.start)
     seconds = [span.seconds for span in spans if span.stream == Kind.GRADIENTS.value]

@@ -19,7 +19,7 @@ from hf_helix.planning.layout import Key
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams, Streams
-from hf_helix.runtime.trace import Span, Trace
+from hf_helix.runtime.trace import Span
 
 # Seconds for which a GPU is held for each operator, so that the host has issued it: in a window, where the host gets
 # further ahead with each, more than the mean (0.16 ms beside an H100); else more than the slowest (attention, 0.63 ms).
@@ -51,12 +51,8 @@ def traced(
     def hold_next() -> None:
         hold(streams, next(counts) * issuing)
 
-    streams.trace = trace = Trace()
-    try:
+    with streams.tracing() as trace:
         runner.executor.run(program, batches, values, training=True, at_barrier=hold_next)
-        streams.synchronize()
-    finally:
-        streams.trace = None
     return sorted(trace.spans, key=lambda span: span.start)
 
 

@@ -15,7 +15,6 @@ from hf_helix.planning.graph.pair import SEND
 from hf_helix.planning.profile import Name
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
-from hf_helix.runtime.trace import Trace
 from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, hold
 
 ARRIVAL = 1e-6  # seconds: what another rank sends takes the time of the sender
@@ -63,12 +62,8 @@ def time_train(runner: Runner, move: Callable[[], object], lane: str, repeats: i
     """
     streams = runner.executor.streams
     streams.synchronize()
-    streams.trace = trace = Trace()
-    try:
+    with streams.tracing() as trace:
         hold(streams, repeats * ISSUING_SLOWEST)
         for event in [streams.issue(Kind.PIPELINE, move, (), "transfer", lane) for _ in range(repeats)]:
             streams.wait(event)
-        streams.synchronize()
-    finally:
-        streams.trace = None
     return [span.seconds for span in sorted(trace.spans, key=lambda span: span.start)]
