@@ -19,7 +19,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # other process
 os.environ["HELIX_CACHE"] = tempfile.mkdtemp(prefix="hf_helix-cache-")  # what one test measures, others find
 
 # How many cases a test of properties takes: `make test` the same ones every time, `make fuzz` others.
-settings.register_profile("ci", settings.get_profile("ci"), max_examples=40)
+settings.register_profile("ci", settings.get_profile("ci"), max_examples=25)
 settings.register_profile("default", max_examples=200, deadline=None)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 _ACTION = re.compile(r"^(\d+)([FBIW])(\d+)$")
 _FUSED = re.compile(r"^\((\d+F\d+);(\d+[BIW]\d+)\)OVERLAP_F_B$")
@@ -61,7 +62,7 @@ class Slot:
         ):
             raise ValueError(f"a slot runs an F beside a B, I or W; got {self.forward} and {self.backward}")
 
-    @property
+    @cached_property
     def actions(self) -> tuple[Action, ...]:
         return tuple(action for action in (self.forward, self.backward) if action is not None)
 

@@ -25,12 +25,14 @@ class TimedSlot(NamedTuple):
         seconds: that it takes.
         needs: the results that must have arrived, each with the seconds of its transfer.
         gives: the results that exist when it ends.
+        parts: the parts of its actions: each one's number among all stages' parts, and its micro-batch.
     """
 
     slot: Slot
     seconds: float
     needs: tuple[tuple[int, float], ...]
     gives: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...]
 
 
 Row = list[TimedSlot]
@@ -80,19 +82,21 @@ class SlotClock:
         return [*own, (self.number(part, other, microbatch), self.hop(other, stage))]
 
     def timed(self, slot: Slot) -> TimedSlot:
-        """Returns a slot with what it needs, gives and takes."""
+        """Returns a slot with what it needs, gives, runs and takes."""
         if slot not in self._timed:
             needs: list[tuple[int, float]] = []
-            gives = []
+            gives: list[int] = []
+            parts: list[tuple[int, int]] = []
             for action in slot.actions:
                 for part in PARTS[action.computation_type]:
+                    parts.append((3 * action.stage + "FIW".index(part), action.microbatch))
                     number = self.number("F" if part == "F" else "I", action.stage, action.microbatch)
                     if part != "W":
                         needs += self.needs[number]
                         gives.append(number)
                     elif number not in gives:
                         needs.append((number, 0.0))
-            self._timed[slot] = TimedSlot(slot, self.costs.slot_seconds(slot), tuple(needs), tuple(gives))
+            self._timed[slot] = TimedSlot(slot, self.costs.slot_seconds(slot), tuple(needs), tuple(gives), tuple(parts))
         return self._timed[slot]
 
     def no_results(self) -> list[float]:
@@ -101,7 +105,11 @@ class SlotClock:
 
     def arrival(self, number: int, results: Sequence[float]) -> float:
         """Returns when everything that a result needs has arrived; infinity as long as that is not known."""
-        return max([results[need] + hop for need, hop in self.needs[number]], default=0.0)
+        latest = 0.0
+        for need, hop in self.needs[number]:
+            if results[need] + hop > latest:
+                latest = results[need] + hop
+        return latest
 
     def run(self, rows: Sequence[Row]) -> ClockRun | None:
         """Runs every slot as soon as it can; None if that never ends."""
@@ -115,7 +123,7 @@ class SlotClock:
             for rank, row in enumerate(rows):
                 done, now = starts[rank], free[rank]
                 for place in range(len(done), len(row)):
-                    _, seconds, needs, gives = row[place]
+                    _, seconds, needs, gives, _ = row[place]
                     start = now
                     for number, hop in needs:
                         arrival = results[number] + hop

@@ -62,7 +62,7 @@ def list_schedule(clock: SlotClock, policy: Policy) -> tuple[Schedule, float]:
         slot = state.choose(rank, now)
         if slot is not None:
             schedule[rank].append(slot)
-            free[rank] = now + clock.costs.slot_seconds(slot)
+            free[rank] = now + clock.timed(slot).seconds
             for wake in state.run(slot, rank, free[rank]):
                 heapq.heappush(wakes, wake)
     return schedule, max(free)
@@ -98,8 +98,9 @@ class _State:
 
     def _has_room(self, stage: int) -> bool:
         down, up = self.chunks[self.clock.ranks[stage]]
-        live, live_up = (self.done["F"][s] - self.done["W"][s] for s in (down, up))
-        live += live_up
+        ran, freed = self.done["F"], self.done["W"]
+        live_up = ran[up] - freed[up]
+        live = ran[down] - freed[down] + live_up
         return live < self.policy.max_live - (stage == down and live_up == 0)
 
     def _preferred(self, rank: int, part: str) -> Sequence[int]:
@@ -113,15 +114,15 @@ class _State:
 
     def choose(self, rank: int, now: float) -> Slot | None:
         """Returns the slot that a free rank starts now; None to wait for a result that is on its way."""
-        forwards = {stage: self._forward_time(stage) for stage in self._preferred(rank, "F")}
-        backwards = {stage: self._backward_time(stage) for stage in self._preferred(rank, "B")}
-        forward = next((stage for stage, time in forwards.items() if time <= now), None)
-        backward = next((stage for stage, time in backwards.items() if time <= now), None)
+        backward = next((stage for stage in self._preferred(rank, "B") if self._backward_time(stage) <= now), None)
+        forward = None
+        if backward is None or self.policy.pair:
+            forward = next((stage for stage in self._preferred(rank, "F") if self._forward_time(stage) <= now), None)
         if backward is not None:
-            return self._backward_slot(rank, forward if self.policy.pair else None, backward)
+            return self._backward_slot(rank, forward, backward)
         if forward is not None:
             return Slot(self._next(forward, "F"))
-        return self._fill(rank, now, min(*forwards.values(), *backwards.values()))
+        return self._fill(rank, now)
 
     def _backward_slot(self, rank: int, forward: int | None, backward: int) -> Slot:
         done, (_, up) = self.done["I"][backward], self.chunks[rank]
@@ -132,12 +133,13 @@ class _State:
         kind = "W" if self.done["W"][backward] < done else "B"  # weight gradients add up in order
         return Slot(None if forward is None else self._next(forward, "F"), self._next(backward, kind))
 
-    def _fill(self, rank: int, now: float, until: float) -> Slot | None:
+    def _fill(self, rank: int, now: float) -> Slot | None:
         """Returns the W that has waited longest, if it fits before something else can start."""
         waiting = [stage for stage in self.chunks[rank] if self.done["W"][stage] < self.done["I"][stage]]
         if not waiting:
             return None
         stage = min(waiting, key=lambda stage: self.results[self.clock.number("I", stage, self.done["W"][stage])])
+        until = min(time(each) for time in (self._forward_time, self._backward_time) for each in self.chunks[rank])
         fits = now + self.clock.costs.weight[stage] * (1 - self.policy.delay) <= until
         return Slot(backward=self._next(stage, "W")) if fits else None
 

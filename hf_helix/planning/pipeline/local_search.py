@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hf_helix.planning.annealing import anneal, threshold
-from hf_helix.planning.pipeline.actions import PARTS, Action, Schedule, Slot
+from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
 from hf_helix.planning.pipeline.clock import ClockRun, Row, SlotClock, TimedSlot
 
 TRIALS = 10_000
@@ -61,7 +61,7 @@ def improve_schedule(schedule: Schedule, clock: SlotClock, max_live: int, seed: 
         rank, place = rng.choice(current.path) if rng.random() < ON_PATH else _anywhere(current.rows, rng)
         row = list(current.rows[rank])
         rng.choice(CHANGES)(row, place, rng, clock.timed)
-        if row == current.rows[rank] or not _is_valid(row, max_live):
+        if row == current.rows[rank] or not _is_valid(row, len(clock.ranks), max_live):
             return None
         changed = [*current.rows[:rank], row, *current.rows[rank + 1 :]]
         run = clock.run(changed)
@@ -85,19 +85,18 @@ def _anywhere(rows: Sequence[Row], rng: random.Random) -> tuple[int, int]:
     return rank, rng.randrange(len(rows[rank]))
 
 
-def _is_valid(row: Row, max_live: int) -> bool:
-    """Returns whether a rank takes the micro-batches in order, each W after its I, and holds no more than it may."""
-    following: dict[tuple[int, str], int] = {}
+def _is_valid(row: Row, num_stages: int, max_live: int) -> bool:
+    """Returns whether a rank takes the micro-batches in order and holds no more than it may.
+
+    That a W comes behind its I is left to the clock, on which it would wait for ever otherwise.
+    """
+    following = [0] * (3 * num_stages)  # by part: the micro-batch that comes next
     live = 0
-    for slot, *_ in row:
-        for action in slot.actions:
-            for part in PARTS[action.computation_type]:
-                key = action.stage, part
-                if following.get(key, 0) != action.microbatch:
-                    return False
-                following[key] = action.microbatch + 1
-            if action.computation_type == "W" and following.get((action.stage, "I"), 0) <= action.microbatch:
+    for slot, _, _, _, parts in row:
+        for part, microbatch in parts:
+            if following[part] != microbatch:
                 return False
+            following[part] = microbatch + 1
         live += slot.forward is not None
         if live > max_live:
             return False

@@ -21,6 +21,7 @@ from support.point_to_point import RULES, Deadlock, Pipeline
 from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.instructions import Instruction, slot_instructions
 from hf_helix.planning.layout import Layout
+from hf_helix.planning.pipeline import local_search
 from hf_helix.planning.pipeline.actions import Schedule, Slot
 from hf_helix.planning.pipeline.auto import choose_schedule
 from hf_helix.planning.pipeline.costs import Costs
@@ -51,7 +52,9 @@ def scheduled(schedule: str, num_ranks: int, num_microbatches: int) -> Schedule:
     if schedule != "auto":
         return build_schedule(schedule, num_ranks, num_microbatches)
     uneven = [1.0 + 0.3 * (stage % 3) for stage in range(2 * num_ranks)]
-    return choose_schedule(num_ranks, num_microbatches, Costs(uneven, uneven, uneven, 0.2, 1.3))[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_search, "TRIALS", 500)  # it need not be good
+        return choose_schedule(num_ranks, num_microbatches, Costs(uneven, uneven, uneven, 0.2, 1.3))[1]
 
 
 def planned(plan: str, layout: Layout, schedule: Schedule) -> Plan:

@@ -163,8 +163,14 @@ def test_plans_of_blocks_are_those_of_the_whole_window(name: str, num_ranks: int
     assert predict_seconds(plan, profile, schedule) == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", PLACEMENT_OF)
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "name"),
+    [
+        pytest.param(num_ranks, name, marks=[pytest.mark.slow] * (num_ranks == 3 or (num_ranks, name) == (4, "1f1b")))
+        for num_ranks in (2, 3, 4)
+        for name in PLACEMENT_OF
+    ],
+)
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_priority_plans_of_several_ranks_are_valid_within_their_memory_and_hardly_longer(
     name: str, num_ranks: int, seed: int

@@ -100,7 +100,7 @@ def of_torch(name: str, num_ranks: int, num_microbatches: int) -> list[list[str]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_microbatches"), [(p, m) for p in range(1, 7) for m in (2 * p, 2 * p + 1, 2 * p + 5, 6 * p)]
+    ("num_ranks", "num_microbatches"), [*((p, m) for p in range(1, 5) for m in (2 * p, 2 * p + 1, 2 * p + 5)), (5, 30)]
 )
 def test_dualpipe_v_is_that_of_torch(num_ranks: int, num_microbatches: int):
     found = text(dualpipe_v(num_ranks, num_microbatches))

@@ -46,6 +46,12 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "MAX_STEPS", 60)
 
 
+@pytest.fixture
+def fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what holds after any number of them."""
+    monkeypatch.setattr(searching, "MAX_STEPS", 20)
+
+
 def llama_profile(num_layers: int, seed: int, interference: bool = False) -> Profile:
     layout = layout_of(LLAMA, num_layers)
     times = random_times(layout, seed)
@@ -88,7 +94,7 @@ def test_greedy_is_between_the_bound_and_everything_in_a_row(
 @pytest.mark.parametrize("interference", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("extra_live_layers", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
-def test_hardly_ever_longer_than_greedy(few_steps: None, seed: int, interference: bool, extra_live_layers: int):
+def test_hardly_ever_longer_than_greedy(fewer_steps: None, seed: int, interference: bool, extra_live_layers: int):
     """On the window it is judged by: at most three layers a chunk."""
     profile, schedule = llama_profile(5, seed, interference), schedule_of(4)
     flow = search(profile, schedule, extra_live_layers)
@@ -159,7 +165,7 @@ def test_interference_is_searched_around(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-def test_the_search_is_the_same_every_time(few_steps: None):
+def test_the_search_is_the_same_every_time(fewer_steps: None):
     profile = llama_profile(3, 0, interference=True)
     state = random.getstate()
     first = search(profile)
@@ -263,9 +269,9 @@ def test_no_flow_beats_the_bound(num_layers: int, num_microbatches: int, seed: i
     assert timeline.seconds >= bound(timeline.work, profile.layout) - 1e-9
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
 @pytest.mark.parametrize("rule", UNTILED)
-def test_no_rule_beats_the_bound(few_steps: None, rule: str, seed: int):
+def test_no_rule_beats_the_bound(fewer_steps: None, rule: str, seed: int):
     profile = llama_profile(3, seed)
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2})
     (program,) = build_programs(schedule_of(4), profile.layout, plan)
