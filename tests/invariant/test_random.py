@@ -73,7 +73,10 @@ def random_model(draw: random.Random, layers: int, tp: int, may_tie: bool) -> di
     }
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 340))])
+SLOW = (4, 5, *range(100, 340))
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW)])
 def test_random_case(seed: int, cluster_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.cluster.JOB_TIMEOUT", SECONDS)
     case = random_case(seed, most_ranks=4 if seed < 100 else 8)

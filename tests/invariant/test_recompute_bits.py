@@ -65,7 +65,10 @@ def test_under_every_plan(orders: Sequence[str], cluster_of: Any, tmp_path: Path
     same_bits(cluster_of, tmp_path, Case("llama dropout", DROPOUT, "tp2", "left", lengths=ODD), orders)
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("neox", "capacity")  # relatives of others
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_in_every_layout(name: str, cluster_of: Any, tmp_path: Path) -> None:
     same_bits(cluster_of, tmp_path, CASES[name], training={"bf16": True} if name == "bf16" else {})
 

@@ -104,8 +104,11 @@ def gradients(families: list[Family], models: list[Any]) -> dict[str, Tensor]:
     return whole_gradients(models, placed)
 
 
+SLOW = ("mistral", "mixtral", "qwen2")  # relatives of others
+
+
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", DECLARED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DECLARED])
 def test_gradients_have_the_same_bits(name: str, size: int) -> None:
     model = tiny(name).train()
     models = [[copy.deepcopy(model) for _ in range(size)] for _ in range(2)]
