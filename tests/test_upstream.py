@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -258,11 +259,19 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def peft_chain(node: ast.AST) -> str:
     """`peft.tuners.lora.Linear` as its last name; empty for anything else."""
-    text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+    root = node
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    text = ast.unparse(node) if isinstance(root, ast.Name) and root.id == "peft" else ""
     return text.rpartition(".")[2] if re.fullmatch(r"peft\.\w+\.\w+\.\w+", text) else ""
 
 
-def uses_of_package() -> Iterator[Use]:
+@functools.cache
+def uses_of_package() -> list[Use]:
+    return list(every_use())
+
+
+def every_use() -> Iterator[Use]:
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {path: tree for path, tree in trees.items() if "upstream" not in path.parts}
     own = {name for tree in trees.values() for name in defined(tree)} | OURS
@@ -272,8 +281,8 @@ def uses_of_package() -> Iterator[Use]:
         for node in ast.walk(tree):
             name = ""
             if isinstance(node, ast.Attribute):
-                of_python = ast.unparse(node.value) in sys.stdlib_module_names
-                hidden = is_private(node.attr) and node.attr not in own and not of_python
+                hidden = is_private(node.attr) and node.attr not in own
+                hidden = hidden and ast.unparse(node.value) not in sys.stdlib_module_names
                 name = node.attr if hidden else peft_chain(node)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
                 name = node.value if is_private(node.value) and node.value not in own | ENDINGS else ""
@@ -290,7 +299,7 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
             yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__":
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "__setattr__":
             yield from (part.value for part in node.args if isinstance(part, ast.Constant))
 
 

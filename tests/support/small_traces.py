@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,15 @@ WIDTH = 8
 
 
 def traced(module: nn.Module, given: Sequence[Given] = (), inlined: frozenset[str] = frozenset()) -> Trace:
-    """The trace of a module that is called with [batch, sequence, WIDTH] and, behind it, what it is given."""
+    """The trace of a module that is called with [batch, sequence, WIDTH] and, behind it, what it is given.
+
+    It is made once for each module, so a test that changes what is traced takes another module.
+    """
+    return _traced(module, tuple(given), inlined)
+
+
+@functools.lru_cache(maxsize=16)
+def _traced(module: nn.Module, given: tuple[Given, ...], inlined: frozenset[str]) -> Trace:
     leaves, skeleton = Leaves(inlined), skeleton_of(module).train()
     leaves.replace(skeleton)
     hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, WIDTH), dtype=DTYPE, device="meta")
@@ -59,7 +68,11 @@ def placed_on(inference: Inference, operation: str) -> Placed:
 def unit_of(module: nn.Module, given: Sequence[Given] = (), axis: Axis | None = None) -> Unit:
     """The unit of a module on one rank, the first of two by default."""
     axis = axis or Axis(SilentTransport(2, 0))
-    inference = inferred(module, given, axis.size)
+    return lowered(inferred(module, given, axis.size), module, axis)
+
+
+def lowered(inference: Inference, module: nn.Module, axis: Axis) -> Unit:
+    """The unit on one rank of a module that was traced, or of a copy of it."""
     graph = inference.trace
     outline = Outline(inference, Share(axis.size, axis.rank), [graph.hidden], graph.result)
     b = Builder("layer", "layers.0", ParallelContext(axis))
@@ -86,7 +99,10 @@ def gradients_cut(module: nn.Module, x: Tensor, gradient: Tensor, size: int = 2,
     meeting = Meeting(size)
     examples = [Given(name, (*value.shape,), value.dtype, (0, 1)) for name, value in given.items()]
     modules = [copy.deepcopy(module) for _ in range(size)]
-    units = [unit_of(each, examples, Axis(ThreadTransport(meeting, rank))) for rank, each in enumerate(modules)]
+    units = [
+        lowered(inferred(module, examples, size), each, Axis(ThreadTransport(meeting, rank)))
+        for rank, each in enumerate(modules)
+    ]
     for rank, unit in enumerate(units):
         for parameter, placement in unit.placements.items():
             parameter.data = placement.cut(parameter.data, size, rank)

@@ -10,6 +10,7 @@ from support.on_paper import LLAMA, case_of, cluster_with, on_meta
 
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.pipeline import local_search
 from hf_helix.planning.plans.baselines import dhelix as pairing
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.step import layout_of, simulate_step
@@ -37,8 +38,9 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans need not be good."""
+    """Plans and schedules need not be good."""
     monkeypatch.setattr(pairing, "STATES", 100)
+    monkeypatch.setattr(local_search, "TRIALS", 2000)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +53,22 @@ def step_of(paper: OnPaper, whole: bool = False, cluster: Cluster = CLUSTER, **c
     return simulate_step(paper.amounts(wanted), wanted, cluster, whole)
 
 
-@pytest.mark.parametrize("plan", ["sequential", "greedy", pytest.param("dhelix", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SIZES)
+QUICK = ("tp2 dp2", "pp4", "tp2 dp2 sharded")
+"""The layouts that are quick cases with one strand; with two, all are."""
+
+
+def is_slow(name: str, plan: str) -> bool:
+    return plan == "dhelix" or (plan == "sequential" and name not in QUICK)
+
+
+def cases(*plans: str) -> list[Any]:
+    """Every layout under every plan."""
+    return [
+        pytest.param(name, plan, marks=[pytest.mark.slow] * is_slow(name, plan)) for plan in plans for name in SIZES
+    ]
+
+
+@pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy", "dhelix"))
 def test_the_quick_window_is_near_the_whole_one(name: str, plan: str, paper: OnPaper, request: Any):
     if plan == "dhelix" and "sharded" in name:
         reason = "under the paper's plan with sharded parameters it is 22 to 25 % too fast"
@@ -85,8 +101,7 @@ def test_a_long_window_is_a_short_one_with_more_of_the_same(name: str, paper: On
     assert long.window == pytest.approx(whole.window, rel=0.05)
 
 
-@pytest.mark.parametrize("plan", ["sequential", "greedy"])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(("name", "plan"), cases("sequential", "greedy"))
 def test_more_bandwidth_is_never_slower(name: str, plan: str, paper: OnPaper):
     faster = replace(CLUSTER, network=replace(CLUSTER.network, bandwidth=4 * CLUSTER.network.bandwidth))
     faster = replace(faster, node=replace(faster.node, bandwidth=4 * faster.node.bandwidth))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from support.kernel_counts import count_layer
@@ -111,8 +113,9 @@ def test_the_bits_are_those_of_the_traced_code(monkeypatch: pytest.MonkeyPatch) 
     module, (x, gradient) = Rotated(), torch.randn(2, 2, 6, 8, generator=dice)
     found = gradients_cut(module, x, gradient, **cosines())
     monkeypatch.setattr(rope, "same_code", lambda one, other: False)
-    assert ropes_in(traced(module, EXAMPLES)) == ["neg", "neg"]
-    expected = gradients_cut(module, x, gradient, **cosines())
+    other = copy.deepcopy(module)
+    assert ropes_in(traced(other, EXAMPLES)) == ["neg", "neg"]
+    expected = gradients_cut(other, x, gradient, **cosines())
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
