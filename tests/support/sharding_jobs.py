@@ -16,8 +16,10 @@ from support.tuning_jobs import hasty
 
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.weights.kept import kept_flats
+from hf_helix.planning.profile import named_gathers
 from hf_helix.tuning.measure.memory import Tally
 from hf_helix.tuning.measure.overlap import transports
+from hf_helix.tuning.measure.profiler import measure_profile
 
 LENGTHS = (33, 16, 21)
 
@@ -160,6 +162,28 @@ def tuned(folder: str, sharded: dict[str, Any], **options: Any) -> dict[str, Any
         "changed": any(not torch.equal(*pair) for pair in zip(bits, stepped, strict=True)),
         "left": any(parameter.grad is not None for parameter in (*stepped, *trainer.model.parameters())),
     }
+
+
+def profiled(folder: str, sharded: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:
+    """Times of gathers of weights, in a profile; the bytes that this rank sends in each; what a measurement leaves."""
+    trainer = make(folder, {**sharded, "plan": "sequential"}, {"num_hidden_layers": 2}, training)
+    trainer.model.train()
+    runner, window = trainer.helix.runner, window_of(trainer, 2, 2, (17,))
+    stepped = runner.stage.stepped
+    bits = [parameter.detach().clone() for parameter in stepped]
+    profile = measure_profile(runner, window, pairs=False)
+    names = [name for name, _ in named_gathers(runner.layout)]
+    pieces = [runner.stage.model[gather.units[0]].flats[gather.name].piece.nbytes for gather in runner.layout.gathers]
+    ranks = runner.stage.flats[0].axis.size
+    found = {
+        "seconds": [profile.times[name] for name in names],
+        "sent": [profile.bytes[name] for name in names],
+        "expected": [size * (ranks - 1) // ranks for size in pieces],
+        "changed": any(not torch.equal(*pair) for pair in zip(bits, stepped, strict=True)),
+        "left": any(parameter.grad is not None for parameter in (*stepped, *trainer.model.parameters())),
+    }
+    trainer.helix.close()
+    return found
 
 
 def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: int) -> dict[str, Any]:

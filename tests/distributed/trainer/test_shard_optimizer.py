@@ -94,6 +94,19 @@ def test_training_in_bf16_is_that_without_sharding(helix: dict[str, Any], cluste
         assert torch.equal(ours[name], value), name
 
 
+@pytest.mark.parametrize("training", [{}, pytest.param(BF16, marks=SLOW)], ids=str)
+def test_gathers_are_measured(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+    """Each has a time, and the bytes that a rank sends of its part; nothing else changes."""
+    job = {"folder": str(tmp_path), "sharded": SHARDED, "training": training}
+    for found in cluster_of(2).run(sharding_jobs.profiled, **job):
+        assert len(found["seconds"]) == len(found["sent"]) > 1
+        assert min(found["seconds"]) > 0
+        assert found["sent"] == found["expected"]
+        assert not found["changed"]
+        assert not found["left"]
+
+
+@pytest.mark.slow
 def test_plans_are_made_of_measured_gathers(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """What `auto` does by itself: gathers are timed, plans are compared, and training and evaluation go on."""
     expected, _ = stock(jobs.train, dp=2, training=CLIPPED)
