@@ -23,7 +23,10 @@ the name of the key; nothing here imports torch.
       kernel_us: 2                               between two kernels on the device
       issue_us: 0                                what the host takes for an operator of a graph
       host_runs_ahead: true                      of the device; false on a CPU, where the two add up
-    node: {gb_per_s: 20, latency_us: 10}         of a device to others of its node, in each direction
+    island: {devices: 4, gb_per_s: 25}           of a device to others of its island, in each direction: devices of a
+                                                 node that are joined better than the rest, by a bridge or a socket
+    node: {gb_per_s: 20, latency_us: 10}         of a device to others of its node, in each direction; with islands, of
+                                                 what one link between them carries, which may have devices_per_link
     network: {gb_per_s: 12.5, latency_us: 20, devices_per_link: 8}     of what one link carries, and how many share it
     contention:                                  how many times longer the first takes beside the second
       compute_beside_intra_node: 1.15
@@ -33,8 +36,9 @@ the name of the key; nothing here imports torch.
                                                  before it; left out, every rank takes the same time every time
     backend: nccl                                or gloo
 
-`matmul` and `attention` may be given by type, {bf16: [[...]], fp32: [[...]]}; node and network may have an `efficiency`
-by the bytes of a message. A single node needs no network, nodes of one device no `node`.
+`matmul` and `attention` may be given by type, {bf16: [[...]], fp32: [[...]]}; links may have an `efficiency` by the
+bytes of a message. A single node needs no network, nodes of one device no `node`; without `island` all devices of a
+node are joined alike.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ import yaml
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.simulation.section import Section
 
-NODE, NETWORK = "node", "network"
+ISLAND, NODE, NETWORK = "island", "node", "network"
 BACKENDS = ("nccl", "gloo")
 TYPES = ("bf16", "fp16", "fp32")
 
@@ -135,6 +139,19 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Island:
+    """Devices of a node that are joined better than the rest.
+
+    Attributes:
+        devices: how many.
+        link: carries bytes between them.
+    """
+
+    devices: int
+    link: Link
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Equal devices in equal nodes.
 
@@ -143,9 +160,10 @@ class Cluster:
         nodes: how many.
         devices_per_node: how many.
         device: what each of them is.
-        node: carries bytes between the devices of a node.
+        node: carries bytes between the devices of a node; with islands, between the islands of a node.
         network: carries bytes between nodes.
         contention: (kind, other kind) -> how many times longer an operator of the first takes beside one of the second.
+        island: devices of a node that are joined better than the rest; None where all are joined alike.
         waiting: of ranks for each other at a collective, as a share of the computation that each did before it.
         backend: "nccl" or "gloo".
         sources: where its numbers are from.
@@ -158,6 +176,7 @@ class Cluster:
     node: Link
     network: Link
     contention: Mapping[tuple[Kind, Kind], float] = field(default_factory=dict)
+    island: Island | None = None
     waiting: float = 0.0
     backend: str = "nccl"
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -166,6 +185,16 @@ class Cluster:
     def devices(self) -> int:
         """All of them."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def levels(self) -> list[tuple[int, Link]]:
+        """The links that bytes pass, from the nearest to the farthest: the devices of a block, and what carries bytes
+        from this block to the others of the next larger one."""
+        if self.island is None:
+            return [(1, self.node), (self.devices_per_node, self.network)]
+        if self.island.devices >= self.devices_per_node:  # a part of a node is used, which is one island
+            return [(1, self.island.link), (self.devices_per_node, self.network)]
+        return [(1, self.island.link), (self.island.devices, self.node), (self.devices_per_node, self.network)]
 
 
 def divisors(number: int) -> list[int]:
@@ -218,19 +247,22 @@ def parse_cluster(found: Any, where: str) -> Cluster:
     nodes, per_node = (top.count(key) for key in ("nodes", "devices_per_node"))
     device = top.section("device")
     node, network = top.section(NODE, optional=per_node == 1), top.section(NETWORK, optional=nodes == 1)
+    near = top.section(ISLAND, optional=True)
+    island = _island(near, per_node)
     cluster = Cluster(
         name=top.text("name"),
         nodes=nodes,
         devices_per_node=per_node,
         device=_device(device),
-        node=_link(node),
-        network=_link(network, _sharing(network, per_node)),
+        node=_link(node, _sharing(node, "island.devices", island.devices) if island else 1),
+        network=_link(network, _sharing(network, "devices_per_node", per_node)),
+        island=island,
         contention=_contention(top.section("contention", optional=True)),
         waiting=top.number("waiting", 0.0, least=0),
         backend=top.choice("backend", BACKENDS),
         sources=top.section("sources", optional=True).texts(),
     )
-    for section in (top, device, node, network):
+    for section in (top, device, near, node, network):
         section.refuse_rest()
     return cluster
 
@@ -275,13 +307,21 @@ def _link(section: Section, devices: int = 1) -> Link:
     )
 
 
-def _sharing(section: Section, per_node: int) -> int:
-    found = section.count("devices_per_link", per_node)
-    if per_node % found:
-        works = divisors(per_node)
+def _island(section: Section, per_node: int) -> Island | None:
+    if section.is_empty:
+        return None
+    return Island(_divisor(section, "devices", section.count("devices"), "devices_per_node", per_node), _link(section))
+
+
+def _sharing(section: Section, block: str, devices: int) -> int:
+    return _divisor(section, "devices_per_link", section.count("devices_per_link", devices), block, devices)
+
+
+def _divisor(section: Section, key: str, found: int, whole: str, number: int) -> int:
+    if number % found:
         raise ValueError(
-            f"{section.where}: network.devices_per_link: {found} must divide devices_per_node: {per_node}; values that "
-            f"work: {', '.join(map(str, works))}"
+            f"{section.where}: {section.name}.{key}: {found} must divide {whole}: {number}; values that work: "
+            f"{', '.join(map(str, divisors(number)))}"
         )
     return found
 

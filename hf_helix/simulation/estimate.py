@@ -30,30 +30,29 @@ class Ring:
 
     Attributes:
         size: how many ranks it has.
-        inside: how many of them are on one node.
-        sharing: how many such groups a node has.
+        within: how many of them stand in the same block, for each of the cluster's levels.
     """
 
     size: int
-    inside: int
-    sharing: int
+    within: tuple[int, ...]
 
     @property
     def crosses(self) -> bool:
         """Whether it leaves a node."""
-        return self.inside < self.size
+        return self.within[-1] < self.size
 
 
 def ring_of(cluster: Cluster, *dimensions: tuple[int, int]) -> Ring:
     """Returns where the ranks of an axis stand.
 
     Args:
-        cluster: its devices are numbered node by node.
+        cluster: its devices are numbered node by node, and in a node island by island.
         dimensions: of the axis: for each, how many ranks it has, and the distance between two neighbours.
     """
-    per_node = cluster.devices_per_node
-    inside = math.prod(max(1, min(size, per_node // stride)) for size, stride in dimensions)
-    return Ring(math.prod(size for size, _ in dimensions), inside, max(1, per_node // inside))
+    within = [
+        math.prod(max(1, min(size, block // stride)) for size, stride in dimensions) for block, _ in cluster.levels
+    ]
+    return Ring(math.prod(size for size, _ in dimensions), tuple(within))
 
 
 def rings(cluster: Cluster, sizes: Sizes) -> dict[str, Ring]:
@@ -82,9 +81,10 @@ def inter_node_axes(cluster: Cluster, sizes: Sizes, spreads: bool = False) -> li
         spreads: whether weights are spread, so that operators communicate over data-parallel ranks, too.
     """
     found = rings(cluster, sizes)
-    crossing = {"tp": found["tp"], "cp": found["cp"], "ep": found["experts"] if sizes.ep > 1 else Ring(1, 1, 1)}
-    crossing |= {"dp": found["dp"]} if spreads else {}
-    return [name for name, ring in crossing.items() if ring.crosses]
+    used = {"tp": found["tp"], "cp": found["cp"]}
+    used |= {"ep": found["experts"]} if sizes.ep > 1 else {}
+    used |= {"dp": found["dp"]} if spreads else {}
+    return [name for name, ring in used.items() if ring.crosses]
 
 
 def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
@@ -111,26 +111,32 @@ def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
 def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
     """Returns what a collective takes while every group of the node does the same.
 
-    A ring passes on what it gathers or sums, so over each node's edge it goes once for each group; an exchange has
-    for every pair of ranks something of its own; a step round a ring leaves the node with the last rank's value.
+    A ring passes on what it gathers or sums, so over the edge of each device, island and node it goes once for each
+    group; a step round a ring leaves them with the last rank's value; an exchange has for every pair of ranks something
+    of its own. All levels are busy at once, and the slowest decides.
     """
     if ring.size == 1 or transfer.bytes == 0:
         return 0.0
-    node, network = cluster.node, cluster.network
-    links = max(1, cluster.devices_per_node // network.devices)  # of a node
-    if transfer.method in ("shift", "shift_back", "send"):
-        inside = node.seconds(transfer.bytes) if ring.inside > 1 else 0.0
-        across = network.seconds(ring.sharing * transfer.bytes / links) if ring.crosses else 0.0
-    elif transfer.method in ("exchange", "exchange_rows"):
-        pair = transfer.bytes / (ring.size - 1)
-        inside = node.seconds(pair * (ring.inside - 1), ring.inside - 1) if ring.inside > 1 else 0.0
-        sent = pair * (ring.size - ring.inside) * cluster.devices_per_node / links
-        across = network.seconds(sent, ring.size - ring.inside) if ring.crosses else 0.0
-    else:
-        steps = (ring.size - 1) * (2 if transfer.method == "all_reduce" else 1)
-        inside = node.seconds(transfer.bytes, steps) if ring.inside > 1 else 0.0
-        across = network.seconds(ring.sharing * transfer.bytes / links, steps) if ring.crosses else 0.0
-    return max(inside, across)
+    farther = (*ring.within[1:], ring.size)
+    taken = [0.0]
+    for (block, link), near, far in zip(cluster.levels, ring.within, farther, strict=True):
+        if near == far:  # no rank of the next larger block stands outside of this one
+            continue
+        links = max(1, block // link.devices)
+        groups = max(1, block // near)
+        if transfer.method in ("exchange", "exchange_rows"):
+            to_each = transfer.bytes / (ring.size - 1)
+            taken.append(link.seconds(to_each * (far - near) * block / links, far - near))
+        else:
+            taken.append(link.seconds(groups * transfer.bytes / links, _messages(transfer.method, ring.size)))
+    return max(taken)
+
+
+def _messages(method: str, ranks: int) -> int:
+    """Those that a rank sends one after the other."""
+    if method in ("shift", "shift_back", "send"):
+        return 1
+    return (ranks - 1) * (2 if method == "all_reduce" else 1)
 
 
 def operator_seconds(

@@ -33,7 +33,7 @@ class Section:
             raise ValueError(f"{where}: {name or 'the file'} must be a mapping of keys to values, and is {found!r}")
         self.left: dict[str, Any] = {str(key): value for key, value in found.items()}
         self.where = where
-        self._name = name
+        self.name = name
         self.is_empty = not self.left
 
     def section(self, key: str, optional: bool = False) -> Section:
@@ -96,7 +96,7 @@ class Section:
             raise ValueError(f"{self.where}: unknown keys: {unknown}{works}")
 
     def _full(self, key: str) -> str:
-        return f"{self._name}.{key}" if self._name else key
+        return f"{self.name}.{key}" if self.name else key
 
     def _missing(self, key: str, what: str) -> ValueError:
         return ValueError(f"{self.where}: {self._full(key)} is missing; it must be {what}")

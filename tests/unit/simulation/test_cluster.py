@@ -59,7 +59,8 @@ def test_the_clusters_of_the_paper_are_those_of_its_section_6_1():
     # Bytes a second that the network carries for a device: 100 Gbit/s, 4 x 200 and 8 x 400 for a node of 8.
     shares = [cluster.network.bandwidth / cluster.network.devices for cluster in (a40, a800, h100)]
     assert shares == [12.5e9 / 8, 12.5e9, 50e9]
-    assert [cluster.node.bandwidth for cluster in (a40, a800, h100)] == [32e9, 200e9, 450e9]
+    assert a40.island is not None
+    assert [link.bandwidth for link in (a40.island.link, a800.node, h100.node)] == [32e9, 200e9, 450e9]
 
 
 def test_what_is_left_out_has_a_default():
@@ -120,6 +121,8 @@ def test_contention_names_two_kinds():
             3,
             "network.devices_per_link: 3 must divide devices_per_node: 4; values that work: 1, 2, 4",
         ),
+        ("island.devices", 3, "island.devices: 3 must divide devices_per_node: 4; values that work: 1, 2, 4"),
+        ("island", {"devices": 2}, "island.gb_per_s is missing; it must be a number"),
         ("waiting", -0.1, "waiting: -0.1 must be .* at least 0"),
         ("contention.compute_beside_pcie", 1.2, "contention.compute_beside_pcie is not known; name two of compute"),
         (

@@ -59,21 +59,21 @@ TWO_NODES = {"nodes": 2, "devices_per_node": 4, **LINKS}
     ("method", "ring", "expected"),
     [
         # Inside a node: the bytes of a rank over its own link, with a latency for every message.
-        ("all_gather", Ring(4, 4, 1), 3 * 1e-4 + 0.06),
-        ("reduce_scatter", Ring(4, 4, 1), 3 * 1e-4 + 0.06),
-        ("all_reduce", Ring(4, 4, 1), 6 * 1e-4 + 0.06),
-        ("exchange", Ring(4, 4, 1), 3 * 1e-4 + 0.06),
-        ("shift", Ring(4, 4, 1), 1e-4 + 0.06),
+        ("all_gather", Ring(4, (1, 4)), 3 * 1e-4 + 0.06),
+        ("reduce_scatter", Ring(4, (1, 4)), 3 * 1e-4 + 0.06),
+        ("all_reduce", Ring(4, (1, 4)), 6 * 1e-4 + 0.06),
+        ("exchange", Ring(4, (1, 4)), 3 * 1e-4 + 0.06),
+        ("shift", Ring(4, (1, 4)), 1e-4 + 0.06),
         # A ring over both nodes passes an edge once; the node has two links, and one such group.
-        ("all_gather", Ring(8, 4, 1), 7 * 1e-3 + 6 / (2 * 10)),
-        ("shift_back", Ring(8, 4, 1), 1e-3 + 6 / (2 * 10)),
+        ("all_gather", Ring(8, (1, 4)), 7 * 1e-3 + 6 / (2 * 10)),
+        ("shift_back", Ring(8, (1, 4)), 1e-3 + 6 / (2 * 10)),
         # With one rank of a group on a node, four groups share its two links.
-        ("all_gather", Ring(2, 1, 4), 1e-3 + 4 * 6 / (2 * 10)),
-        ("send", Ring(2, 1, 4), 1e-3 + 4 * 6 / (2 * 10)),
+        ("all_gather", Ring(2, (1, 1)), 1e-3 + 4 * 6 / (2 * 10)),
+        ("send", Ring(2, (1, 1)), 1e-3 + 4 * 6 / (2 * 10)),
         # An exchange has something of its own for each of the four ranks on the other node.
-        ("exchange", Ring(8, 4, 1), 4 * 1e-3 + 4 * (6 / 7 * 4) / (2 * 10)),
-        ("exchange_rows", Ring(8, 4, 1), 4 * 1e-3 + 4 * (6 / 7 * 4) / (2 * 10)),
-        ("all_gather", Ring(1, 1, 4), 0.0),
+        ("exchange", Ring(8, (1, 4)), 4 * 1e-3 + 4 * (6 / 7 * 4) / (2 * 10)),
+        ("exchange_rows", Ring(8, (1, 4)), 4 * 1e-3 + 4 * (6 / 7 * 4) / (2 * 10)),
+        ("all_gather", Ring(1, (1, 1)), 0.0),
     ],
 )
 def test_what_a_transfer_of_6_gb_takes(method: str, ring: Ring, expected: float):
@@ -82,31 +82,63 @@ def test_what_a_transfer_of_6_gb_takes(method: str, ring: Ring, expected: float)
     assert transfer_seconds(Transfer("tp", method, 0), ring, cluster) == 0.0
 
 
+ISLANDS: dict[str, Any] = {
+    **TWO_NODES,
+    "island": {"devices": 2, "gb_per_s": 200},
+    "node": {"gb_per_s": 30, "latency_us": 100, "devices_per_link": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "expected"),
+    [
+        # Inside an island over the device's own link; over a node's edge as without islands.
+        ("all_gather", (2, 1), 6 / 200),
+        ("all_gather", (8, 1), 7 * 1e-3 + 6 / (2 * 10)),
+        # A ring over both islands passes the one link between them once, neighbours two devices apart twice.
+        ("all_gather", (4, 1), 3 * 1e-4 + 6 / 30),
+        ("shift", (2, 2), 1e-4 + 2 * 6 / 30),
+        # An exchange has something of its own for each of the two ranks on the other island, from both of this one.
+        ("exchange", (4, 1), 2 * 1e-4 + 2 * (6 / 3 * 2) / 30),
+    ],
+)
+def test_islands_of_a_node_share_what_joins_them(method: str, ranks: tuple[int, int], expected: float):
+    cluster = cluster_with(**ISLANDS)
+    taken = transfer_seconds(Transfer("tp", method, 6 * GB), ring_of(cluster, ranks), cluster)
+    assert taken == pytest.approx(expected)
+
+
+def test_a_part_of_a_node_that_is_one_island_has_its_links():
+    cluster = cluster_with(**{**ISLANDS, "devices_per_node": 2, "network": {"gb_per_s": 10}})
+    assert ring_of(cluster, (4, 1)) == Ring(4, (1, 2))
+    assert transfer_seconds(Transfer("tp", "all_gather", 6 * GB), ring_of(cluster, (2, 1)), cluster) == 6 / 200
+
+
 def test_efficiency_goes_by_the_bytes_of_a_message():
     efficiency = [[1e9, 0.25], [2e9, 0.5]]
     cluster = cluster_with(devices_per_node=4, node={"gb_per_s": 100, "efficiency": efficiency})
-    taken = transfer_seconds(Transfer("tp", "all_gather", 6 * GB), Ring(4, 4, 1), cluster)
+    taken = transfer_seconds(Transfer("tp", "all_gather", 6 * GB), Ring(4, (1, 4)), cluster)
     assert taken == pytest.approx(6 / 50), "three messages of 2 GB"
 
 
 def test_axes_stand_as_the_mesh_numbers_its_ranks():
     cluster = cluster_with(nodes=4, devices_per_node=8)
-    assert ring_of(cluster, (8, 1)) == Ring(8, 8, 1)
-    assert ring_of(cluster, (2, 8)) == Ring(2, 1, 8)
-    assert ring_of(cluster, (16, 1)) == Ring(16, 8, 1)
+    assert ring_of(cluster, (8, 1)) == Ring(8, (1, 8))
+    assert ring_of(cluster, (2, 8)) == Ring(2, (1, 1))
+    assert ring_of(cluster, (16, 1)) == Ring(16, (1, 8))
     # tp 2 and cp 2 of a node, then the two stages of the pipeline, and data parallelism between the nodes.
     found = rings(cluster, Sizes(tp=2, cp=2, pp=2, dp=4))
-    assert found["tp"] == found["cp"] == found["pp"] == Ring(2, 2, 4)
-    assert found["dp"] == Ring(4, 1, 8)
-    assert found["copies"] == Ring(8, 2, 4), "neighbours of a sequence are on a node, other batches are not"
-    assert rings(cluster, Sizes(tp=2, dp=16))["copies"] == Ring(16, 4, 2)
+    assert found["tp"] == found["cp"] == found["pp"] == Ring(2, (1, 2))
+    assert found["dp"] == Ring(4, (1, 1))
+    assert found["copies"] == Ring(8, (1, 2)), "neighbours of a sequence are on a node, other batches are not"
+    assert rings(cluster, Sizes(tp=2, dp=16))["copies"] == Ring(16, (1, 4))
 
 
 def test_experts_stand_over_tensor_and_data_parallelism():
     cluster = cluster_with(nodes=4, devices_per_node=8)
     found = rings(cluster, Sizes(tp=2, pp=4, dp=4, ep=2))
-    assert found["experts"] == Ring(4, 2, 4), "two ranks of a node, and two of the next"
-    assert found["expert_copies"] == Ring(2, 1, 8)
+    assert found["experts"] == Ring(4, (1, 2)), "two ranks of a node, and two of the next"
+    assert found["expert_copies"] == Ring(2, (1, 1))
     assert inter_node_axes(cluster, Sizes(tp=2, pp=4, dp=4, ep=2)) == ["ep"]
     assert inter_node_axes(cluster, Sizes(tp=2, dp=16, ep=2)) == []
     assert inter_node_axes(cluster, Sizes(tp=8, cp=2, dp=2)) == ["cp"]

@@ -67,7 +67,7 @@ def test_collectives_take_what_was_measured(ranks: int):
         timed += [Timed(method, sent, messages, seconds(sent, messages)) for sent in sizes]
     cluster = cluster_of({}, link_entry(fit(timed)), ranks)
     for each in timed:
-        found = transfer_seconds(Transfer("tp", each.method, each.bytes), Ring(ranks, ranks, 1), cluster)
+        found = transfer_seconds(Transfer("tp", each.method, each.bytes), Ring(ranks, (1, ranks)), cluster)
         assert found == pytest.approx(each.seconds, rel=0.02), each
 
 

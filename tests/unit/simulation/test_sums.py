@@ -25,7 +25,7 @@ CLUSTER = cluster_with(nodes=2, devices_per_node=2, node={"gb_per_s": 100}, netw
 AMOUNTS = counted(on_meta(), bf16=True, tp_size=2)
 PROFILE = estimate_profile(AMOUNTS, AMOUNTS.layout, Sizes(tp=2, dp=2), CLUSTER)
 HELD = 4 * sum(AMOUNTS.weights[name].trained for name in AMOUNTS.layout.units)
-INSIDE, ACROSS, ALONE = Ring(2, 2, 1), Ring(2, 1, 1), Ring(1, 1, 1)
+INSIDE, ACROSS, ALONE = Ring(2, (1, 2)), Ring(2, (1, 1)), Ring(1, (1, 1))
 
 
 def exposed(copies: Ring) -> float:
