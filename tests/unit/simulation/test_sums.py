@@ -21,7 +21,9 @@ from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import layout_of
 from hf_helix.simulation.sums import exposed_sums, gradient_sums, profile_with_sums
 
-CLUSTER = cluster_with(nodes=2, devices_per_node=2, node={"gb_per_s": 100}, network={"gb_per_s": 100})
+CLUSTER = cluster_with(
+    nodes=2, devices_per_node=2, node={"gb_per_s": 100}, network={"gb_per_s": 100, "devices_per_link": 1}
+)
 AMOUNTS = counted(on_meta(), bf16=True, tp_size=2)
 PROFILE = estimate_profile(AMOUNTS, AMOUNTS.layout, Sizes(tp=2, dp=2), CLUSTER)
 HELD = 4 * sum(AMOUNTS.weights[name].trained for name in AMOUNTS.layout.units)
