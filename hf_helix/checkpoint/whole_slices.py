@@ -13,7 +13,7 @@ from typing import Any
 from hf_helix.operators.weights.flat import Flat
 from hf_helix.runtime.stage import Stage
 
-MOST = 4
+MOST = 6
 """How many flats are whole at a time: those of a layer, and one that several units share."""
 
 
