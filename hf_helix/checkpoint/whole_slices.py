@@ -14,7 +14,7 @@ from hf_helix.operators.weights.flat import Flat
 from hf_helix.runtime.stage import Stage
 
 MOST = 4
-"""How many flats are whole at a time: those of a layer, and one that several units share."""
+"""How many flats are whole at a time; more where a unit has more, since its tensors come in any order."""
 
 
 class WholeSlices:
@@ -28,6 +28,7 @@ class WholeSlices:
     def __init__(self, stage: Stage, written: bool = False) -> None:
         self._flats = {parameter: flat for flat in stage.flats if flat.is_spread for parameter in flat.placements}
         self._written = written
+        self._most = max([MOST, *(len(set(unit.flats.values())) for unit in stage.units.values())])
         self._lent: dict[Flat, None] = {}  # the one that was used last comes last
 
     @property
@@ -43,7 +44,7 @@ class WholeSlices:
         if flat in self._lent:
             del self._lent[flat]
         else:
-            if len(self._lent) == MOST:
+            if len(self._lent) == self._most:
                 self._return(next(iter(self._lent)))
             flat.lend(flat.gather())
         self._lent[flat] = None

@@ -198,7 +198,7 @@ def _declare_units(
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
     units = recompute_units(family.units(base, sharing, additions, places), modes)
     if config.shard_parameters:
-        units = number_distinct_graphs(spread_units(units, mesh.spread_over))
+        units = number_distinct_graphs(spread_units(units, mesh.spread_over, products))
     elif config.shard_optimizer:
         units = keep_units(units, mesh.spread_over, products)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from hf_helix.operators.base import Work
 from hf_helix.operators.communication.collectives import prepare_reduce_scatter
@@ -22,8 +21,8 @@ from hf_helix.operators.weights.flat import Flat
 class FlatGradients:
     """The gradients of a flat.
 
-    Gradients in float32 are moved into the piece at once, so that sums over other axes run in it; those in half
-    precision stay where they are until the piece is summed.
+    Gradients in float32 are moved into the piece at once, so that sums over other axes run in it, and what they were in
+    before is free then; those in half precision stay where they are until the piece is summed.
 
     Args:
         flat: what they are the gradients of.
@@ -31,9 +30,7 @@ class FlatGradients:
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
-        self._found: dict[nn.Parameter, Tensor] = {
-            parameter: parameter.grad for parameter in flat.placements if parameter.grad is not None
-        }
+        self._found = [parameter for parameter in flat.placements if parameter.grad is not None]
 
     @classmethod
     def take(cls, flat: Flat) -> FlatGradients | None:
@@ -45,14 +42,15 @@ class FlatGradients:
         return made
 
     def _gather(self) -> None:
-        dtype = next(iter(self._found.values())).dtype
+        found: list[Any] = [parameter.grad for parameter in self._found]
+        dtype = found[0].dtype
         summed_in = torch.promote_types(dtype, torch.float32)
         self._whole = self._flat.shard.new_zeros(self._flat.length, dtype=summed_in)
         views = self._flat.views(self._whole)
         self._places: list[Any] = [views[parameter] for parameter in self._found]
         self._is_moved = summed_in is dtype
         if self._is_moved:
-            torch._foreach_copy_(self._places, list(self._found.values()))
+            torch._foreach_copy_(self._places, found)
             for parameter, place in zip(self._found, self._places, strict=True):
                 parameter.grad = place
 

@@ -1,19 +1,16 @@
-"""Weights that every rank keeps whole, and that each steps a part of: what a layout and a window know of them.
+"""Weights that every rank keeps whole, and that each steps a part of: what a layout knows of them.
 
 In:   units whose parameters are in flats that are kept whole (`hf_helix.operators.weights.kept`).
-Out:  the gathers of a layout; copies of weights in the type of matrix products.
+Out:  the gathers of a layout.
 Must hold: gathers are in the order in which a micro-batch first reads them, the same on all ranks of a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import Tensor
-
 from hf_helix.operators.unit import Unit
-from hf_helix.operators.weights.flat import Flat
 from hf_helix.operators.weights.kept import KeptFlat, kept_flats
 from hf_helix.planning.layout import Layout, WeightGather
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -43,8 +40,3 @@ def _bytes(flat: KeptFlat, mesh: Mesh) -> int:
         most_elements(parameter, placement, mesh) * (flat.cast_to or parameter.dtype).itemsize
         for parameter, placement in flat.placements.items()
     )
-
-
-def casts_of(flats: Iterable[Flat]) -> dict[Tensor, Tensor]:
-    """Returns the copies of weights in the type of matrix products that are there in every window, by weight."""
-    return {parameter: copy for flat in kept_flats(flats) for parameter, copy in flat.casts.items()}

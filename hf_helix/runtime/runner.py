@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_helix.operators.base import Precision
 from hf_helix.operators.linears.matmul_dtype import CastWeights
+from hf_helix.operators.weights.lending import casts_of
 from hf_helix.planning.layout import Key
 from hf_helix.planning.pipeline.actions import Schedule, Slot
 from hf_helix.planning.pipeline.scheduler import Scheduler
@@ -27,7 +28,6 @@ from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.grad_reduce import Reduction
 from hf_helix.runtime.gradient_buckets import gradient_buckets
-from hf_helix.runtime.kept_weights import casts_of
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.streams import Streams

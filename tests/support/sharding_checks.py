@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support import jobs, sharding_jobs
 from support.cluster import Cluster
 from support.comparisons import compare_runs, compare_weights
+from transformers import AutoModelForCausalLM
 
 FEW_PLANS = ("sequential", "greedy", "dhelix")
 PLANS = (*FEW_PLANS, "round_robin", "search")
@@ -69,3 +71,28 @@ def check_training(
     for result in cluster_of(ranks).run("train", folder=str(folder), helix=helix, **options):
         compare_runs(result, expected)
     compare_weights(str(folder), expected_folder)
+
+
+def check_bits_in_bf16(
+    cluster_of: Callable[[int], Cluster], folder: Path, sharded: dict[str, Any], helix: dict[str, Any]
+) -> None:
+    """Training with `bf16=True` is that without sharding, which is compared with the stock Trainer elsewhere, and its
+    checkpoint has the same fp32 weights: bit for bit, where gradients are not scaled by their norm, whose squares add
+    up in another order."""
+    ranks = 2 * helix.get("tp_size", 1)
+    training = {"gradient_accumulation_steps": 2, "bf16": True, "max_grad_norm": 1e6}
+    plain, mine = (
+        cluster_of(ranks).run("train", folder=str(folder / name), helix={**options, **helix}, training=training)
+        for name, options in {
+            "plain": {"cache": False, "plan": "greedy"},
+            "sharded": {**sharded, "plan": "greedy"},
+        }.items()
+    )
+    for ours, theirs in zip(mine, plain, strict=True):
+        assert ours["losses"] == theirs["losses"]
+        assert ours["eval"] == theirs["eval"]
+        np.testing.assert_allclose(ours["norms"], theirs["norms"], rtol=1e-5)
+    saved, others = (AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("sharded", "plain"))
+    assert any(not torch.equal(value, value.bfloat16()) for value in others.values()), "masters have more digits"
+    for name, value in others.items():
+        assert torch.equal(saved[name], value), name

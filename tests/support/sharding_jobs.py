@@ -137,8 +137,8 @@ def peaks(
             run(window)
         found[name] = tally.peak
     trainer.helix.close()
-    pieces = [flat.piece.nbytes for flat in kept_flats(flats)]
-    return {**found, "flats": [flat.length for flat in flats], "pieces": pieces}
+    sizes = [(flat.cast_to or flat.shard.dtype).itemsize for flat in flats]
+    return {**found, "flats": [flat.length for flat in flats], "sizes": sizes}
 
 
 def tuned(folder: str, sharded: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -187,17 +187,37 @@ def profiled(folder: str, sharded: dict[str, Any], training: dict[str, Any]) -> 
 
 
 def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: int) -> dict[str, Any]:
-    """The bytes that this rank sends over the data-parallel axis in a window of so many micro-batches."""
+    """The bytes that this rank sends over the data-parallel axes in a window of so many micro-batches.
+
+    Returns:
+        All of them, and those of the axis that weights are gathered over; what was moved; of every flat, the units
+        that have it, its elements and the bytes of one of them in what is gathered; the last unit.
+    """
     trainer = make(folder, {**sharded, "plan": "greedy"}, {}, training)
     trainer.model.train()
-    runner, axis = trainer.helix.runner, trainer.helix.runner.stage.flats[0].sums
-    recorder = Recorder(axis.transport)
-    with transports([axis], [recorder]):
+    runner, first = trainer.helix.runner, trainer.helix.runner.stage.flats[0]
+    axes = list(dict.fromkeys((first.axis, first.sums)))
+    recorders = [Recorder(axis.transport) for axis in axes]
+    with transports(axes, recorders):
         runner.train_window(window_of(trainer, count, 2, (17,)))
-    moved = [(move.name, move.value[0].numel() * move.value[1].itemsize) for move in recorder.moved]
-    flats = [(flat.length, flat.piece.element_size()) for flat in kept_flats(runner.stage.flats)]
+    moves = [move for recorder in recorders for move in recorder.moved]
+    flats = [
+        (
+            [place for place, unit in runner.stage.units.items() if flat in unit.flats.values()],
+            flat.length,
+            (flat.cast_to or flat.shard.dtype).itemsize,
+        )
+        for flat in runner.stage.flats
+    ]
     trainer.helix.close()
-    return {"sent": recorder.bytes_sent, "moved": moved, "flats": flats, "ranks": axis.size}
+    return {
+        "sent": sum(recorder.bytes_sent for recorder in recorders),
+        "gathered": recorders[0].bytes_sent,
+        "moved": [(move.name, move.value[0].numel() * move.value[1].itemsize) for move in moves],
+        "flats": flats,
+        "last": max(runner.stage.units),
+        "ranks": first.axis.size,
+    }
 
 
 def evaluated(folder: str, helix: dict[str, Any], training: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """Weights in the type of matrix products.
 
 In:   parameters in the higher precision that an optimizer keeps, and the type of what they are multiplied with.
-Out:  copies in that type; those of linears that read one value lie in one piece, for one GEMM. Where copies are kept in
-      a piece that ranks gather (`hf_helix.operators.weights.kept`), they are views of it.
+Out:  copies in that type; those of linears that read one value lie in one piece, for one GEMM. Where ranks gather a
+      piece that has them in it (`hf_helix.operators.weights.flat`), they are views of it.
 Must hold: a copy lives within one window only. Meanwhile nobody writes to weights. Between windows anybody may
 (optimizers, `load_state_dict`, merged adapters, callbacks), and not all of them leave a mark such as `Tensor._version`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,11 +23,11 @@ class CastWeights:
     """Copies of weights, each made at its first use in a window. Outside of windows every use makes its own.
 
     Args:
-        there: copies that are there already, by weight.
+        there: returns the copy of a weight that is there already; None where there is none.
     """
 
-    def __init__(self, there: Mapping[Tensor, Tensor] | None = None) -> None:
-        self._there = there or {}
+    def __init__(self, there: Callable[[Tensor], Tensor | None] = lambda _: None) -> None:
+        self._there = there
         self._kept: dict[tuple[object, ...], Any] | None = None
 
     @contextmanager
@@ -58,15 +58,15 @@ class CastWeights:
         Args:
             weights: [rows, ...], of any number of rows each.
         """
-        if len(weights) == 1 and weights[0].dtype is dtype and weights[0] not in self._there:
+        if len(weights) == 1 and weights[0].dtype is dtype and self._there(weights[0]) is None:
             return weights[0]
         copy: Tensor = self.once((dtype, *map(id, weights)), lambda: self._make(weights, dtype))
         return copy
 
     def _make(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        parts = [self._there.get(weight, weight) for weight in weights]
-        are_there = all(weight in self._there for weight in weights)
-        whole = rows_in_one(parts) if are_there else None
+        there = [self._there(weight) for weight in weights]
+        parts = [weight if copy is None else copy for weight, copy in zip(weights, there, strict=True)]
+        whole = None if any(copy is None for copy in there) else rows_in_one(parts)
         return joined_copy(parts, dtype) if whole is None else whole.to(dtype)
 
     def once(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:

@@ -5,13 +5,18 @@ In:   the parameters of a unit that have one type and the same ranks with copies
 Out:  this rank's stretch of the piece, and for every parameter its part of that stretch, often an empty one: a 1-D
       parameter that an optimizer steps and that carries the summed gradient.
 Must hold: every rank lays the piece out alike. The parts are views of the stretch, so that stepping them needs no copy.
-Nobody reads a parameter while it is not lent: it then is a stand-in of its shape and type, full of NaN.
+Nobody reads a parameter while it is not lent: it then is a stand-in of its shape and type, full of NaN. The type of a
+piece changes no bit of what is computed.
 
 The piece, with three parameters over two ranks (`.` is padding; a parameter begins at a multiple of `ALIGNMENT`):
 
     aaaaaaaaaaaaa...bbbbbbbb|bbbbb...ccccc...........
     rank 0                   rank 1
     shards: a[0:13] b[0:8] c[]    a[] b[8:13] c[0:5]
+
+Under autocast, parameters that matrix products alone read have pieces in the type of the products: then a stretch is
+what the piece is cast from (the fp32 master of bfloat16 weights), the parameters stay stand-ins while it is lent, and
+products take their weights from the piece (`hf_helix.operators.linears.matmul_dtype.CastWeights`).
 """
 
 from __future__ import annotations
@@ -63,7 +68,7 @@ class Flat:
     may be used. From then on:
 
     - between its uses a parameter is a stand-in: its shape and type are right, it takes no memory, and its values are
-      NaN. `lend` makes all parameters views of a whole piece, `take_back` makes them stand-ins again;
+      NaN. `lend` makes all parameters views of a whole piece of their type, `take_back` makes them stand-ins again;
     - `shard` [length / ranks] is what this rank owns. `shards` has, for every parameter, a 1-D parameter that is a view
       of `shard`: the flattened parameter from `part(parameter)[0]` to `[1]`, empty where the parameter lies elsewhere.
       Optimizers step these, so all ranks have the same groups; their `grad` is what clipping and the gradient norm
@@ -75,15 +80,17 @@ class Flat:
         placements: the parameters in their order, with how they are cut over other axes. All are trained, or none.
         axis: the ranks that the piece is gathered over.
         sums: the same ranks, for sums of gradients: another transport, since sums run on another stream.
+        cast_to: the type of what operators read, where it is not that of the parameters.
         shard: what this rank owns.
         shards: its parts, by parameter.
-        lent: the whole piece that the parameters are views of at present; None while they are stand-ins.
+        lent: the whole piece that operators read at present; None for none.
     """
 
     name: str
     placements: Mapping[nn.Parameter, Placement]
     axis: Axis
     sums: Axis
+    cast_to: torch.dtype | None = None
     shard: Tensor = field(init=False, repr=False)
     shards: dict[nn.Parameter, nn.Parameter] = field(init=False, default_factory=dict, repr=False)
     lent: Tensor | None = field(init=False, default=None, repr=False)
@@ -164,14 +171,24 @@ class Flat:
         """Says that stretches may have been stepped. No piece of this kind is older than what it was gathered from."""
 
     def prepare_gather(self) -> tuple[Tensor, Work]:
-        """Allocates the whole piece; returns it, not yet filled, and the work that gathers it. Collective."""
-        whole = self.shard.new_empty(self.length)
-        return whole, lambda: self.axis.transport.all_gather(whole, self.shard)
+        """Allocates the piece that operators read; returns it, not yet filled, and the work that gathers it.
+        Collective."""
+        piece = self.shard.new_empty(self.length, dtype=self.cast_to)
+        return piece, lambda: self._fill(piece)
+
+    def _fill(self, piece: Tensor) -> None:
+        """Gathers a piece where it lies, from the stretches of all ranks."""
+        own = self.shard if self.cast_to is None else self._own_place(piece).copy_(self.shard)
+        self.axis.transport.all_gather(piece, own)
+
+    def _own_place(self, piece: Tensor) -> Tensor:
+        """The place of this rank's stretch in a piece."""
+        return piece.chunk(self.axis.size)[self.axis.rank]
 
     def gather(self) -> Tensor:
-        """Returns the whole piece. Collective; for checkpoints, not for windows."""
-        whole, work = self.prepare_gather()
-        work()
+        """Returns the whole piece in the type of the parameters. Collective; for checkpoints, not for windows."""
+        whole = self.shard.new_empty(self.length)
+        self.axis.transport.all_gather(whole, self.shard)
         return whole
 
     def keep(self, whole: Tensor) -> None:
@@ -179,12 +196,24 @@ class Flat:
         self.shard.copy_(whole[self._begin : self._begin + self.shard.numel()])
 
     def lend(self, whole: Tensor) -> None:
-        """Makes the parameters views of a whole piece, until `take_back` or until another piece is lent."""
+        """Makes the parameters views of a whole piece, until `take_back` or until another piece is lent. Of a piece in
+        another type they stay stand-ins, and `casts` are views of it."""
         if self.lent is whole:
             return
-        for parameter, extent in self._extents.items():
-            parameter.data = extent.view(whole)
+        if whole.dtype is self.shard.dtype:
+            for parameter, extent in self._extents.items():
+                parameter.data = extent.view(whole)
         self.lent = whole
+
+    def cast(self, parameter: nn.Parameter) -> Tensor | None:
+        """Returns a parameter in the type of matrix products: a view of what is lent; None where that has another
+        type."""
+        return self._view_in(self.lent, parameter)
+
+    def _view_in(self, piece: Tensor | None, parameter: nn.Parameter) -> Tensor | None:
+        if piece is None or piece.dtype is not self.cast_to:
+            return None
+        return self._extents[parameter].view(piece.detach())  # not based on the piece, which may have to keep it
 
     def take_back(self, whole: Tensor | None = None) -> None:
         """Makes the parameters stand-ins, so that they keep no memory alive.

@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from hf_helix.operators.base import Call, Communication, TensorOperator, Tensors, Work
-from hf_helix.operators.communication.transport import Copies
-from hf_helix.operators.unit import Placement, Unit
+from hf_helix.operators.unit import Unit
 from hf_helix.operators.weights.flat import Flat
-from hf_helix.operators.weights.grouping import SpreadOver, make_flats, name_of
+from hf_helix.operators.weights.grouping import SpreadOver, make_flats
 from hf_helix.planning.graph.operator import Graph, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
 
-COST = 8.0  # of a gather, by that of a norm: roughly, until it is measured
+COST = 8.0  # of gathering a unit in the types of its parameters, by that of a norm: roughly, until it is measured
+LEAST_COST = 0.1
 
 
 class GatherWeights(Communication):
@@ -35,18 +36,15 @@ class GatherWeights(Communication):
         return (whole,), work
 
 
-def spread_units(units: Sequence[Unit], spread_over: SpreadOver) -> list[Unit]:
+def spread_units(units: Sequence[Unit], spread_over: SpreadOver, products: torch.dtype | None) -> list[Unit]:
     """Returns the units with their weights gathered; each parameter gets a place in a flat.
 
     Args:
         units: of the whole model, in forward order.
         spread_over: see `SpreadOver`.
+        products: the type of matrix products under autocast; None for no autocast.
     """
-
-    def make(name: str, placements: Mapping[nn.Parameter, Placement], over: Copies) -> Flat:
-        return Flat(name, placements, over.weights, over.sums)
-
-    flats = make_flats(units, spread_over, name_of, make)
+    flats = make_flats(units, spread_over, products, Flat)
     last = len(units) - 1
     return [_gathering(unit, flats[place], keeps=place == last) for place, unit in enumerate(units)]
 
@@ -60,6 +58,7 @@ def _gathering(unit: Unit, flats: Sequence[Flat], keeps: bool) -> Unit:
     by_parameter: dict[Tensor, str] = {parameter: flat.name for flat in flats for parameter in flat.placements}
     read = [_reading(op, unit.operators[op.forward_name], by_parameter) for op in unit.graphs.forward.operators]
     again = {value for op in read for value in _read_in_backward(op)}
+    whole = sum(_bytes(flat, None) for flat in flats)
     gathers = [
         Operator(
             name=flat.name,
@@ -69,7 +68,7 @@ def _gathering(unit: Unit, flats: Sequence[Flat], keeps: bool) -> Unit:
             non_differentiable=(flat.name,),
             recomputed=flat.name in again and not keeps,
             ahead=True,
-            relative_cost=COST,
+            relative_cost=max(LEAST_COST, round(COST * _bytes(flat, flat.cast_to) / whole, 1)),
         )
         for flat in flats
         if any(flat.name in op.weights for op in read)
@@ -102,6 +101,11 @@ def _reading(op: Operator, operator: TensorOperator, by_parameter: Mapping[Tenso
         dgrad_weights=values(Part.I if in_parts else Part.B),
         wgrad_weights=values(Part.W) if in_parts else (),
     )
+
+
+def _bytes(flat: Flat, dtype: torch.dtype | None) -> int:
+    """The bytes of a flat before it is cut and spread, in a type; None for that of its parameters."""
+    return sum(parameter.numel() * (dtype or parameter.dtype).itemsize for parameter in flat.placements)
 
 
 def _read_in_backward(op: Operator) -> Iterator[str]:

@@ -1,17 +1,18 @@
 """Which parameters lie in one flat.
 
-In:   the units of a whole model, and which ranks hold copies of what.
+In:   the units of a whole model, which ranks hold copies of what, and the type of matrix products under autocast.
 Out:  flats, not spread yet, for each unit.
-Must hold: parameters of a flat are read by the same units, have one type and the same ranks with copies, and are all
-trained, or none.
+Must hold: parameters of a flat are read by the same units, have one type, the same ranks with copies and readers of one
+kind, and are all trained, or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_helix.operators.communication.transport import Copies
 from hf_helix.operators.unit import EXPERTS, Placement, Unit
@@ -20,40 +21,25 @@ from hf_helix.operators.weights.flat import Flat
 SpreadOver = Callable[[Placement], Copies | None]
 """Returns the ranks that a parameter which is placed like this is spread over; None where every rank keeps it."""
 
-NameOf = Callable[[nn.Parameter, Placement, bool], str | None]
-"""Returns the name of the flat that a parameter is in, from its placement and from whether several units read it; None
-where it is in no flat. Parameters of a unit that have one name are in one flat."""
-
-MakeFlat = Callable[[str, Mapping[nn.Parameter, Placement], Copies], Flat]
-"""Makes a flat of a name and parameters, over ranks with copies of them."""
+AnyFlat = TypeVar("AnyFlat", bound=Flat)
 
 
-def name_of(parameter: nn.Parameter, placement: Placement, shared: bool) -> str:
-    """Returns the name of the value that holds a parameter once it is gathered.
-
-    Args:
-        parameter: itself.
-        placement: how it is cut.
-        shared: whether several units read it.
-    """
-    traits = {
-        "shared": shared,
-        "experts": placement.over == EXPERTS,
-        "frozen": not parameter.requires_grad,
-        "bf16": parameter.dtype is torch.bfloat16,
-    }
-    return ".".join(["weights", *(trait for trait, holds in traits.items() if holds)])
-
-
-def make_flats(units: Sequence[Unit], spread_over: SpreadOver, name: NameOf, make: MakeFlat) -> list[list[Flat]]:
+def make_flats(
+    units: Sequence[Unit],
+    spread_over: SpreadOver,
+    products: torch.dtype | None,
+    kind: type[AnyFlat],
+    frozen: bool = True,
+) -> list[list[AnyFlat]]:
     """Returns the flats of every unit. A parameter that several units read is in a flat of its own kind, which each of
     these units has.
 
     Args:
         units: of the whole model, in forward order.
         spread_over: see `SpreadOver`.
-        name: see `NameOf`.
-        make: see `MakeFlat`.
+        products: the type of matrix products under autocast; None for no autocast.
+        kind: the class of the flats.
+        frozen: whether parameters that are not trained are in flats, too.
     """
     users: dict[nn.Parameter, list[int]] = {}
     placements: dict[nn.Parameter, Placement] = {}
@@ -61,17 +47,47 @@ def make_flats(units: Sequence[Unit], spread_over: SpreadOver, name: NameOf, mak
         for parameter, placement in unit.placements.items():
             users.setdefault(parameter, []).append(place)
             placements[parameter] = placement
-    members: dict[tuple[tuple[int, ...], str], dict[nn.Parameter, Placement]] = {}
+    cast = set(_read_by_products_alone(units)) if products is not None else set()
+    members: dict[tuple[tuple[int, ...], str, bool], list[nn.Parameter]] = {}
     for parameter, places in users.items():
-        placement = placements[parameter]
-        called = name(parameter, placement, len(places) > 1)
-        if called is not None and spread_over(placement) is not None:
-            members.setdefault((tuple(places), called), {})[parameter] = placement
-    found: list[list[Flat]] = [[] for _ in units]
-    for (using, called), alike in members.items():
-        over = spread_over(next(iter(alike.values())))
+        if spread_over(placements[parameter]) is not None and (frozen or parameter.requires_grad):
+            is_cast = parameter in cast and parameter.dtype is not products
+            name = _name_of(parameter, placements[parameter], len(places) > 1, is_cast)
+            members.setdefault((tuple(places), name, is_cast), []).append(parameter)
+    found: list[list[AnyFlat]] = [[] for _ in units]
+    for (using, name, is_cast), alike in members.items():
+        over = spread_over(placements[alike[0]])
         assert over is not None
-        flat = make(called, alike, over)
+        # Matrices first, so that those that are multiplied at once lie side by side.
+        ordered = sorted(alike, key=lambda parameter: -parameter.dim())
+        held = {parameter: placements[parameter] for parameter in ordered}
+        flat = kind(name, held, over.weights, over.sums, products if is_cast else None)
         for place in using:
             found[place].append(flat)
     return found
+
+
+def _name_of(parameter: nn.Parameter, placement: Placement, shared: bool, is_cast: bool) -> str:
+    """Returns the name of the flat that a parameter is in, and of the value that holds it once it is gathered.
+
+    Args:
+        parameter: itself.
+        placement: how it is cut.
+        shared: whether several units read it.
+        is_cast: whether operators read it in the type of matrix products.
+    """
+    traits = {
+        "shared": shared,
+        "experts": placement.over == EXPERTS,
+        "frozen": not parameter.requires_grad,
+        "bf16": parameter.dtype is torch.bfloat16,
+        "products": is_cast,
+    }
+    return ".".join(["weights", *(trait for trait, holds in traits.items() if holds)])
+
+
+def _read_by_products_alone(units: Sequence[Unit]) -> Iterator[Tensor]:
+    operators = [operator for unit in units for operator in unit.operators.values()]
+    cast = {parameter for operator in operators for parameter in operator.cast_parameters}
+    others = {p for operator in operators for p in operator.parameters if p not in set(operator.cast_parameters)}
+    return (parameter for parameter in cast if parameter not in others)

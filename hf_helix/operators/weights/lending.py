@@ -3,13 +3,13 @@
 In:   a part of an operator, and the gathered pieces that it reads.
 Out:  what the operator returns.
 Must hold: nothing that an operator leaves for backward keeps a gathered piece alive: of what autograd saves of one,
-only the place is kept, which is looked up in the piece that is lent by then. Copies in the type of matrix products live
-as long as the piece that they were made of.
+only the place is kept, which is looked up in the piece that is lent by then. Copies in the type of matrix products, and
+views of pieces that have this type, live as long as the piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,21 @@ def _run(method: Method, call: Call, inputs: Sequence[Tensor], lent: Lent) -> Te
 
         with torch.autograd.graph.saved_tensors_hooks(keep, _find):
             return method(call, *inputs)
+
+
+def casts_of(flats: Iterable[Flat]) -> Callable[[Tensor], Tensor | None]:
+    """Returns what finds a weight in the type of matrix products, where ranks gather it in this type.
+
+    Args:
+        flats: those that this rank's parameters are in.
+    """
+    casting: dict[Tensor, Flat] = {p: flat for flat in flats if flat.cast_to is not None for p in flat.placements}
+
+    def find(weight: Any) -> Tensor | None:
+        flat = casting.get(weight)
+        return None if flat is None else flat.cast(weight)
+
+    return find
 
 
 def _find(saved: Tensor | _Place) -> Tensor:

@@ -10,7 +10,15 @@ import pytest
 import torch
 from support import jobs, sharding_jobs
 from support.derived_models import HOME
-from support.sharding_checks import FEW_PLANS, PLANS, TrainingCase, WindowCase, check_training, check_windows
+from support.sharding_checks import (
+    FEW_PLANS,
+    PLANS,
+    TrainingCase,
+    WindowCase,
+    check_bits_in_bf16,
+    check_training,
+    check_windows,
+)
 from transformers import AutoModelForCausalLM
 
 SHARDED = {"shard_optimizer": True, "cache": False}
@@ -78,20 +86,7 @@ def test_training_equals_stock_data_parallelism(case: str, cluster_of: Any, stoc
 
 @pytest.mark.parametrize("helix", [{}, pytest.param({"tp_size": 2}, marks=SLOW)], ids=str)
 def test_training_in_bf16_is_that_without_sharding(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
-    """Which is compared with the stock Trainer elsewhere: bit for bit, where gradients are not scaled by their norm,
-    whose squares add up in another order."""
-    ranks, job = 2 * helix.get("tp_size", 1), {"training": {**CLIPPED, **BF16, "max_grad_norm": 1e6}}
-    plain, sharded = (
-        cluster_of(ranks).run("train", folder=str(tmp_path / str(place)), helix={**options, **helix}, **job)
-        for place, options in enumerate(({"cache": False, "plan": "greedy"}, {**SHARDED, "plan": "greedy"}))
-    )
-    for mine, theirs in zip(sharded, plain, strict=True):
-        assert mine["losses"] == theirs["losses"]
-        assert mine["eval"] == theirs["eval"]
-        np.testing.assert_allclose(mine["norms"], theirs["norms"], rtol=1e-5)
-    ours, others = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("1", "0"))
-    for name, value in others.items():
-        assert torch.equal(ours[name], value), name
+    check_bits_in_bf16(cluster_of, tmp_path, SHARDED, helix)
 
 
 @pytest.mark.parametrize("training", [{}, pytest.param(BF16, marks=SLOW)], ids=str)
@@ -195,7 +190,7 @@ def test_the_memory_of_a_window(training: dict[str, Any], cluster_of: Any, tmp_p
     whole = cluster_of(2).run(sharding_jobs.peaks, helix={}, **job)
     for mine, other in zip(cluster_of(2).run(sharding_jobs.peaks, helix=SHARDED, **job), whole, strict=True):
         everything, largest = 4 * sum(mine["flats"]), 4 * max(mine["flats"])
-        halves = sum(p for p, length in zip(mine["pieces"], mine["flats"], strict=True) if p == 2 * length)
+        halves = sum(2 * length for size, length in zip(mine["sizes"], mine["flats"], strict=True) if size == 2)
         assert bool(halves) == bool(training)
         assert mine["forward"] <= other["forward"] - 0.9 * halves
         assert mine["window"] <= other["window"] + everything * 3 / 2 + 2 * largest - 0.9 * halves
@@ -210,7 +205,7 @@ def test_what_a_window_sends(ranks: int, training: dict[str, Any], count: int, c
     for found in cluster_of(ranks).run(sharding_jobs.sent, **job):
         d = found["ranks"]
         assert d == ranks
-        assert found["sent"] == sum((4 + size) * length * (d - 1) // d for length, size in found["flats"])
+        assert found["sent"] == sum((4 + size) * length * (d - 1) // d for _, length, size in found["flats"])
         assert [name for name, _ in found["moved"]] == ["all_gather"] * len(found["flats"]) + ["exchange"] * len(
             found["flats"]
         )

@@ -14,7 +14,15 @@ from support.comparisons import compare_runs, compare_weights
 from support.derived_models import HOME
 from support.models import tiny
 from support.pipeline_jobs import make
-from support.sharding_checks import FEW_PLANS, PLANS, TrainingCase, WindowCase, check_training, check_windows
+from support.sharding_checks import (
+    FEW_PLANS,
+    PLANS,
+    TrainingCase,
+    WindowCase,
+    check_bits_in_bf16,
+    check_training,
+    check_windows,
+)
 from support.versions import since
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -25,7 +33,9 @@ from hf_helix.planning.graph.operator import Part
 
 SHARDED = {"shard_parameters": True, "cache": False}
 CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
+BF16 = {"bf16": True}
 TIED = {"tie_word_embeddings": True}
+BIASED = {"attention_bias": True, "mlp_bias": True}
 SLOW = pytest.mark.slow
 
 
@@ -65,7 +75,20 @@ WINDOWS: dict[str, WindowCase] = {
     "llama recomputed": (2, {"recompute": "full"}, {}, {}),
     "llama with adapters": (2, {}, {"lora": {}}, {}),
     "llama, some of a layer frozen": (2, {}, {"freeze": ["model.layers.1.mlp.up_proj.weight"]}, {}),
-    "llama bf16": (2, {}, {}, {"bf16": True}),
+    "llama bf16": (2, {}, {}, BF16),
+    "llama bf16, tied, with biases": (2, {}, {**TIED, **BIASED}, BF16),
+    "llama bf16, recomputed": (2, {"recompute": "full"}, {}, BF16),
+    "llama bf16 with adapters": (2, {}, {"lora": {}}, BF16),
+    "llama bf16, some of a layer frozen": (2, {}, {"freeze": ["model.layers.1.mlp.up_proj.weight"]}, BF16),
+    "llama bf16 tp2": (4, {"tp_size": 2}, TIED, BF16),
+    "llama bf16 cp2": (2, {"cp_size": 2}, {}, BF16),
+    "llama bf16 pp2": (4, {"pp_size": 2}, {"num_hidden_layers": 4}, BF16),
+    "llama bf16 dp4": (4, {}, {}, BF16),
+    "mixtral bf16": (2, {}, {"family": "mixtral"}, BF16),
+    "mixtral bf16 ep2": (4, {"ep_size": 2}, {"family": "mixtral"}, BF16),
+    "mixtral bf16 ep2 tp2": (4, {"ep_size": 2, "tp_size": 2}, {"family": "mixtral"}, BF16),
+    "gpt2 bf16, selective": (2, {"recompute": "selective"}, {"family": "gpt2"}, BF16),
+    "gemma3 bf16": (2, {}, {"family": f"{HOME}gemma3"}, BF16),
     "llama tp2": (4, {"tp_size": 2}, TIED, {}),
     "mixtral ep2": (4, {"ep_size": 2}, {"family": "mixtral"}, {}),
     "mixtral": (2, {}, {"family": "mixtral"}, {}),
@@ -76,12 +99,21 @@ WINDOWS: dict[str, WindowCase] = {
     "gemma3": (2, {}, {"family": f"{HOME}gemma3"}, {}),
     "bf16 weights": (2, {}, {"dtype": "bfloat16"}, {}),
 }
-QUICK = ("llama", "llama tied", "llama, some of a layer frozen", "llama recomputed", "llama tp2", "mixtral")
+QUICK = (
+    "llama",
+    "llama tied",
+    "llama, some of a layer frozen",
+    "llama recomputed",
+    "llama bf16, tied, with biases",
+    "llama tp2",
+    "mixtral",
+)
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[SLOW] * (name not in QUICK)) for name in WINDOWS])
 def test_windows_are_those_of_whole_parameters(case: str, cluster_of: Any, tmp_path: Path) -> None:
-    """The bits of all plans are the same; over two ranks they are those of the all-reduce of whole gradients."""
+    """The bits of all plans are the same; over two ranks they are those of the all-reduce of whole gradients, with
+    weights gathered in bfloat16 where products alone read them, too."""
     check_windows(cluster_of, tmp_path, SHARDED, WINDOWS[case], PLANS if case == "llama" else FEW_PLANS)
 
 
@@ -98,6 +130,11 @@ TRAININGS: dict[str, TrainingCase] = {
 def test_training_equals_stock_data_parallelism(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
     """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer on two processes (DDP)."""
     check_training(cluster_of, stock, tmp_path, SHARDED, TRAININGS[case])
+
+
+@pytest.mark.parametrize("helix", [{}, pytest.param({"tp_size": 2}, marks=SLOW)], ids=str)
+def test_training_in_bf16_is_that_of_whole_parameters(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+    check_bits_in_bf16(cluster_of, tmp_path, SHARDED, helix)
 
 
 @since("5.19", "a Trainer that does not wrap in DDP what Transformers has spread with FSDP2")
@@ -126,12 +163,22 @@ def test_plans_are_made_of_measured_gathers(cluster_of: Any, stock: Any, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("ranks", "helix"), [(2, {}), pytest.param(4, {}, marks=SLOW), pytest.param(4, {"tp_size": 2}, marks=SLOW)], ids=str
+    ("ranks", "helix", "training"),
+    [
+        (2, {}, {}),
+        pytest.param(2, {}, BF16, marks=SLOW),
+        pytest.param(4, {}, {}, marks=SLOW),
+        pytest.param(4, {"tp_size": 2}, BF16, marks=SLOW),
+    ],
+    ids=str,
 )
-def test_a_rank_keeps_its_part(ranks: int, helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+def test_a_rank_keeps_its_part(
+    ranks: int, helix: dict[str, Any], training: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
     """Parameters take 4 bytes an element of the padded flats, divided by the ranks, and one element a stand-in; so do
-    gradients behind a window; the averages of AdamW take 8 an element, without padding."""
-    for rank in cluster_of(ranks).run(sharding_jobs.held, folder=str(tmp_path), sharded=SHARDED, helix=helix, model={}):
+    gradients behind a window; the averages of AdamW take 8 an element, without padding. So it is with bf16."""
+    job = {"folder": str(tmp_path), "sharded": SHARDED, "helix": helix, "model": {}, "training": training}
+    for rank in cluster_of(ranks).run(sharding_jobs.held, **job):
         over = ranks // helix.get("tp_size", 1)
         assert all(size == over for _, size in rank["flats"])
         share = sum(4 * length // over for length, _ in rank["flats"])
@@ -142,15 +189,41 @@ def test_a_rank_keeps_its_part(ranks: int, helix: dict[str, Any], cluster_of: An
         assert stepped == share + stand_ins + 8 * rank["elements"]
 
 
-def test_a_window_has_few_layers_whole(cluster_of: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("training", [{}, pytest.param(BF16, marks=SLOW)], ids=str)
+def test_a_window_has_few_layers_whole(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Beside what a window takes with whole parameters: forward, a few units' weights; backward, these, at most all
-    gradients in whole and in part, and once more those that are being summed."""
-    job = {"folder": str(tmp_path), "model": {"num_hidden_layers": 12}}
+    gradients in whole and in part, and once more those that are being summed. With bf16, weights are gathered in the
+    type of products, which have no copies of all weights then."""
+    job = {"folder": str(tmp_path), "model": {"num_hidden_layers": 12}, "training": training}
     whole = cluster_of(2).run(sharding_jobs.peaks, helix={}, **job)
     for mine, other in zip(cluster_of(2).run(sharding_jobs.peaks, helix=SHARDED, **job), whole, strict=True):
-        everything, largest = 4 * sum(mine["flats"]), 4 * max(mine["flats"])
-        assert mine["forward"] - other["forward"] <= 3 * largest < everything / 4
-        assert mine["window"] - other["window"] <= everything * 3 / 2 + 4 * largest
+        flats = list(zip(mine["flats"], mine["sizes"], strict=True))
+        copies = sum(2 * length for length, size in flats if size == 2)
+        assert bool(copies) == bool(training)
+        everything, largest = 4 * sum(mine["flats"]), max(length * size for length, size in flats)
+        assert mine["forward"] - other["forward"] + 0.9 * copies <= 3 * largest < everything / 4
+        assert mine["window"] - other["window"] + 0.9 * copies <= everything * 3 / 2 + 4 * largest
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize(("training", "count"), [(BF16, 2), pytest.param({}, 2, marks=SLOW)], ids=str)
+def test_what_a_window_sends(ranks: int, training: dict[str, Any], count: int, cluster_of: Any, tmp_path: Path) -> None:
+    """Every gradient once, in fp32; for each micro-batch weights forward and again in backward, but for those of the
+    first unit, whose backward reads none, and of the last one, which keeps them: what products read in bfloat16."""
+    job = {"folder": str(tmp_path), "sharded": SHARDED, "training": training, "count": count}
+    for found in cluster_of(ranks).run(sharding_jobs.sent, **job):
+        d = found["ranks"]
+        assert d == ranks
+        layers = [size * length for places, length, size in found["flats"] if not {0, found["last"]} & set(places)]
+        everything = sum(size * length for _, length, size in found["flats"])
+        weights = count * (everything + sum(layers)) * (d - 1) // d
+        gradients = sum(4 * length for _, length, _ in found["flats"]) * (d - 1) // d
+        assert found["sent"] == weights + gradients
+        assert found["gathered"] == weights
+        halved = [length for _, length, size in found["flats"] if size == 2]
+        assert bool(halved) == bool(training)
+        if training:  # norms and the table of embeddings stay
+            assert sum(halved) > sum(length for _, length, _ in found["flats"]) / 2
 
 
 def test_two_layers_are_whole_at_a_time(cluster_of: Any, tmp_path: Path) -> None:

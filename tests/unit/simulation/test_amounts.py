@@ -220,7 +220,8 @@ SHARDED: dict[str, Any] = {"shard_parameters": True, "dp_size": 2}
 
 @pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"bf16": True}, {"recompute": "full"}], ids=str)
 def test_weights_that_are_spread_are_gathered_forward_and_again_in_backward(options: dict[str, Any], llama: Any):
-    """In fp32, whatever the type of matrix products; over more ranks each sends nearly all of it."""
+    """What products alone read in their type, norms and the table of embeddings in fp32; over more ranks each sends
+    nearly all of it."""
     amounts = counted(llama, BATCH, LENGTH, **options, **SHARDED)
     assert amounts.spread == {"copies": 2, "expert_copies": 2}
     gathers = {
@@ -228,16 +229,20 @@ def test_weights_that_are_spread_are_gathered_forward_and_again_in_backward(opti
         for name, found in amounts.operators.items()
         if name[1].split(".")[1].startswith("weights")
     }
-    assert sorted(gathers) == [
-        ("embedding", "F.weights"),
-        ("head", "F.weights"),
-        ("layer", "B.weights.again"),
-        ("layer", "F.weights"),
-    ]
+    norms = {"head": HIDDEN, "layer": 2 * HIDDEN}
+    trained = {unit: found.trained for unit, found in amounts.weights.items()}
+    expected = {("embedding", "F.weights"): 4 * trained["embedding"]}
+    for unit, of_norms in norms.items():
+        for way in ("F.{}", "B.{}.again") if unit == "layer" else ("F.{}",):
+            if "bf16" in options:
+                expected[unit, way.format("weights")] = 4 * of_norms
+                expected[unit, way.format("weights.products")] = 2 * (trained[unit] - of_norms)
+            else:
+                expected[unit, way.format("weights")] = 4 * trained[unit]
+    assert gathers.keys() == expected.keys()
     for ranks in (2, 8):
-        for name in gathers:
+        for name, whole in expected.items():
             (sent,) = amounts.over({"copies": ranks, "expert_copies": ranks}).operators[name].transfers
-            whole = 4 * amounts.weights[name[0]].trained
             assert (sent.axis, sent.method) == ("copies", "all_gather")
             assert whole * (ranks - 1) / ranks <= sent.bytes <= whole + 4 * 64 * 32, "padding comes on top"
 

@@ -1,0 +1,145 @@
+"""Flats whose pieces are gathered in the type of matrix products: fp32 parts are kept, half the bytes are sent."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_helix.operators.base import Call, Precision, explicit_gradients
+from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
+from hf_helix.operators.linears.linear import Linear
+from hf_helix.operators.linears.matmul_dtype import CastWeights
+from hf_helix.operators.unit import COPIED
+from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.weights.kept import KeptFlat
+from hf_helix.operators.weights.lending import casts_of, lending
+from hf_helix.planning.graph.operator import Part
+
+RANKS = 2
+BF16 = torch.bfloat16
+
+
+class Board(SilentTransport):
+    """All ranks in one process: each puts on the board what it sends, and takes what lies there by then."""
+
+    def __init__(self, rank: int, board: dict[int, Tensor]) -> None:
+        super().__init__(RANKS, rank)
+        self._board = board
+
+    def all_gather(self, out: Tensor, value: Tensor) -> None:
+        self._board[self.rank] = value.clone()
+        for rank, sent in self._board.items():
+            out.chunk(self.size)[rank].copy_(sent)
+
+
+def linears() -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(32, size) for size in (16, 8)]
+
+
+def ranks_of(kind: type[Flat] = Flat, cast_to: torch.dtype | None = BF16) -> list[tuple[list[nn.Linear], Flat]]:
+    """Every rank's linears, in a flat, with a transport that notes what is sent."""
+    board: dict[int, Tensor] = {}
+    found = []
+    for rank in range(RANKS):
+        modules = linears()
+        axis = Axis(Recorder(Board(rank, board)))
+        parameters = [module.weight for module in modules] + [module.bias for module in modules]
+        flat = kind("weights.products", dict.fromkeys(parameters, COPIED), axis, axis, cast_to)
+        flat.spread(torch.device("cpu"))
+        found.append((modules, flat))
+    return found
+
+
+def gathered(ranks: list[tuple[list[nn.Linear], Flat]]) -> list[Tensor]:
+    """The piece of every rank."""
+    prepared = [flat.prepare_gather() for _, flat in ranks]
+    for _ in range(RANKS):  # the first time, not all is on the board
+        for _, work in prepared:
+            work()
+    return [piece for piece, _ in prepared]
+
+
+def test_half_is_sent_of_what_is_kept() -> None:
+    sent = {}
+    for cast_to in (None, BF16):
+        ranks = ranks_of(cast_to=cast_to)
+        for piece in gathered(ranks):
+            assert piece.dtype is (cast_to or torch.float32)
+        for _, flat in ranks:
+            assert flat.shard.dtype is torch.float32
+            assert all(shard.dtype is torch.float32 for shard in flat.shards.values())
+        recorder = ranks[0][1].axis.transport
+        assert isinstance(recorder, Recorder)
+        sent[cast_to] = recorder.bytes_sent
+    assert sent[BF16] * 2 == sent[None] > 0
+
+
+@pytest.mark.parametrize("kind", [Flat, KeptFlat])
+def test_checkpoints_have_the_parts_that_are_stepped(kind: type[Flat]) -> None:
+    ranks = ranks_of(kind)
+    for _ in range(RANKS):
+        wholes = [flat.gather() for _, flat in ranks]
+    for (modules, flat), whole in zip(ranks, wholes, strict=True):
+        assert whole.dtype is torch.float32
+        flat.lend(whole)
+        for module, other in zip(modules, linears(), strict=True):
+            assert torch.equal(module.weight, other.weight)
+            assert torch.equal(module.bias, other.bias)
+            assert flat.cast(module.weight) is None or kind is KeptFlat
+        flat.take_back()
+        assert all(parameter.isnan().all() for parameter in flat.placements)
+
+
+def run(operator: Linear, precision: Precision, lent: list[tuple[Flat, Tensor]]) -> list[Tensor]:
+    """Outputs and input gradient of a micro-batch, and the gradients of the parameters."""
+    call, value = Call({}, 0, True, precision), torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+
+    def method(part: Part) -> object:
+        return lending(operator.method_of(part), lent) if lent else operator.method_of(part)
+
+    with explicit_gradients():
+        outputs = method(Part.F)(call, value)
+        gradients = [torch.ones_like(output) for output in outputs]
+        inputs = method(Part.I)(call, *gradients)
+        operator.method_of(Part.W)(call, *gradients, value)
+    return [*outputs, *inputs, *(parameter.grad for parameter in operator.parameters)]
+
+
+def test_products_read_the_piece_and_its_bits() -> None:
+    """Of linears that read one value, the matrices are one view of it: nothing is copied, and nothing rounded twice."""
+    plain = Precision("cpu", BF16)
+    with plain.weights.kept():
+        expected = run(Linear(linears()), plain, [])
+    ranks = ranks_of()
+    for (modules, flat), piece in zip(ranks, gathered(ranks), strict=True):
+        precision = Precision("cpu", BF16, CastWeights(casts_of([flat])))
+        with precision.weights.kept():
+            found = run(Linear(modules), precision, [(flat, piece)])
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.dtype is theirs.dtype
+            assert torch.equal(mine, theirs)
+        assert all(parameter.isnan().all() for parameter in flat.placements), "they stay stand-ins"
+        flat.lend(piece)
+        with precision.weights.kept():
+            matrix = precision.weights.of([module.weight for module in modules], BF16)
+        assert matrix.untyped_storage()._cdata == piece.untyped_storage()._cdata
+
+
+def test_a_piece_is_freed_with_its_last_reader() -> None:
+    """What operators keep of it does not keep it."""
+    ranks = ranks_of()
+    pieces = gathered(ranks)
+    modules, flat = ranks[0]
+    precision = Precision("cpu", BF16, CastWeights(casts_of([flat])))
+    piece = pieces[0]
+    del pieces
+    with precision.weights.kept():
+        run(Linear(modules), precision, [(flat, piece)])
+        flat.take_back(piece)
+        left = weakref.ref(piece)
+        del piece
+        assert left() is None

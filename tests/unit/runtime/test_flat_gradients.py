@@ -1,0 +1,42 @@
+"""Gradients of a flat are in its piece as soon as they are summed; what they were in before is free."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.unit import COPIED
+from hf_helix.operators.weights.flat import Flat
+from hf_helix.runtime.flat_gradients import FlatGradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_were_moved_take_no_memory(dtype: torch.dtype) -> None:
+    """Those in half precision are read when the piece is summed, and are free behind that."""
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,), (64, 2))]
+    axis = Axis(SilentTransport(1, 0))
+    flat = Flat("weights", dict.fromkeys(parameters, COPIED), axis, axis)
+    flat.spread(torch.device("cpu"))
+    first, unused, last = parameters
+    left, values = [], []
+    for parameter in (first, last):
+        parameter.grad = torch.randn(parameter.shape).to(dtype)
+        left.append(weakref.ref(parameter.grad))
+        values.append(parameter.grad.clone())
+    gradients = FlatGradients.take(flat)
+    assert gradients is not None
+    assert all((found() is None) == (dtype is torch.float32) for found in left)
+    work = gradients.reduce_scatter(2)
+    work()
+    del work
+    assert all(found() is None for found in left)
+    assert flat.shards[unused].grad is None
+    for parameter, value in zip((first, last), values, strict=True):
+        assert parameter.grad is None
+        grad = flat.shards[parameter].grad
+        assert grad is not None
+        assert torch.equal(grad, (value.float() / 2).to(dtype).flatten())
