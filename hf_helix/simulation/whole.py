@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from hf_helix.planning.cost import STREAMS, Timeline
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import predict_plan
@@ -48,10 +49,10 @@ def predict_whole(plan: Plan, profile: Profile, schedule: Schedule, drawn: bool)
     """
     found = predict_plan(plan, profile, schedule) if drawn else None
     seconds = found[1].seconds if found else predict_seconds(plan, profile, schedule)
-    bare = seconds
-    if profile.layout.sums:
-        bare = _without_sums(found[1]) if found else _seconds_without(plan, profile, schedule, sums=())
-    waits = seconds - _seconds_without(plan, profile, schedule, gathers=()) if profile.layout.gathers else 0.0
+    bare, layout = seconds, profile.layout
+    if layout.sums:
+        bare = _without_sums(found[1]) if found else _seconds_of(plan, profile, replace(layout, sums=()), schedule)
+    waits = seconds - _seconds_of(plan, profile, replace(layout, gathers=()), schedule) if layout.gathers else 0.0
     return Whole(bare, seconds - bare, waits, found)
 
 
@@ -61,6 +62,6 @@ def _without_sums(timeline: Timeline) -> float:
     return max(end for end, stream in zip(timeline.ends, streams, strict=True) if STREAMS[stream] is not Kind.GRADIENTS)
 
 
-def _seconds_without(plan: Plan, profile: Profile, schedule: Schedule, **left_out: tuple[()]) -> float:
-    """Returns the seconds of a window without its sums of gradients, or without its gathers of weights."""
-    return predict_seconds(plan, replace(profile, layout=replace(profile.layout, **left_out)), schedule)
+def _seconds_of(plan: Plan, profile: Profile, layout: Layout, schedule: Schedule) -> float:
+    """Returns the seconds of a window of another layout, which the profile covers."""
+    return predict_seconds(plan, replace(profile, layout=layout), schedule)
