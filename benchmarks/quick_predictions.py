@@ -1,7 +1,7 @@
 """The doctor's quick prediction of a step against the one that is made operator by operator, layout by layout.
 
 `hf-helix doctor` predicts many layouts. It adds up what one more layer and one more micro-batch take, and sums of
-gradients beside the last backward by a rule, which knows nothing of weight gradients that plans hold back for them.
+gradients beside the last backward by a rule, as the gathers of weights beside the first forward with `--optimizer`.
 `hf-helix simulate` orders and simulates all operators of a window, sums included. No device is needed.
 
     python -m benchmarks.quick_predictions --model recipes/models/llama-8b --clusters h100x8 l40sx8
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=["sequential", "greedy"])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--sequence_length", type=int, default=4096)
+    parser.add_argument("--optimizer", action="store_true", help="where weights are whole, the optimizer is in shards")
     parser.add_argument(
         "--sharded", type=int, nargs="+", default=[0, 1], choices=(0, 1), help="with whole, with spread weights"
     )
@@ -42,7 +43,7 @@ def main() -> None:
                 steps.append(simulate_step(paper.amounts(case), case, cluster, whole))
                 took.append(time.process_time() - begin)
             quick, exact = steps
-            sharded = " sharded" if case.shard_parameters else ""
+            sharded = " sharded" if case.shard_parameters else " shard_optimizer" if case.shard_optimizer else ""
             print(
                 f"| {name} | {size_text(case.sizes)}{sharded}, {case.microbatches} micro-batches | {case.plan} "
                 f"| {quick.seconds:.3f} | {exact.seconds:.3f} | {quick.seconds / exact.seconds - 1:+.2%} "
@@ -66,6 +67,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
                         microbatches,
                         plan,
                         schedule="folded_1f1b" if sizes.pp > 1 else "auto",
+                        shard_optimizer=options.optimizer and not sharded,
                         shard_parameters=bool(sharded),
                     )
 

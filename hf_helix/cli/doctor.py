@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
 
     from hf_helix.engine.advice import remember
     from hf_helix.engine.on_paper import OnPaper
-    from hf_helix.report.step import dropped_lines, ranking_lines, step_lines
+    from hf_helix.report.step import dropped_lines, ranking_lines, shards_line, step_lines
     from hf_helix.simulation.layouts import Search
     from hf_helix.simulation.processes import usable_cores
     from hf_helix.simulation.sizes import size_text
@@ -100,6 +100,9 @@ def run(options: argparse.Namespace) -> None:
     single = replace(best.case, plan="sequential")
     alone = simulate_step(paper.amounts(single), single, cluster)
     print(f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / best.seconds:.2f}x as fast")
+    if best.case.sizes.spread() and not (best.case.shard_optimizer or best.case.shard_parameters):
+        shared = replace(best.case, shard_optimizer=True)
+        print(shards_line(best, simulate_step(paper.amounts(shared), shared, cluster)))
     if options.why:
         print("\nDropped:")
         print("\n".join(dropped_lines(ranking.dropped)))

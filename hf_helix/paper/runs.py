@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.paper.models import build_model
 from hf_helix.paper.published import DHELIX, INTRA_BATCH, MEGATRON, TOP_K, WAVELET, Row
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan, source_of, tile_profile
 from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.plans.plan import Plan
@@ -30,7 +31,9 @@ from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import Name, Profile, named_operators
 from hf_helix.simulation.amounts import Amounts, OperatorAmounts
 from hf_helix.simulation.cluster import Cluster, load_cluster
-from hf_helix.simulation.estimate import estimate_profile, operator_seconds, rings
+from hf_helix.simulation.estimate import estimate_profile, operator_seconds, rings, transfer_seconds
+from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
+from hf_helix.simulation.memory import ELEMENT, held_weights
 from hf_helix.simulation.step import Case, Step, layout_of, simulate_plan
 from hf_helix.simulation.sums import sums_behind
 
@@ -111,8 +114,7 @@ class Runs:
             amounts, case, cluster = self.amounts(row), case_of(row, method), self.cluster(row)
             step = simulate_plan(amounts, case, cluster, profile, plan)
             if method != SEARCH:  # the paper: gradients are synchronized "at the end of an iteration"
-                axes = rings(cluster, case.sizes)
-                step = replace(step, sums=sums_behind(amounts, profile.layout, axes, cluster, case.spread_gradients))
+                step = _with_nothing_beside(step, amounts, profile.layout, cluster)
             launches = LAUNCH_SECONDS * barriers_of(plan, profile, row) if method == DHELIX else 0.0
             step = replace(step, window=step.window + launches)
             self._found[row, method] = Run(row, method, step, profile, plan, launches)
@@ -167,6 +169,22 @@ def case_of(row: Row, method: str) -> Case:
     does not say so, but with all states on every rank most of its models do not fit."""
     rule, schedule = RULES[method]
     return Case(row.sizes, 1, row.length, row.microbatches, rule, schedule, shard_optimizer=True)
+
+
+def _with_nothing_beside(step: Step, amounts: Amounts, layout: Layout, cluster: Cluster) -> Step:
+    """Returns a step that sums gradients once its window is over, and gathers weights once the optimizer is done, all
+    of them in the type of matrix products, as Megatron-LM's distributed optimizer does."""
+    case, axes = step.case, rings(cluster, step.case.sizes)
+    gathers = 0.0
+    for held in (held_weights(amounts, layout, rank) for rank in range(layout.num_ranks)):
+        parts = ((COPIES, held.trained), (EXPERT_COPIES, held.experts))
+        sent = [
+            Transfer(axis, "all_gather", count * ELEMENT[case.dtype] * (axes[axis].size - 1) // axes[axis].size)
+            for axis, count in parts
+        ]
+        gathers = max(gathers, sum(transfer_seconds(each, axes[each.axis], cluster) for each in sent))
+    sums = sums_behind(amounts, layout, axes, cluster, case.spread_gradients)
+    return replace(step, window=step.window - step.waits, waits=0.0, sums=sums, optimizer=step.optimizer + gathers)
 
 
 def barriers_of(plan: Plan, profile: Profile, row: Row) -> int:

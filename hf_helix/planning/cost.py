@@ -266,10 +266,11 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
             continue
         ended = rank.finish()
         left -= len(ended)
-        changed = {number}
-        if waiting:
-            changed.update(other for place in ended for other in waiting.get(place, ()))
-        for other in sorted(changed):
+        changed = [number]
+        for place in ended if waiting else ():
+            if place in waiting:
+                changed = sorted({*changed, *waiting[place]})
+        for other in changed:
             clock = ranks[other]
             if other != number:
                 clock.go_on(rank.now)

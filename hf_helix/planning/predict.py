@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from hf_helix.planning.collection import without_collection
 from hf_helix.planning.cost import simulate
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.plan import Plan
@@ -22,6 +23,7 @@ MICROBATCHES = 48  # in all copies, unless they are the fewest
 NEAR = 1e-9  # two times that differ by a smaller part are equal
 
 
+@without_collection
 def predict_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
     """The predicted seconds of a window under a plan; of a long window the steady state is predicted once.
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_helix.planning.collection import without_collection
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Key, Layout
@@ -60,6 +61,7 @@ class Program(Sequence[Instruction]):
         return list(self)[index]
 
 
+@without_collection
 def build_program(
     schedule: Schedule, layout: Layout, plan: Plan, rank: int, keep: Collection[Key] = (), slots_ahead: int = 1
 ) -> Program:

@@ -38,26 +38,38 @@ class RankClock:
         self._running = [NONE] * len(queues)
         self._left, self._rate = [0.0] * len(queues), [1.0] * len(queues)
         self._active: list[int] = []
+        self._idle = [number for number, queue in enumerate(queues) if queue]  # of these nothing runs
+        self._blocked_by = [NONE] * len(queues)  # of each of them, something that its next instruction waits for
 
     def start(self) -> bool:
         """Start whatever can start now, and find when something ends; whether anything runs."""
-        done, needs, running, active = self._done, self._work.needs, self._running, self._active
-        for number, queue in enumerate(self._queues):
-            if running[number] == NONE and queue:
-                place, behind, known = queue[-1]
-                if done[behind] and done[known]:
-                    for need in needs[place]:
-                        if not done[need]:
-                            break
-                    else:
-                        queue.pop()
-                        running[number], self._left[number] = place, self._work.seconds[place]
-                        self._starts[place] = self.now
-                        active.append(number)
+        done, needs, active, blocked_by = self._done, self._work.needs, self._active, self._blocked_by
+        started = False
+        for number in self._idle:
+            if not done[blocked_by[number]]:
+                continue
+            place, behind, known = self._queues[number][-1]
+            if not done[behind]:
+                blocked_by[number] = behind
+            elif not done[known]:
+                blocked_by[number] = known
+            else:
+                for need in needs[place]:
+                    if not done[need]:
+                        blocked_by[number] = need
+                        break
+                else:
+                    self._queues[number].pop()
+                    self._running[number], self._left[number] = place, self._work.seconds[place]
+                    self._starts[place] = self.now
+                    active.append(number)
+                    started = True
         self.state += 1
         if not active:
             return False
-        left = self._left
+        running, left = self._running, self._left
+        if started:
+            self._idle = [number for number in self._idle if running[number] == NONE]
         if len(active) == 1:
             self._rate[active[0]] = 1.0
             self.step = left[active[0]]
@@ -65,19 +77,12 @@ class RankClock:
             self.step = min([left[number] for number in active])
         else:
             active.sort()
-            self._find_rates(self._slow)
-            self.step = min([left[number] * self._rate[number] for number in active])
+            entries, rates = self._work.entries, self._rate
+            slow = self._slow(tuple([entries[running[number]] for number in active]))
+            for number, rate in zip(active, slow, strict=True):
+                rates[number] = rate
+            self.step = min([left[number] * rates[number] for number in active])
         return True
-
-    def _find_rates(self, slow: Slowdowns) -> None:
-        """Find how many times longer everything takes that runs."""
-        entries, running = self._work.entries, self._running
-        for number in self._active:
-            entry, rate = entries[running[number]], 1.0
-            for other in self._active:
-                if other != number:
-                    rate *= slow(entry, entries[running[other]])
-            self._rate[number] = rate
 
     def go_on(self, now: float) -> None:
         """Run until a time at which nothing of its own ends."""
@@ -88,16 +93,19 @@ class RankClock:
 
     def finish(self) -> list[int]:
         """Run until something ends; what that is."""
+        step, lefts, rates, running = self.step, self._left, self._rate, self._running
+        now = self.now = self.now + step
         ended, active = [], []
-        self.now += self.step
         for number in self._active:
-            left = self._left[number] = self._left[number] - self.step / self._rate[number]
+            left = lefts[number] = lefts[number] - step / rates[number]
             if left <= 1e-12:
-                place = self._running[number]
-                self._ends[place] = self.now
+                place = running[number]
+                self._ends[place] = now
                 self._done[place] = 1
-                self._running[number] = NONE
+                running[number] = NONE
                 ended.append(place)
+                if self._queues[number]:
+                    self._idle.append(number)
             else:
                 active.append(number)
         self._active = active
@@ -105,17 +113,30 @@ class RankClock:
 
 
 class Slowdowns:
-    """Slowdowns by the numbers of operators, each asked for once; the last row and column, which -1 finds, are the
-    barrier's."""
+    """How many times longer operators take that run beside each other, by their numbers; each set is worked out once.
+    Nothing slows a barrier down, or is slowed down by one."""
 
     def __init__(self, work: Work, slowdown: Slowdown) -> None:
         self._slowdown, self._names = slowdown, work.names
-        count = len(work.names)
-        self._rows: list[list[float | None]] = [[None] * count + [1.0] for _ in range(count)] + [[1.0] * (count + 1)]
+        self._pairs: dict[tuple[int, int], float] = {}
+        self._known: dict[tuple[int, ...], list[float]] = {}
 
-    def __call__(self, entry: int, other: int) -> float:
-        row = self._rows[entry]
-        found = row[other]
+    def __call__(self, entries: tuple[int, ...]) -> list[float]:
+        found = self._known.get(entries)
         if found is None:
-            found = row[other] = self._slowdown(self._names[entry], self._names[other])
+            found = self._known[entries] = [self._rate(place, entries) for place in range(len(entries))]
         return found
+
+    def _rate(self, place: int, entries: tuple[int, ...]) -> float:
+        rate = 1.0
+        for other, entry in enumerate(entries):
+            if other != place:
+                rate *= self._of(entries[place], entry)
+        return rate
+
+    def _of(self, entry: int, other: int) -> float:
+        if NONE in (entry, other):
+            return 1.0
+        if (entry, other) not in self._pairs:
+            self._pairs[entry, other] = self._slowdown(self._names[entry], self._names[other])
+        return self._pairs[entry, other]

@@ -63,12 +63,29 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
             f"  gathers       {step.gathers:10.3f} s     of it in all-gathers of weights, forward and backward of "
             f"every micro-batch: {share:.0%} of the computation"
         )
+    if case.sharing.states:
+        yield f"  gathers       {step.waits:10.3f} s     of the window, for weights that other ranks have stepped"
     room = cluster.device.memory
     yield f"  memory        {bytes_text(step.memory.total):>13}    of {bytes_text(room)} that a run may use"
     for name, count in step.memory.parts().items():
         yield f"    {name:<11} {bytes_text(count):>13}"
     if step.memory.total > room:
         yield "  It does not fit."
+
+
+def shards_line(best: Step, shared: Step) -> str:
+    """Returns why a step is proposed without the optimizer in shards.
+
+    Args:
+        best: the step.
+        shared: the same with `shard_optimizer`.
+    """
+    slower = shared.seconds / best.seconds - 1
+    less = bytes_text(best.memory.total - shared.memory.total)
+    return (
+        f"  shard_optimizer {shared.seconds:8.3f} s     {slower:.1%} slower, with {less} less memory: "
+        f"{shared.waits:.3f} s of waiting for weights, {shared.sums:.3f} s of sums, {shared.optimizer:.3f} s to step"
+    )
 
 
 def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_helix.operators.unit import EXPERTS
 from hf_helix.planning.graph.operator import Kind
@@ -22,6 +22,7 @@ from hf_helix.runtime.gradient_buckets import by_completion
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
+from hf_helix.simulation.kept import KeptWeights, flat_names, kept_weights, with_kept_flats
 from hf_helix.simulation.kernels import Kernel, Transfer
 from hf_helix.simulation.lifetimes import Lifetimes, Watch, WatchedExecutor, lifetimes_of
 from hf_helix.simulation.meter import FusedKernels, Meter, Metered
@@ -72,11 +73,13 @@ class Gradient:
         adders: the operators of backward that add to it, as (name of the unit, name there).
         elements: how many it has.
         is_experts: whether it is of experts, which fewer ranks have copies of.
+        flat: the name of the flat that its parameter lies in where ranks with copies share weights or the optimizer.
     """
 
     adders: tuple[tuple[str, str], ...]
     elements: int
     is_experts: bool
+    flat: str
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class Amounts:
         copies: bytes that a window keeps of copies of weights in the type of matrix products, by unit.
         gradients: by name of the unit that completes them, those of each in the order in which it does.
         lifetimes: of the memory that operators leave.
+        kept: what ranks with copies would each step a part of, and gather; nothing where weights are spread.
         spread: the axes that weights are spread over, with their ranks; empty where every rank keeps all weights.
     """
 
@@ -129,6 +133,7 @@ class Amounts:
     copies: Mapping[str, int]
     gradients: Mapping[str, Sequence[Gradient]]
     lifetimes: Lifetimes
+    kept: Sequence[KeptWeights] = ()
     spread: Mapping[str, int] = field(default_factory=dict)
 
     def over(self, spread: Mapping[str, int]) -> Amounts:
@@ -256,6 +261,9 @@ def count_amounts(
     for name, label in labels.items():
         if name[1].startswith("F."):
             copies[name[0]] += max(0, first.found[label].delta - second.found[label].delta)
+    units = list(stage.model.values())
+    if not spread:
+        units = with_kept_flats(units, runner.precision.autocast_dtype)
     return Amounts(
         model,
         layout,
@@ -263,8 +271,9 @@ def count_amounts(
         _weights(runner),
         handed_on,
         copies,
-        _gradients(runner),
+        _gradients(runner, flat_names(units)),
         lifetimes,
+        kept_weights(units),
         dict(spread or {}),
     )
 
@@ -297,11 +306,12 @@ def _weights(runner: Runner) -> dict[str, Weights]:
     return found
 
 
-def _gradients(runner: Runner) -> dict[str, list[Gradient]]:
+def _gradients(runner: Runner, flats: Mapping[nn.Parameter, str]) -> dict[str, list[Gradient]]:
     model = runner.stage.model
     found: dict[str, list[Gradient]] = {unit.name: [] for unit in model.values()}
     for made in by_completion(model):
         adders = tuple((model[index].name, name) for index, name in made.adders)
         last = model[min(index for index, _ in made.adders)].name
-        found[last].append(Gradient(adders, made.parameter.numel(), made.placement.over == EXPERTS))
+        is_experts = made.placement.over == EXPERTS
+        found[last].append(Gradient(adders, made.parameter.numel(), is_experts, flats.get(made.parameter, "")))
     return found

@@ -156,16 +156,19 @@ class Search:
     def _best(self, sizes: Sizes) -> Step | Dropped:
         """Returns the fastest case of some parallel sizes that fits, or why there is none.
 
-        Weights are spread only where whole ones leave too little memory, since spread ones have more to move; and only
+        The optimizer is in shards unless that is slower: it needs less memory, steps less, and sends as many bytes. The
+        size of micro-batches decides little about it, so the fastest alone is looked at without shards. Weights are
+        spread only where whole ones leave too little memory, since spread ones have more to move; and only
         without a pipeline, whose stages would gather theirs for every micro-batch, of which there are many.
         """
-        whole = self._fastest(sizes)
-        if not whole.is_scarce or sizes.pp > 1 or not sizes.spread():
-            return whole.best
-        spread = self._fastest(sizes, whole.best, shard_parameters=True).best
-        if isinstance(spread, Dropped) or isinstance(whole.best, Dropped):
-            return whole.best if isinstance(spread, Dropped) and isinstance(whole.best, Step) else spread
-        return max(whole.best, spread, key=lambda step: step.tokens_per_second)
+        found = self._fastest(sizes)
+        whole = self._with_whole_optimizer(found.best) if isinstance(found.best, Step) else found.best
+        if not found.is_scarce or sizes.pp > 1 or not sizes.spread():
+            return whole
+        spread = self._fastest(sizes, whole, shard_parameters=True).best
+        if isinstance(spread, Dropped) or isinstance(whole, Dropped):
+            return whole if isinstance(spread, Dropped) and isinstance(whole, Step) else spread
+        return max(whole, spread, key=lambda step: step.tokens_per_second)
 
     def _fastest(self, sizes: Sizes, other: Step | Dropped | None = None, shard_parameters: bool = False) -> _Found:
         """Returns the fastest case that fits.
@@ -195,6 +198,14 @@ class Search:
         if best is None:
             return _Found(Dropped(case, "its weights take longer to gather than another way takes in all"), False)
         return _Found(best, best.case.recompute != "none")
+
+    def _with_whole_optimizer(self, step: Step) -> Step:
+        """Returns a step with the optimizer in shards, or the same without them where that fits and is faster."""
+        case = replace(step.case, shard_optimizer=False)
+        if case == step.case or self._memory(case) > self.cluster.device.memory:
+            return step
+        whole = simulate_step(self.amounts(case), case, self.cluster, known=self._layers)
+        return whole if whole.seconds < step.seconds else step
 
     def _gather_seconds(self, case: Case) -> float:
         """Returns the seconds in which the rank that has most to gather gathers weights in a window."""
@@ -251,7 +262,7 @@ class Search:
         return best
 
     def _fitting(self, case: Case, smaller: Case | None) -> Case:
-        """Returns the case as it fits: with no more recomputation than needs be, and states kept whole if possible.
+        """Returns the case as it fits, with no more recomputation than needs be; the optimizer in shards, if possible.
 
         Args:
             case: without anything that saves memory, but for weights that are spread.
@@ -260,22 +271,24 @@ class Search:
         Raises:
             ValueError: the model cannot be cut like this, or does not fit.
         """
-        shards = (False, True) if case.sizes.dp > 1 and not case.shard_parameters else (False,)
-        saving = [(mode, shard) for mode in RECOMPUTE for shard in shards]
-        if smaller is not None:
-            saving = saving[saving.index((smaller.recompute, smaller.shard_optimizer)) :]
-        ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode, shard in saving]
+        shards = (True, False) if case.sizes.spread() and not case.shard_parameters else (False,)
+        modes = RECOMPUTE[RECOMPUTE.index(smaller.recompute) :] if smaller is not None else RECOMPUTE
+        ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
         room = self.cluster.device.memory
         # Every mode takes time to count. Most of what does not fit does not fit with the smallest micro-batches; larger
         # ones mostly fit as the smaller did.
-        least = self._memory(ways[-1]) if smaller is None else 0.0
+        least = self._least(ways) if smaller is None else 0.0
         fitting = next((way for way in ways if self._memory(way) <= room), None) if least <= room else None
         if fitting is None:
-            least = least or self._memory(ways[-1])
+            least = least or self._least(ways)
             raise ValueError(
                 f"needs {bytes_text(least)} of a device that has {bytes_text(room)}, with all that saves memory"
             )
         return fitting
+
+    def _least(self, ways: Sequence[Case]) -> float:
+        """Returns the memory of ways with all recomputation that there is."""
+        return min(self._memory(way) for way in ways if way.recompute == ways[-1].recompute)
 
     def _memory(self, case: Case) -> float:
         amounts, whole = self.amounts(case), replace(case, shard_optimizer=False)

@@ -7,6 +7,7 @@ Must hold: weights, gradients and states are in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from hf_helix.planning.gradient_sums import BUCKET_BYTES
@@ -79,14 +80,12 @@ class Sharing:
         expert_copies: ranks with copies of an expert.
         states: whether each keeps a part of the optimizer's states, and of the weights that it steps.
         parameters: whether each keeps a part of everything.
-        element: bytes of an element of the weights that operators compute with.
     """
 
     copies: int = 1
     expert_copies: int = 1
     states: bool = False
     parameters: bool = False
-    element: int = PARAMETER
 
     def part_of(self, held: Weights) -> float:
         """Returns how many of the trained elements that a rank would hold by itself are its own."""
@@ -130,7 +129,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
     if sharing.parameters:
         gradients, copies = GRADIENT * mine + peak.gradients, copies + peak.weights
     elif sharing.states:  # the gradients of a unit are in one piece more while they are summed
-        gradients, copies = gradients + GRADIENT * mine, max(copies, sharing.element * trained)
+        gradients, copies = gradients + GRADIENT * mine, copies + _kept_by_others(amounts, names, sharing)
         units = [amounts.weights[name] for name in names if name in amounts.weights]
         buffers = GRADIENT * max((each.trained + each.experts for each in units), default=0)
     elif sharing.copies > 1:
@@ -143,3 +142,14 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
         activations=peak.activations,
         buffers=buffers,
     )
+
+
+def _kept_by_others(amounts: Amounts, names: Sequence[str], sharing: Sharing) -> float:
+    """Returns the bytes of those weights of some units, kept as they are trained, that other ranks step. Weights that
+    are kept in the type of matrix products are copies already."""
+    found = 0.0
+    for kept in amounts.kept:
+        if kept.element_bytes == PARAMETER:
+            ranks = sharing.expert_copies if kept.is_experts else sharing.copies
+            found += names.count(kept.units[0]) * kept.bytes * (1 - 1 / ranks)
+    return found

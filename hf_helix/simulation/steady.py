@@ -118,7 +118,8 @@ def costs_under(profile: Profile, layers: Layers) -> Costs:
             forward[stage] += layers.forward[name] - parts["F"] + ahead
             inputs[stage] += (ratio - 1) * parts["I"] + behind
             weights[stage] += (ratio - 1) * parts["W"]
-    return Costs(forward, inputs, weights, plain.transfer, max(1.0, alone / fused))
+    # Below 1 where two strands lose by their plan: barriers keep each waiting for the other's communication.
+    return Costs(forward, inputs, weights, plain.transfer, alone / fused if layers.two_strands else 1.0)
 
 
 def _ahead_seconds(profile: Profile, layers: Layers, unit: int, forward: bool) -> float:

@@ -12,30 +12,29 @@ more of each takes is added as often as there are more; a layout that is looked 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from hf_helix.planning.cost import STREAMS, Timeline
+from hf_helix.planning.cost import Timeline
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.graph.pair import transfer_graphs
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout, place_names
-from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import make_plan, predict_plan, runs_one_strand
-from hf_helix.planning.predict import predict_seconds
+from hf_helix.planning.plans.registry import make_plan, runs_one_strand
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.program import build_programs
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.estimate import estimate_profile, rings, transfer_seconds
-from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
-from hf_helix.simulation.memory import ELEMENT, PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
+from hf_helix.simulation.estimate import estimate_profile, rings
+from hf_helix.simulation.gathers import exposed_gathers, profile_with_gathers
+from hf_helix.simulation.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
 from hf_helix.simulation.peaks import peak_of_program, peaks_of_schedules
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.steady import Layers, costs_under, exposed_seconds, steady_layers
 from hf_helix.simulation.sums import exposed_sums, profile_with_sums
+from hf_helix.simulation.whole import predict_whole
 from hf_helix.simulation.window import usual_schedules, window_of
 
 OPTIMIZER_BYTES = 32
@@ -59,7 +58,7 @@ class Case:
         schedule: as in `HelixConfig`.
         recompute: as in `HelixConfig`.
         shard_optimizer: as in `HelixConfig`: ranks with copies each step a part of the weights, from gradients that are
-            reduced to these parts, and gather the weights once in a step, in the type of matrix products.
+            reduced to these parts, and gather the weights once in a window, beside its first forward pass.
         shard_parameters: as in `HelixConfig`.
         dtype: the type of matrix products.
         imbalance: rows that the experts of the busiest rank get, in parts of the mean. What routers choose depends on
@@ -98,9 +97,9 @@ class Case:
     @property
     def sharing(self) -> Sharing:
         """Returns what ranks with copies keep."""
-        sizes, element, several = self.sizes, ELEMENT[self.dtype], bool(self.sizes.spread())
+        sizes, several = self.sizes, bool(self.sizes.spread())
         states, parameters = self.shard_optimizer and several, self.shard_parameters and several
-        return Sharing(sizes.copies, sizes.expert_copies, states, parameters, element)
+        return Sharing(sizes.copies, sizes.expert_copies, states, parameters)
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class Step:
 
     Attributes:
         case: what was simulated.
-        window: seconds of forward and backward of all micro-batches.
+        window: seconds of forward and backward of all micro-batches, `waits` included.
         sums: seconds after it in which only gradients are summed, or which their sums add to it.
         optimizer: seconds of the optimizer.
         loads: seconds of each kind of work in a window, on the rank that has most.
@@ -119,6 +118,7 @@ class Step:
         memory: of the rank that needs most.
         model_flops: of a device in a step, attention counted as causal, and as if every token saw every other.
         gathers: seconds of those `loads` in which weights are gathered.
+        waits: seconds that gathers add to the window which happen once in it (`shard_optimizer`).
         drawn: the programs and the timeline of the window, if it was simulated whole.
     """
 
@@ -132,6 +132,7 @@ class Step:
     memory: Memory
     model_flops: tuple[float, float]
     gathers: float = 0.0
+    waits: float = 0.0
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
 
     @property
@@ -229,7 +230,10 @@ def simulate_step(
     """
     profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, cluster, case.dtype)
     if whole:
-        profile = profile_with_sums(profile, amounts, rings(cluster, case.sizes), cluster, case.spread_gradients)
+        axes = rings(cluster, case.sizes)
+        profile = profile_with_sums(profile, amounts, axes, cluster, case.spread_gradients)
+        if case.shard_optimizer:
+            profile = profile_with_gathers(profile, amounts, axes, cluster)
     plan = make_plan(case.plan, profile, model=amounts.model.name, mesh={"tp_size": case.sizes.tp})
     return simulate_plan(amounts, case, cluster, profile, plan, whole, known)
 
@@ -249,8 +253,8 @@ def simulate_plan(
         amounts: of a rank of this case's layout.
         case: what is trained how.
         cluster: what it runs on.
-        profile: the times of the operators, with the layout of the case, see `layout_of`. Sums of gradients that it
-            knows are predicted with a whole window, operator by operator.
+        profile: the times of the operators, with the layout of the case, see `layout_of`. For a whole window it has the
+            sums of gradients and the gathers of weights, too.
         plan: for this profile.
         whole: as of `simulate_step`.
         known: as of `simulate_step`.
@@ -266,17 +270,16 @@ def simulate_plan(
         known[key] = layers
     costs = costs_under(profile, layers)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
-    seconds, drawn = window.seconds, None
-    sums = exposed_sums(amounts, layout, rings(cluster, case.sizes), cluster, profile, case.spread_gradients)
+    axes, drawn = rings(cluster, case.sizes), None
+    sums = exposed_sums(amounts, layout, axes, cluster, profile, case.spread_gradients, plan.BY_TIMES)
+    waits = exposed_gathers(amounts, layout, axes, cluster, profile) if case.shard_optimizer else 0.0
+    seconds = window.seconds + waits
     if whole:
         is_short = _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
         scheduler = Scheduler(case.schedule if is_short else window.name, case.sizes.pp, costs)
         schedule = scheduler(case.microbatches)
-        if is_short:
-            drawn = predict_plan(plan, profile, schedule)
-        seconds = _without_sums(drawn[1]) if drawn else _seconds_without_sums(plan, profile, schedule)
-        if layout.sums:
-            sums = (drawn[1].seconds if drawn else predict_seconds(plan, profile, schedule)) - seconds
+        found = predict_whole(plan, profile, schedule, drawn=is_short)
+        seconds, sums, waits, drawn = found.seconds, found.sums, found.waits, found.drawn
         programs = build_programs(schedule if is_short else scheduler(2 * case.sizes.pp + 2), layout, plan)
         peaks = [peak_of_program(amounts, layout, program) for program in programs]
         memory = _heaviest(amounts, layout, case, peaks)
@@ -287,7 +290,7 @@ def simulate_plan(
     exposed = {kind: loads[kind] * share for kind, share in layers.exposed.items() if loads[kind]}
     if drawn:
         exposed = {kind: found for kind, (_, found) in exposed_seconds(drawn[1], window.busiest).items()}
-        exposed.pop(Kind.GRADIENTS, None)  # they are in `sums`
+        exposed.pop(Kind.GRADIENTS, None)  # they are in `sums` and in `waits`
     return Step(
         case,
         seconds,
@@ -299,19 +302,9 @@ def simulate_plan(
         memory,
         model_flops(amounts, case),
         case.microbatches * _gather_seconds(profile, layout, window.busiest),
+        waits,
         drawn,
     )
-
-
-def _without_sums(timeline: Timeline) -> float:
-    """Returns when the last of a window ends but sums of gradients."""
-    streams = timeline.work.streams
-    return max(end for end, stream in zip(timeline.ends, streams, strict=True) if STREAMS[stream] is not Kind.GRADIENTS)
-
-
-def _seconds_without_sums(plan: Plan, profile: Profile, schedule: Schedule) -> float:
-    bare = replace(profile, layout=replace(profile.layout, sums=()))
-    return predict_seconds(plan, bare, schedule)
 
 
 def model_flops(amounts: Amounts, case: Case) -> tuple[float, float]:
@@ -349,17 +342,10 @@ def _num_operators(layout: Layout, units: Iterable[int]) -> int:
 
 
 def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:
-    """Returns the seconds of the optimizer on the rank that takes longest: the step, and with `shard_optimizer` the
-    all-gather of the weights that operators compute with."""
-    device, axes = cluster.device, rings(cluster, case.sizes)
-    found = []
-    for held in (held_weights(amounts, layout, rank) for rank in range(layout.num_ranks)):
-        mine = case.sharing.part_of(held)
-        bandwidth = device.bandwidth * device.memory_efficiency.at(max(1.0, PARAMETER * mine))
-        seconds = OPTIMIZER_BYTES * mine / bandwidth
-        for axis, count in ((COPIES, held.trained), (EXPERT_COPIES, held.experts)) if case.shard_optimizer else ():
-            size = axes[axis].size
-            gather = Transfer(axis, "all_gather", count * ELEMENT[case.dtype] * (size - 1) // size)
-            seconds += transfer_seconds(gather, axes[axis], cluster)
-        found.append(seconds)
-    return max(found)
+    """Returns the seconds of the optimizer on the rank that takes longest."""
+    device = cluster.device
+    parts = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
+    return max(
+        OPTIMIZER_BYTES * mine / (device.bandwidth * device.memory_efficiency.at(max(1.0, PARAMETER * mine)))
+        for mine in parts
+    )

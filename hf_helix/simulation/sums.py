@@ -9,18 +9,23 @@ carries in all what it can, so sums make way for what backward sends over the sa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from hf_helix.planning.gradient_sums import BUCKET_BYTES, fill_buckets
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import GradientSum, Layout
+from hf_helix.planning.pipeline.costs import part_of
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, named_sums
 from hf_helix.simulation.amounts import Adders, Amounts, Gradient
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import LEAST, Ring, transfer_seconds
 from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.memory import GRADIENT
+
+HELD_PARTS = 8
+"""Numbers of units that hold weight gradients back which are looked at: so many parts of all units of a rank."""
 
 
 def gradient_sums(amounts: Amounts, layout: Layout, spread: Collection[str] = ()) -> list[tuple[GradientSum, int]]:
@@ -29,8 +34,8 @@ def gradient_sums(amounts: Amounts, layout: Layout, spread: Collection[str] = ()
     Args:
         amounts: of a rank of this layout.
         layout: of all ranks of a pipeline.
-        spread: the axes over which gradients are reduced to parts. Then those of a unit are one sum, and those of
-            experts another one, which no other rank may have copies of.
+        spread: the axes over which gradients are reduced to parts. Then those of a flat are one sum; of experts no
+            other rank may have copies.
     """
     found = []
     for rank in range(layout.num_ranks):
@@ -41,7 +46,7 @@ def gradient_sums(amounts: Amounts, layout: Layout, spread: Collection[str] = ()
             key: object = number
             if spread:
                 units = {unit for unit, _ in adders}
-                key = min(units), len(units), made.is_experts
+                key = min(units), len(units), made.flat
                 if made.is_experts and EXPERT_COPIES not in spread:
                     continue
             buckets[key] = [*buckets.pop(key, ()), (made, adders)]  # behind those that are complete before
@@ -120,9 +125,9 @@ def exposed_sums(
     cluster: Cluster,
     profile: Profile,
     spread: Collection[str] = (),
+    holds: bool = False,
 ) -> float:
-    """Returns the seconds after the last backward in which gradients are still summed, of the rank that takes longest,
-    where no weight gradients are held back.
+    """Returns the seconds in which gradients are still summed once the last backward has gone through all stages.
 
     Args:
         amounts: of a rank of this layout.
@@ -131,17 +136,77 @@ def exposed_sums(
         cluster: what it runs on.
         profile: the times of the operators.
         spread: the axes over which gradients are reduced to parts.
+        holds: whether the plan holds weight gradients back, so many that most sums are hidden.
     """
     completed = _completed(amounts, layout, axes, cluster, spread)
-    worst = 0.0
-    for rank in range(layout.num_ranks):
-        waiting = 0.0
-        for unit in reversed(layout.units_of(rank)):
-            if layout.units[unit] in amounts.weights:
-                waiting = max(0.0, waiting - _free_seconds(amounts, layout, layout.units[unit], profile, axes))
-                waiting += completed.get(unit, 0.0)
-        worst = max(worst, waiting)
-    return worst
+    if not completed:
+        return 0.0
+    passes = [_pass_of(amounts, layout, name, profile, axes) for name in layout.units]
+    count = max(len(_computing(layout, rank)) for rank in range(layout.num_ranks)) if holds else 0
+    found = [_last_backward(layout, passes, completed, held) for held in dict.fromkeys(_spread(count))]
+    plain = found[0].computed
+    return max(0.0, min(max(each.computed, each.summed) for each in found) - plain)
+
+
+class _Pass(NamedTuple):
+    """The backward of a unit: seconds of weight gradients, seconds of all else, and those of the latter in which the
+    link of the sums carries nothing else."""
+
+    weights: float
+    chain: float
+    free: float
+
+
+class _Ends(NamedTuple):
+    """When the last computation of a window ends, and when its last sum of gradients does."""
+
+    computed: float
+    summed: float
+
+
+def _spread(count: int) -> list[int]:
+    return [round(count * part / HELD_PARTS) for part in range(HELD_PARTS + 1)]
+
+
+def _computing(layout: Layout, rank: int) -> list[int]:
+    return [unit for unit in layout.units_of(rank) if not layout.transfers(unit)]
+
+
+def _pass_of(amounts: Amounts, layout: Layout, name: str, profile: Profile, axes: Mapping[str, Ring]) -> _Pass:
+    seconds = {"W": 0.0, "I": 0.0}
+    for op in layout.graphs[name].backward.operators:
+        if not op.receives and not op.ahead:
+            seconds[part_of(op)] += profile.times[name, f"B.{op.name}"]
+    weights, chain = seconds["W"], seconds["I"]
+    free = free_seconds(amounts, layout, name, profile, axes) - weights if name in amounts.weights else chain
+    return _Pass(weights, chain, max(0.0, free))
+
+
+def _last_backward(layout: Layout, passes: Sequence[_Pass], completed: Mapping[int, float], held: int) -> _Ends:
+    """Returns how the backward of the last micro-batch ends, which goes through all stages of a pipeline.
+
+    Args:
+        layout: of all ranks of a pipeline.
+        passes: of each unit.
+        completed: of each unit that completes gradients, the seconds of their sums.
+        held: so many units at the front of each rank compute their weight gradients behind everything else.
+    """
+    behind = {unit for rank in range(layout.num_ranks) for unit in _computing(layout, rank)[:held]}
+    now, computed, summed = 0.0, [0.0] * layout.num_ranks, [0.0] * layout.num_ranks
+    for unit in range(len(layout.units) - 1, -1, -1):
+        rank, (weights, chain, free) = layout.rank_of(unit), passes[unit]
+        if unit not in behind:
+            chain, free = chain + weights, free + weights
+        left, now = max(0.0, summed[rank] - now - free), now + chain
+        computed[rank], summed[rank] = now, max(summed[rank], now + left) if left else summed[rank]
+        if unit not in behind and unit in completed:
+            summed[rank] = max(now, summed[rank]) + completed[unit]
+    for unit in sorted(behind, reverse=True):
+        rank = layout.rank_of(unit)
+        computed[rank] += passes[unit].weights
+        if unit in completed:
+            summed[rank] = max(computed[rank], summed[rank]) + completed[unit]
+    return _Ends(max(computed), max(summed))
 
 
 def sums_behind(
@@ -170,15 +235,27 @@ def _completed(
     return completed
 
 
-def _free_seconds(amounts: Amounts, layout: Layout, name: str, profile: Profile, axes: Mapping[str, Ring]) -> float:
-    """Returns the seconds of a unit's backward in which the link of the sums carries nothing else."""
+def free_seconds(
+    amounts: Amounts, layout: Layout, name: str, profile: Profile, axes: Mapping[str, Ring], forward: bool = False
+) -> float:
+    """Returns the seconds of a unit's backward in which the link of the sums carries nothing else.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks of a pipeline.
+        name: of the unit.
+        profile: the times of the operators.
+        axes: where the ranks of every axis stand.
+        forward: whether its forward is meant instead.
+    """
     crosses = axes[COPIES].crosses or axes[EXPERT_COPIES].crosses
     free = 0.0
-    for op in layout.graphs[name].backward.operators:
-        entry = name, f"B.{op.name}"
-        sent = amounts.operators[entry].transfers
+    for entry, op in layout.graphs[name].entries():
+        if entry.startswith("F.") is not forward:
+            continue
+        sent = amounts.operators[name, entry].transfers
         if not any(axes[each.axis].size > 1 and axes[each.axis].crosses == crosses for each in sent):
-            free += profile.times[entry]
+            free += profile.times[name, entry]
         elif op.ahead:  # beside computation
-            free -= profile.times[entry]
+            free -= profile.times[name, entry]
     return max(0.0, free)

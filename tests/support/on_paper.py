@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from hf_helix.config import HelixConfig
+from hf_helix.engine.build import declare
 from hf_helix.engine.on_paper import Kinds, amounts_of
 from hf_helix.engine.synthetic import model_on_meta
+from hf_helix.planning.layout import Layout
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, parse_cluster
+from hf_helix.simulation.mesh import paper_mesh
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case
 
@@ -43,6 +47,17 @@ def counted(
     """What a rank does for a micro-batch of a model, on a layout of these options of `HelixConfig`."""
     dtype = torch.bfloat16 if bf16 else None
     return amounts_of(model, HelixConfig(**helix), batch, length, dtype, kinds=kinds, dp_size=dp_size)
+
+
+def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
+    """What the runtime makes of a model on two data-parallel ranks, with these options of `HelixConfig`."""
+    config = HelixConfig(**helix)
+    spread = {"copies": 2, "expert_copies": 2} if config.spreads else None
+    mesh = paper_mesh({"tp": config.tp_size}, spread=spread).mesh
+    group: Any = object()
+    mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, copies_group=group, expert_copies_group=group, dp_group=group)
+    modes = ["none"] * model.config.num_hidden_layers
+    return declare(model, config, mesh, modes, products=torch.bfloat16 if bf16 else None).stage.layout
 
 
 def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Cluster:

@@ -129,18 +129,17 @@ class ListScheduler:
         ranks = [_Rank(limit) for limit in self.limits]
         for rank, slots, closed in zip(ranks, self.window.slots, gates or [()] * len(ranks), strict=True):
             rank.close([(slots[slot], slots[slot] - slots[0]) for slot in closed])
-        left = [
-            *self._after.layers,
-            0.0,
-        ]  # what every forward action has still to allocate; the last stands for no action
+        # What every forward action has still to allocate; the last stands for no action.
+        left = [*self._after.layers, 0.0]
         of, streams, seconds = self.work.ranks, self.work.streams, self.work.seconds
+        kept, recomputed, readers, queues = self.kept, self.recomputed, self.readers, self._queues
         for place, count in enumerate(waits):
             if not count:
                 ranks[of[place]].add(place, streams[place] == COMPUTE)
         order: list[int] = []
         begins: list[tuple[float, int]] = []  # of what the ranks issue next; those that have changed stay until found
-        changed = set(range(len(ranks)))
-        while len(order) < len(self.work):
+        changed = list(range(len(ranks)))
+        for _ in range(len(self.work)):
             for number in changed:
                 self._choose(ranks[number], arrives, weight, left)
                 heappush(begins, (ranks[number].start, number))
@@ -152,31 +151,34 @@ class ListScheduler:
                 chosen = min(map(self._oldest_recomputation, ranks))
                 assert chosen < len(self.window), "the oldest action of a valid schedule can always go on"
                 rank = ranks[of[chosen]]
+            end = arrives[chosen] if arrives[chosen] > rank.now else rank.now
             if streams[chosen] == COMPUTE:
                 rank.computing.remove(chosen)
-                end = rank.now = max(rank.now, arrives[chosen]) + seconds[chosen]
+                end = rank.now = end + seconds[chosen]
             else:
                 rank.moving.remove(chosen)
-                queue = self._queues[chosen]
-                end = free[queue] = max(rank.now, arrives[chosen], free[queue]) + seconds[chosen]
-            rank.alive += self.kept.alloc[chosen] - self.kept.free[chosen]
-            rank.recomputed += self.recomputed.alloc[chosen] - self.recomputed.free[chosen]
-            if self.kept.alloc[chosen]:
-                left[self._after.action[chosen]] -= self.kept.alloc[chosen]
+                queue = queues[chosen]
+                end = free[queue] = max(end, free[queue]) + seconds[chosen]
+            if kept.alloc[chosen]:
+                left[self._after.action[chosen]] -= kept.alloc[chosen]
+            rank.alive += kept.alloc[chosen] - kept.free[chosen]
+            rank.recomputed += recomputed.alloc[chosen] - recomputed.free[chosen]
             if ends is not None:
                 ends[chosen] = end
             rank.issued += 1
             if rank.issued == rank.opens:
                 rank.open()
-            changed = {of[chosen]}
+            changed = [of[chosen]]
             order.append(chosen)
-            for reader in self.readers[chosen]:
+            for reader in readers[chosen]:
                 if arrives[reader] < end:
                     arrives[reader] = end
                 waits[reader] -= 1
                 if not waits[reader]:
-                    ranks[of[reader]].add(reader, streams[reader] == COMPUTE)
-                    changed.add(of[reader])
+                    other = of[reader]
+                    ranks[other].add(reader, streams[reader] == COMPUTE)
+                    if other not in changed:
+                        changed.append(other)
         return order
 
     def peaks(self, order: Sequence[int]) -> list[float]:
@@ -196,11 +198,11 @@ class ListScheduler:
             rank.start = rank.now
             return
         chosen, best, now = -1, 0.0, rank.now
+        kept, recomputed = self.kept.alloc, self.recomputed.alloc
         for place in rank.computing:
-            alloc = self.kept.alloc[place]
-            if alloc and rank.alive + alloc + left[self._after.ahead[place]] > rank.limit:
+            if kept[place] and rank.alive + kept[place] + left[self._after.ahead[place]] > rank.limit:
                 continue  # the action before must always be able to allocate
-            if self.recomputed.alloc[place] and rank.recomputed + self.recomputed.alloc[place] > RECOMPUTED_LAYERS:
+            if recomputed[place] and rank.recomputed + recomputed[place] > RECOMPUTED_LAYERS:
                 continue  # weight gradients will free some
             arrival = arrives[place]
             score = (arrival if arrival > now else now) + weight[place]

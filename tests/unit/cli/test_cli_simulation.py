@@ -64,7 +64,8 @@ def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(small: Path,
     loaded = load_config_from_file(str(file))
     assert (loaded.num_processes, loaded.use_cpu, loaded.mixed_precision) == (2, True, "no")
     assert loaded.distributed_type.value == "MULTI_GPU"
-    assert HelixConfig.from_file(file) == HelixConfig()
+    assert HelixConfig.from_file(file) == HelixConfig(shard_optimizer=True)
+    assert "of the window, for weights that other ranks have stepped" in said
     assert "--config_file" in lines[-1]
 
 

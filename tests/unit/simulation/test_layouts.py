@@ -10,10 +10,11 @@ from support.on_paper import cluster_with, on_meta
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.on_paper import OnPaper
+from hf_helix.report.step import shards_line
 from hf_helix.simulation.cluster import Cluster, divisors
 from hf_helix.simulation.layouts import Ranking, Search, check_sizes, is_plain, layouts
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case, memory_of_case
+from hf_helix.simulation.step import Case, memory_of_case, simulate_step
 
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
@@ -86,7 +87,7 @@ def test_memory_is_saved_before_a_layout_is_dropped():
     free = search(model)
     plain = free.plain()
     assert plain is not None
-    assert (plain.case.recompute, plain.case.shard_optimizer) == ("none", False)
+    assert (plain.case.recompute, plain.case.shard_optimizer) == ("none", True)
     kept = plain.memory.total - plain.memory.activations / 2
 
     def with_room(count: float) -> Ranking:
@@ -97,9 +98,9 @@ def test_memory_is_saved_before_a_layout_is_dropped():
     saved = scarce.plain()
     assert saved is not None
     case = saved.case
-    assert case.recompute != "none" or case.shard_optimizer or case.shard_parameters or case.batch < plain.case.batch
-    weights = plain.memory.weights + plain.memory.gradients
-    cut = with_room(weights)
+    assert case.recompute != "none" or case.shard_parameters or case.batch < plain.case.batch
+    weights = 4 * plain.memory.weights  # each of four ranks steps a part of them
+    cut = with_room(2 * weights)
     assert cut.plain() is None
     assert cut.steps, "a cut model needs less"
     assert reasons(cut)[Sizes(dp=4)].endswith("with all that saves memory")
@@ -125,6 +126,31 @@ def test_sizes_are_checked_before_anything_is_counted():
     check_sizes(Sizes(pp=4), 8192, 4, schedule="1f1b")
     with pytest.raises(ValueError, match="pp_size=4 needs at least 8"):
         check_sizes(Sizes(pp=4), 8192, 4)
+
+
+def test_the_optimizer_is_in_shards_wherever_there_are_copies(ranking: Ranking):
+    for step in ranking.steps:
+        assert step.case.shard_optimizer == (step.case.sizes.dp > 1)
+
+
+def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
+    """Each of the many gathers takes a millisecond before anything is sent; all gradients are one sum."""
+    model = on_meta(num_hidden_layers=4)
+    slow = replace(CLUSTER, node=replace(CLUSTER.node, latency=1e-3))
+    paper, plain = OnPaper(model, slow), search(model, slow).plain()
+    assert plain is not None
+    assert not plain.case.shard_optimizer
+    shared = replace(plain.case, shard_optimizer=True)
+    step = simulate_step(paper.amounts(shared), shared, slow)
+    assert plain.seconds < step.seconds
+    assert step.memory.total < plain.memory.total
+    line = shards_line(plain, step)
+    assert f"{step.seconds / plain.seconds - 1:.1%} slower" in line
+    assert f"{step.waits:.3f} s of waiting for weights" in line
+    scarce = replace(slow, device=replace(slow.device, memory=(plain.memory.total + step.memory.total) / 2))
+    saved = search(model, scarce).plain()
+    assert saved is not None
+    assert saved.case.shard_optimizer or saved.case.shard_parameters
 
 
 def test_divisors():

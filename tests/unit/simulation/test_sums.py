@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.on_paper import case_of, cluster_with, counted, on_meta
+from support.on_paper import case_of, cluster_with, counted, layout_of_training, on_meta
 
-from hf_helix.config import HelixConfig
-from hf_helix.engine.build import declare
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.layout import Layout
 from hf_helix.runtime import gradient_buckets
 from hf_helix.simulation import sums
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings
-from hf_helix.simulation.mesh import paper_mesh
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import layout_of
 from hf_helix.simulation.sums import exposed_sums, gradient_sums, profile_with_sums
@@ -56,16 +51,6 @@ def test_sums_wait_for_what_backward_sends_over_the_same_link(monkeypatch: pytes
     assert exposed(INSIDE) > exposed(ACROSS)
 
 
-def layout_of_training(model: Any, tp_size: int, shard_parameters: bool = False) -> Layout:
-    """What the runtime makes of a model on two data-parallel ranks."""
-    spread = {"copies": 2, "expert_copies": 2} if shard_parameters else None
-    mesh = paper_mesh({"tp": tp_size}, spread=spread).mesh
-    group: Any = object()
-    mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, copies_group=group, expert_copies_group=group, dp_group=group)
-    config = HelixConfig(tp_size=tp_size, shard_parameters=shard_parameters)
-    return declare(model, config, mesh, ["none"] * model.config.num_hidden_layers).stage.layout
-
-
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 25 * 2**20])
 @pytest.mark.parametrize(
     ("options", "tp"), [({}, 1), ({}, 2), ({"tie_word_embeddings": True}, 1), ({"model_type": "qwen3"}, 2)], ids=str
@@ -79,7 +64,7 @@ def test_sums_are_those_of_training(
     model = on_meta(**options, num_hidden_layers=3)
     amounts = counted(model, tp_size=tp)
     found = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case_of(tp=tp, dp=2)))]
-    assert found == list(layout_of_training(model, tp).sums)
+    assert found == list(layout_of_training(model, tp_size=tp).sums)
     assert (len(found) > 1) == (bucket_bytes < 2**20)
 
 
@@ -120,14 +105,15 @@ def test_sums_to_parts_are_those_of_training(options: dict[str, Any]) -> None:
     amounts = counted(model, shard_parameters=True, dp_size=2)
     case = case_of(dp=2, shard_parameters=True)
     found = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case), case.spread_gradients)]
-    assert found == list(layout_of_training(model, 1, shard_parameters=True).sums)
+    assert found == list(layout_of_training(model, shard_parameters=True).sums)
 
 
 def test_sums_to_parts_send_half() -> None:
+    amounts = counted(on_meta(), tp_size=2)  # in fp32 all of a unit is in one flat
     axes = {**rings(CLUSTER, Sizes(tp=2, dp=2)), "copies": ACROSS}
-    whole = profile_with_sums(PROFILE, AMOUNTS, axes, CLUSTER)
-    parts = profile_with_sums(PROFILE, AMOUNTS, axes, CLUSTER, {"copies": 2})
+    whole = profile_with_sums(PROFILE, amounts, axes, CLUSTER)
+    parts = profile_with_sums(PROFILE, amounts, axes, CLUSTER, {"copies": 2})
     assert sum(made.bytes for made in parts.layout.sums) == sum(made.bytes for made in whole.layout.sums) == HELD
     seconds = {name: each for name, each in parts.times.items() if name[0] == "gradients"}
-    assert len(seconds) == len(AMOUNTS.layout.units)
+    assert len(seconds) == len(amounts.layout.units)
     assert sum(seconds.values()) == pytest.approx(HELD / 2 / 100e9 + 3 * HELD / 1000e9)

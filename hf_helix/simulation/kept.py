@@ -1,0 +1,79 @@
+"""Weights that ranks with copies keep whole and each step a part of (`shard_optimizer`): which lie in one piece.
+
+In:   the units that were counted, one of each name, and the type of matrix products.
+Out:  `KeptWeights`, in the order in which a micro-batch first reads them.
+Must hold: pieces are made by the function that training makes them with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_helix.operators.unit import EXPERTS, Unit
+from hf_helix.operators.weights.kept import KeptFlat, keep_units, kept_flats
+from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES
+from hf_helix.simulation.mesh import paper_mesh
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """Weights in one piece.
+
+    Attributes:
+        units: names of those that read them.
+        name: what tells them from other weights of these units.
+        elements: how many a rank holds.
+        element_bytes: of one of them, in the type in which they are gathered.
+        is_experts: whether they are of experts, which fewer ranks have copies of.
+    """
+
+    units: tuple[str, ...]
+    name: str
+    elements: int
+    element_bytes: int
+    is_experts: bool
+
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes of the piece, without padding."""
+        return self.elements * self.element_bytes
+
+
+def with_kept_flats(units: Sequence[Unit], products: torch.dtype | None) -> list[Unit]:
+    """Returns the units with the pieces that `shard_optimizer` would keep, as flats that are not spread.
+
+    Args:
+        units: whose parameters are not in flats.
+        products: the type of matrix products under autocast; None for no autocast.
+    """
+    several = paper_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2}).mesh  # whatever their number, pieces are the same
+    return keep_units(units, several.spread_over, products)
+
+
+def kept_weights(units: Iterable[Unit]) -> list[KeptWeights]:
+    """Returns the pieces of units, whose parameters are this rank's part of them.
+
+    Args:
+        units: of `with_kept_flats`, in forward order.
+    """
+    users: dict[KeptFlat, list[str]] = {}
+    for unit in units:
+        for flat in kept_flats(unit.flats.values()):
+            users.setdefault(flat, []).append(unit.name)
+    return [_kept(flat, names) for flat, names in users.items()]
+
+
+def flat_names(units: Iterable[Unit]) -> Mapping[nn.Parameter, str]:
+    """Returns the name of the flat of every parameter that is in one."""
+    return {parameter: flat.name for unit in units for flat in unit.flats.values() for parameter in flat.placements}
+
+
+def _kept(flat: KeptFlat, units: Sequence[str]) -> KeptWeights:
+    parameter, placement = next(iter(flat.placements.items()))
+    elements = sum(each.numel() for each in flat.placements)
+    dtype = flat.cast_to or parameter.dtype
+    return KeptWeights(tuple(units), flat.name, elements, dtype.itemsize, placement.over == EXPERTS)

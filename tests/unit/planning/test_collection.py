@@ -1,0 +1,34 @@
+"""Functions that run while Python's collector of cyclic garbage is paused."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from hf_helix.planning.collection import without_collection
+
+
+@without_collection
+def is_enabled(fails: bool = False) -> bool:
+    if fails:
+        raise ValueError("no")
+    return gc.isenabled()
+
+
+def test_the_collector_is_paused_and_goes_on() -> None:
+    assert gc.isenabled()
+    assert not is_enabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="no"):
+        is_enabled(fails=True)
+    assert gc.isenabled()
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        assert not is_enabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

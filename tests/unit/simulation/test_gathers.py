@@ -1,0 +1,102 @@
+"""Gathers of weights on paper (`shard_optimizer`): those of training, in the window as the runtime has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.on_paper import case_of, cluster_with, counted, layout_of_training, on_meta
+
+from hf_helix.planning.cost import simulate, work_of
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.plans.registry import make_plan
+from hf_helix.planning.profile import Profile
+from hf_helix.planning.program import build_program
+from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.estimate import Ring, estimate_profile, rings
+from hf_helix.simulation.gathers import exposed_gathers, gather_seconds, profile_with_gathers, weight_gathers
+from hf_helix.simulation.sizes import Sizes
+from hf_helix.simulation.step import Case, layout_of, simulate_step
+from hf_helix.simulation.sums import gradient_sums, profile_with_sums
+
+CLUSTER = cluster_with(
+    nodes=2,
+    devices_per_node=1,
+    network={"gb_per_s": 2, "latency_us": 5},
+    contention={"compute_beside_inter_node": 1.1, "inter_node_beside_compute": 1.1},
+)
+SIZES = Sizes(dp=2)
+AXES = rings(CLUSTER, SIZES)
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    ("options", "tp"), [({}, 1), ({}, 2), ({"tie_word_embeddings": True}, 1), (MIXTRAL, 1)], ids=str
+)
+def test_gathers_and_sums_are_those_of_training(options: dict[str, Any], tp: int, bf16: bool) -> None:
+    """The same weights in the same pieces, in the same order; of experts and of what stays in fp32 others."""
+    model = on_meta(**options, num_hidden_layers=3)
+    training = layout_of_training(model, bf16, tp_size=tp, shard_optimizer=True)
+    amounts, case = counted(model, bf16=bf16, tp_size=tp), case_of(tp=tp, dp=2, shard_optimizer=True)
+    layout = layout_of(amounts, case)
+    assert [made for made, _ in weight_gathers(amounts, layout, AXES)] == list(training.gathers)
+    assert [made for made, _ in gradient_sums(amounts, layout, case.spread_gradients)] == list(training.sums)
+    assert len(training.gathers) >= 5 * (1 + bf16) - 2
+
+
+@pytest.mark.parametrize("microbatches", [1, 6])
+@pytest.mark.parametrize("plan", ["sequential", "greedy"])
+def test_a_simulated_window_is_the_program_that_the_runtime_runs(plan: str, microbatches: int) -> None:
+    """With the same times the cost function says the same of it."""
+    model = on_meta(num_hidden_layers=4)
+    amounts = counted(model, batch=4, length=64, bf16=True)
+    case = Case(SIZES, 4, 64, microbatches, plan, shard_optimizer=True)
+    step = simulate_step(amounts, case, CLUSTER, whole=True)
+    profile = replace(profile_of(amounts, case), layout=layout_of_training(model, bf16=True, shard_optimizer=True))
+    made = make_plan(plan, profile, model="m", mesh={"tp_size": 1})
+    program = build_program(Scheduler("auto", 1)(microbatches), profile.layout, made, 0)
+    timeline = simulate(work_of(list(program), profile.layout, profile.times), profile.slowdown)
+    assert step.window + step.sums == pytest.approx(timeline.seconds, rel=1e-9)
+    assert step.drawn is not None
+    assert step.drawn[1].seconds == pytest.approx(timeline.seconds, rel=1e-9)
+    gathers = [each.gather for each in step.drawn[0] if each.gather >= 0]
+    assert gathers == list(range(len(profile.layout.gathers)))
+    assert step.waits > 0
+    assert Kind.GRADIENTS not in step.exposed
+
+
+def profile_of(amounts: Amounts, case: Case) -> Profile:
+    profile = estimate_profile(amounts, layout_of(amounts, case), case.sizes, CLUSTER, case.dtype)
+    profile = profile_with_sums(profile, amounts, AXES, CLUSTER, case.spread_gradients)
+    return profile_with_gathers(profile, amounts, AXES, CLUSTER)
+
+
+def test_a_gather_casts_this_ranks_part_and_sends_it() -> None:
+    amounts = counted(on_meta(), bf16=True)
+    seconds = {(kept.units, kept.name): gather_seconds(kept, AXES, CLUSTER) for kept in amounts.kept}
+    table = 128 * 64
+    assert seconds[("embedding",), "weights"] == pytest.approx(4 * table / 2 / 2e9 + 5e-6)
+    casting = (4 + 2) * table / 2 / 1000e9
+    assert seconds[("head",), "weights.products"] == pytest.approx(casting + 2 * table / 2 / 2e9 + 5e-6)
+
+
+def test_without_copies_nothing_is_gathered() -> None:
+    amounts = counted(on_meta())
+    profile = estimate_profile(amounts, layout_of(amounts, case_of()), Sizes(), CLUSTER)
+    alone = {**AXES, "copies": Ring(1, 1, 1), "expert_copies": Ring(1, 1, 1)}
+    assert profile_with_gathers(profile, amounts, alone, CLUSTER) is profile
+    assert exposed_gathers(amounts, profile.layout, alone, CLUSTER, profile) == 0.0
+
+
+def test_all_gathers_but_the_first_hide_beside_a_long_forward_pass() -> None:
+    amounts, case = counted(on_meta(), bf16=True), case_of(dp=2, shard_optimizer=True)
+    profile = estimate_profile(amounts, layout_of(amounts, case), SIZES, CLUSTER)
+    longer = replace(profile, times=dict.fromkeys(profile.times, 1.0))
+    first = sum(gather_seconds(kept, AXES, CLUSTER) for kept in amounts.kept if kept.units == ("embedding",))
+    assert exposed_gathers(amounts, profile.layout, AXES, CLUSTER, longer) == pytest.approx(first)
+    every = [gather_seconds(kept, AXES, CLUSTER) for made, kept in weight_gathers(amounts, profile.layout, AXES)]
+    shorter = replace(profile, times=dict.fromkeys(profile.times, 1e-12))
+    assert exposed_gathers(amounts, profile.layout, AXES, CLUSTER, shorter) == pytest.approx(sum(every))
