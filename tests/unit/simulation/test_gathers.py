@@ -86,7 +86,7 @@ def test_a_gather_casts_this_ranks_part_and_sends_it() -> None:
 def test_without_copies_nothing_is_gathered() -> None:
     amounts = counted(on_meta())
     profile = estimate_profile(amounts, layout_of(amounts, case_of()), Sizes(), CLUSTER)
-    alone = {**AXES, "copies": Ring(1, 1, 1), "expert_copies": Ring(1, 1, 1)}
+    alone = {**AXES, "copies": Ring(1, (1, 1)), "expert_copies": Ring(1, (1, 1))}
     assert profile_with_gathers(profile, amounts, alone, CLUSTER) is profile
     assert exposed_gathers(amounts, profile.layout, alone, CLUSTER, profile) == 0.0
 
