@@ -28,7 +28,7 @@ from hf_helix.paper.ablation import gains
 from hf_helix.paper.published import FIGURE_11, FIGURE_12, FIGURE_15, INCREMENTS, MEGATRON
 from hf_helix.paper.runs import Runs
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.simulation.cluster import Cluster, Curve, Island, Link, load_cluster
+from hf_helix.simulation.cluster import Cluster, Curve, Link, load_cluster
 
 CLUSTER = "a40x64"
 RATES = ("matmul", "attention", "island", "node", "network")
@@ -59,7 +59,8 @@ def tuned(cluster: Cluster, constants: Constants) -> Cluster:
     for name, kinds in CONTENTION.items():
         for first, second in kinds:
             slow[first, second] = slow[second, first] = constants[name]
-    island = island_of(cluster)
+    island = cluster.island
+    assert island is not None, "the nodes of this cluster have sockets"
     return replace(
         cluster,
         device=device,
@@ -68,12 +69,6 @@ def tuned(cluster: Cluster, constants: Constants) -> Cluster:
         network=_faster(cluster.network, constants["network"]),
         contention=slow,
     )
-
-
-def island_of(cluster: Cluster) -> Island:
-    """Returns the sockets of a cluster, which has some."""
-    assert cluster.island is not None
-    return cluster.island
 
 
 def _scaled(curve: Curve, factor: float) -> Curve:

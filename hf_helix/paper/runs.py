@@ -178,10 +178,7 @@ def _with_nothing_beside(step: Step, amounts: Amounts, layout: Layout, cluster: 
     gathers = 0.0
     for held in (held_weights(amounts, layout, rank) for rank in range(layout.num_ranks)):
         parts = ((COPIES, held.trained), (EXPERT_COPIES, held.experts))
-        sent = [
-            Transfer(axis, "all_gather", count * ELEMENT[case.dtype] * (axes[axis].size - 1) // axes[axis].size)
-            for axis, count in parts
-        ]
+        sent = [Transfer(axis, "all_gather", axes[axis].sent(count * ELEMENT[case.dtype])) for axis, count in parts]
         gathers = max(gathers, sum(transfer_seconds(each, axes[each.axis], cluster) for each in sent))
     sums = sums_behind(amounts, layout, axes, cluster, case.spread_gradients)
     return replace(step, window=step.window - step.waits, waits=0.0, sums=sums, optimizer=step.optimizer + gathers)

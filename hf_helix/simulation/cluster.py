@@ -114,6 +114,15 @@ class Device:
     issue_seconds: float = 0.0
     host_runs_ahead: bool = True
 
+    def moving_seconds(self, count: float, kernel: float | None = None) -> float:
+        """Returns what it takes to move bytes through the memory.
+
+        Args:
+            count: how many.
+            kernel: those that the efficiency goes by; None for all of them.
+        """
+        return count / (self.bandwidth * self.memory_efficiency.at(max(1.0, count if kernel is None else kernel)))
+
 
 @dataclass(frozen=True)
 class Link:

@@ -41,6 +41,10 @@ class Ring:
         """Whether it leaves a node."""
         return self.within[-1] < self.size
 
+    def sent(self, count: int) -> int:
+        """Returns the bytes that each rank sends where all gather a piece of so many, or sum one to parts."""
+        return count * (self.size - 1) // self.size
+
 
 def ring_of(cluster: Cluster, *dimensions: tuple[int, int]) -> Ring:
     """Returns where the ranks of an axis stand.
@@ -96,7 +100,7 @@ def kernel_seconds(kernel: Kernel, cluster: Cluster, dtype: str) -> float:
         dtype: the type of matrix products, a key of the device's peaks.
     """
     device = cluster.device
-    moving = kernel.bytes / (device.bandwidth * device.memory_efficiency.at(max(1, kernel.bytes)))
+    moving = device.moving_seconds(kernel.bytes)
     computing = kernel.exponentials / device.exponentials
     if kernel.sort == MATMUL and kernel.flops:
         computing += kernel.flops / (device.peaks[dtype] * device.matmul[dtype].at(kernel.flops))

@@ -180,7 +180,7 @@ def _unit(amounts: Amounts, name: str, seconds: tuple[float, float], ring: Ring,
     weights = gradients + size * held.frozen
 
     def moved(method: str, count: int) -> float:
-        return transfer_seconds(Transfer("dp", method, count * (ring.size - 1) // ring.size), ring, cluster)
+        return transfer_seconds(Transfer("dp", method, ring.sent(count)), ring, cluster)
 
     return _Unit(*seconds, moved("all_gather", weights), moved("reduce_scatter", gradients), weights, gradients)
 
@@ -199,8 +199,7 @@ def _model_size(amounts: Amounts) -> tuple[int, int]:
 def _optimizer(amounts: Amounts, case: Case, cluster: Cluster) -> float:
     _, trained = _model_size(amounts)
     mine = trained / case.sizes.dp
-    bandwidth = cluster.device.bandwidth * cluster.device.memory_efficiency.at(max(1.0, PARAMETER * mine))
-    return OPTIMIZER_BYTES * mine / bandwidth
+    return cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine)
 
 
 def _memory(

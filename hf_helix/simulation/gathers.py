@@ -75,24 +75,18 @@ def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster
     """
     ring, device = axes[_axis(kept)], cluster.device
     own = kept.elements / ring.size
-    moved = own * (PARAMETER + kept.element_bytes) if kept.element_bytes != PARAMETER else 0.0
-    casting = moved / (device.bandwidth * device.memory_efficiency.at(max(1.0, moved)))
-    sent = Transfer(_axis(kept), "all_gather", kept.bytes * (ring.size - 1) // ring.size)
-    return max(LEAST, casting + transfer_seconds(sent, ring, cluster))
+    cast = own * (PARAMETER + kept.element_bytes) if kept.element_bytes != PARAMETER else 0.0
+    sent = Transfer(_axis(kept), "all_gather", ring.sent(kept.bytes))
+    return max(LEAST, device.moving_seconds(cast) + transfer_seconds(sent, ring, cluster))
 
 
-def exposed_gathers(
-    amounts: Amounts, layout: Layout, axes: Mapping[str, Ring], cluster: Cluster, profile: Profile
-) -> float:
+def exposed_gathers(profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster) -> float:
     """Returns the seconds that the first forward pass of a window waits for weights, on its way through all stages.
 
     Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks of a pipeline.
-        axes: where the ranks of every axis stand.
-        cluster: what it runs on.
-        profile: the times of the operators.
+        profile, amounts, axes, cluster: as of `profile_with_gathers`.
     """
+    layout = profile.layout
     needed: dict[int, float] = {}  # of each unit, the seconds of the gathers that it has to wait for itself
     for gather, kept in weight_gathers(amounts, layout, axes):
         first = gather.units[0]
@@ -107,5 +101,5 @@ def exposed_gathers(
         seconds = sum(profile.times[name, f"F.{op.name}"] for op in sending)
         now, waited = now + waiting + seconds, waited + waiting
         if name in amounts.weights:
-            taken[rank] += seconds - free_seconds(amounts, layout, name, profile, axes, forward=True)
+            taken[rank] += seconds - free_seconds(profile, name, amounts, axes, forward=True)
     return waited

@@ -270,10 +270,7 @@ def simulate_plan(
         known[key] = layers
     costs = costs_under(profile, layers)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
-    axes, drawn = rings(cluster, case.sizes), None
-    sums = exposed_sums(amounts, layout, axes, cluster, profile, case.spread_gradients, plan.BY_TIMES)
-    waits = exposed_gathers(amounts, layout, axes, cluster, profile) if case.shard_optimizer else 0.0
-    seconds = window.seconds + waits
+    drawn = None
     if whole:
         is_short = _num_operators(layout, range(len(layout.units))) * case.microbatches <= WHOLE
         scheduler = Scheduler(case.schedule if is_short else window.name, case.sizes.pp, costs)
@@ -284,6 +281,10 @@ def simulate_plan(
         peaks = [peak_of_program(amounts, layout, program) for program in programs]
         memory = _heaviest(amounts, layout, case, peaks)
     else:
+        axes = rings(cluster, case.sizes)
+        sums = exposed_sums(profile, amounts, axes, cluster, case.spread_gradients, plan.BY_TIMES)
+        waits = exposed_gathers(profile, amounts, axes, cluster) if case.shard_optimizer else 0.0
+        seconds = window.seconds + waits
         memory = memory_of_case(amounts, case, layout)
     loads = _loads(profile, layout, window.busiest, case.microbatches)
     seconds = max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
@@ -343,9 +344,5 @@ def _num_operators(layout: Layout, units: Iterable[int]) -> int:
 
 def _optimizer(amounts: Amounts, layout: Layout, case: Case, cluster: Cluster) -> float:
     """Returns the seconds of the optimizer on the rank that takes longest."""
-    device = cluster.device
     parts = [case.sharing.part_of(held_weights(amounts, layout, rank)) for rank in range(layout.num_ranks)]
-    return max(
-        OPTIMIZER_BYTES * mine / (device.bandwidth * device.memory_efficiency.at(max(1.0, PARAMETER * mine)))
-        for mine in parts
-    )
+    return max(cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine) for mine in parts)

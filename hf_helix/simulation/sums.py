@@ -90,11 +90,10 @@ def _seconds(
     on_gpu, device, seconds = cluster.backend == "nccl", cluster.device, 0.0
     passes = (3 if on_gpu else 5) if spread else (2 if on_gpu else 4)
     for axis, held in ((COPIES, made.bytes - experts), (EXPERT_COPIES, experts)):
-        size = axes[axis].size
-        if size > 1 and held:
-            seconds += passes * held / (device.bandwidth * device.memory_efficiency.at(2 * held))
+        if axes[axis].size > 1 and held:
+            seconds += device.moving_seconds(passes * held, 2 * held)
             method, times = ("reduce_scatter", 1) if spread else ("all_reduce", 2)
-            sent = Transfer(axis, method, times * held * (size - 1) // size)
+            sent = Transfer(axis, method, axes[axis].sent(times * held))
             seconds += transfer_seconds(sent, axes[axis], cluster)
     return seconds
 
@@ -119,29 +118,24 @@ def _contended(
 
 
 def exposed_sums(
+    profile: Profile,
     amounts: Amounts,
-    layout: Layout,
     axes: Mapping[str, Ring],
     cluster: Cluster,
-    profile: Profile,
     spread: Collection[str] = (),
     holds: bool = False,
 ) -> float:
     """Returns the seconds in which gradients are still summed once the last backward has gone through all stages.
 
     Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks of a pipeline.
-        axes: where the ranks of every axis stand.
-        cluster: what it runs on.
-        profile: the times of the operators.
-        spread: the axes over which gradients are reduced to parts.
+        profile, amounts, axes, cluster, spread: as of `profile_with_sums`.
         holds: whether the plan holds weight gradients back, so many that most sums are hidden.
     """
+    layout = profile.layout
     completed = _completed(amounts, layout, axes, cluster, spread)
     if not completed:
         return 0.0
-    passes = [_pass_of(amounts, layout, name, profile, axes) for name in layout.units]
+    passes = [_pass_of(profile, name, amounts, axes) for name in layout.units]
     count = max(len(_computing(layout, rank)) for rank in range(layout.num_ranks)) if holds else 0
     found = [_last_backward(layout, passes, completed, held) for held in dict.fromkeys(_spread(count))]
     plain = found[0].computed
@@ -172,13 +166,13 @@ def _computing(layout: Layout, rank: int) -> list[int]:
     return [unit for unit in layout.units_of(rank) if not layout.transfers(unit)]
 
 
-def _pass_of(amounts: Amounts, layout: Layout, name: str, profile: Profile, axes: Mapping[str, Ring]) -> _Pass:
+def _pass_of(profile: Profile, name: str, amounts: Amounts, axes: Mapping[str, Ring]) -> _Pass:
     seconds = {"W": 0.0, "I": 0.0}
-    for op in layout.graphs[name].backward.operators:
+    for op in profile.layout.graphs[name].backward.operators:
         if not op.receives and not op.ahead:
             seconds[part_of(op)] += profile.times[name, f"B.{op.name}"]
     weights, chain = seconds["W"], seconds["I"]
-    free = free_seconds(amounts, layout, name, profile, axes) - weights if name in amounts.weights else chain
+    free = free_seconds(profile, name, amounts, axes) - weights if name in amounts.weights else chain
     return _Pass(weights, chain, max(0.0, free))
 
 
@@ -215,7 +209,9 @@ def sums_behind(
     """Returns the seconds of all sums of the rank that has most, where none begins before the last backward ends.
 
     Args:
-        amounts, layout, axes, cluster, spread: as of `exposed_sums`.
+        amounts: of a rank of this layout.
+        layout: of all ranks of a pipeline.
+        axes, cluster, spread: as of `profile_with_sums`.
     """
     completed = _completed(amounts, layout, axes, cluster, spread)
     return max(
@@ -236,21 +232,20 @@ def _completed(
 
 
 def free_seconds(
-    amounts: Amounts, layout: Layout, name: str, profile: Profile, axes: Mapping[str, Ring], forward: bool = False
+    profile: Profile, name: str, amounts: Amounts, axes: Mapping[str, Ring], forward: bool = False
 ) -> float:
     """Returns the seconds of a unit's backward in which the link of the sums carries nothing else.
 
     Args:
-        amounts: of a rank of this layout.
-        layout: of all ranks of a pipeline.
-        name: of the unit.
         profile: the times of the operators.
+        name: of the unit.
+        amounts: of a rank of this layout.
         axes: where the ranks of every axis stand.
         forward: whether its forward is meant instead.
     """
     crosses = axes[COPIES].crosses or axes[EXPERT_COPIES].crosses
     free = 0.0
-    for entry, op in layout.graphs[name].entries():
+    for entry, op in profile.layout.graphs[name].entries():
         if entry.startswith("F.") is not forward:
             continue
         sent = amounts.operators[name, entry].transfers

@@ -88,7 +88,7 @@ def test_without_copies_nothing_is_gathered() -> None:
     profile = estimate_profile(amounts, layout_of(amounts, case_of()), Sizes(), CLUSTER)
     alone = {**AXES, "copies": Ring(1, (1, 1)), "expert_copies": Ring(1, (1, 1))}
     assert profile_with_gathers(profile, amounts, alone, CLUSTER) is profile
-    assert exposed_gathers(amounts, profile.layout, alone, CLUSTER, profile) == 0.0
+    assert exposed_gathers(profile, amounts, alone, CLUSTER) == 0.0
 
 
 def test_all_gathers_but_the_first_hide_beside_a_long_forward_pass() -> None:
@@ -96,7 +96,7 @@ def test_all_gathers_but_the_first_hide_beside_a_long_forward_pass() -> None:
     profile = estimate_profile(amounts, layout_of(amounts, case), SIZES, CLUSTER)
     longer = replace(profile, times=dict.fromkeys(profile.times, 1.0))
     first = sum(gather_seconds(kept, AXES, CLUSTER) for kept in amounts.kept if kept.units == ("embedding",))
-    assert exposed_gathers(amounts, profile.layout, AXES, CLUSTER, longer) == pytest.approx(first)
+    assert exposed_gathers(longer, amounts, AXES, CLUSTER) == pytest.approx(first)
     every = [gather_seconds(kept, AXES, CLUSTER) for made, kept in weight_gathers(amounts, profile.layout, AXES)]
     shorter = replace(profile, times=dict.fromkeys(profile.times, 1e-12))
-    assert exposed_gathers(amounts, profile.layout, AXES, CLUSTER, shorter) == pytest.approx(sum(every))
+    assert exposed_gathers(shorter, amounts, AXES, CLUSTER) == pytest.approx(sum(every))

@@ -27,7 +27,7 @@ INSIDE, ACROSS, ALONE = Ring(2, (1, 2)), Ring(2, (1, 1)), Ring(1, (1, 1))
 
 def exposed(copies: Ring) -> float:
     axes: Mapping[str, Ring] = {"tp": INSIDE, "cp": ALONE, "experts": ALONE, "copies": copies, "expert_copies": ALONE}
-    return exposed_sums(AMOUNTS, AMOUNTS.layout, axes, CLUSTER, PROFILE)
+    return exposed_sums(PROFILE, AMOUNTS, axes, CLUSTER)
 
 
 def seconds_of(held: int) -> float:
