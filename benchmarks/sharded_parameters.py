@@ -6,7 +6,8 @@ once in a window, as the Trainer has it; ours without sharding, with `shard_opti
 `shard_parameters=True` under `sequential`, `greedy` and `search`, planned with operators that are measured on the link.
 Losses of a first window are compared. All are timed in one run, in turn;
 medians, the slower rank counts. Computation and communication alone are those of `shard_parameters=True`; the bound is
-the larger of both. A step is forward, backward and gradient sums of a window, without the optimizer.
+the larger of both. A step is forward, backward and gradient sums of a window, without the optimizer. With `--bf16`,
+all train as under `bf16=True` of the Trainer: weights in fp32, matrix products in bf16.
 
     sudo python benchmarks/sharded_parameters.py --rates 500 1000 --microbatches 4 8
 """
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bf16", action="store_true", help="train as with bf16=True")
     parser.add_argument("--timeout", type=int, default=3600, help="seconds after which everything is stopped")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--markdown", type=Path, help="also write the tables there, with hardware and versions")
@@ -76,9 +78,10 @@ class Bench:
 
         torch.manual_seed(0)
         self.options = options
+        self.autocast_dtype = torch.bfloat16 if options.bf16 else None
         whole = LlamaForCausalLM(shaped_link.llama(options, heads=8)).train()
         folder = Path(tempfile.gettempdir()) / "model"  # see start_rank
-        self.stock = build_models(whole, (DDP, FSDP2), 2, folder)
+        self.stock = build_models(whole, (DDP, FSDP2), 2, folder, options.bf16)
         again, once = (LlamaForCausalLM.from_pretrained(folder).train() for _ in range(2))
         self.plain, self.once = self._cut(again), self._cut(once, shard_optimizer=True)
         self.sharded = self._cut(whole, shard_parameters=True)
@@ -86,14 +89,15 @@ class Bench:
     def _cut(self, model: Any, **shards: bool) -> tuple[Any, Any]:
         """Our runner of a model, and what makes its windows."""
         from hf_helix.config import HelixConfig
-        from hf_helix.engine.build import build_runner
+        from hf_helix.engine.build import RunOptions, build_runner
         from hf_helix.engine.microbatches import WindowMaker
         from hf_helix.planning.graph.recompute import NONE
         from hf_helix.runtime.distributed.mesh import mesh_of
 
         config = HelixConfig(**shards)
         mesh = mesh_of(config, "cpu")
-        return build_runner(model, config, mesh, [NONE] * self.options.layers).runner, WindowMaker(model, mesh)
+        run = RunOptions(autocast_dtype=self.autocast_dtype)
+        return build_runner(model, config, mesh, [NONE] * self.options.layers, run).runner, WindowMaker(model, mesh)
 
     def batches(self, count: int) -> list[dict[str, Any]]:
         """The micro-batches of this rank."""
@@ -123,7 +127,8 @@ class Bench:
         every = {name: StockModel(model, batches, 1 / count, runner) for name, model in self.stock.items()}
         every |= {PLAINLY: self.plain[0], ONCE: self.once[0], **ours}
         losses = {name: float(sum(each.train_window(window))) for name, each in every.items()}
-        if any(abs(loss - losses[DDP]) > TOLERANCE * losses[DDP] for loss in losses.values()):
+        most = TOLERANCE[self.autocast_dtype] * losses[DDP]
+        if any(abs(loss - losses[DDP]) > most for loss in losses.values()):
             raise RuntimeError(f"losses differ: {losses}")
         for each in (runner, self.plain[0], self.once[0]):
             forget_gradients(each)

@@ -27,13 +27,15 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.measure.overlap import forget_gradients
 
 DDP, FSDP2, NATIVE_TP = "DDP", "FSDP2", "native TP"
-TOLERANCE = 1e-4
-"""By how much losses and gradients may differ from ours, relatively."""
+TOLERANCE = {None: 1e-4, torch.bfloat16: 2e-3}
+"""By how much losses and gradients may differ from ours, relatively, by the type of matrix products."""
 
 Batch = Mapping[str, Tensor]
 
 
-def build_models(model: PreTrainedModel, names: Sequence[str], size: int, folder: Path) -> dict[str, nn.Module]:
+def build_models(
+    model: PreTrainedModel, names: Sequence[str], size: int, folder: Path, bf16: bool = False
+) -> dict[str, nn.Module]:
     """Returns stock models with the weights of a model. Collective.
 
     Args:
@@ -41,11 +43,12 @@ def build_models(model: PreTrainedModel, names: Sequence[str], size: int, folder
         names: of `DDP`, `FSDP2` and `NATIVE_TP`.
         size: the number of ranks.
         folder: that all ranks see; the weights go through it.
+        bf16: whether FSDP2 gathers and computes in bf16, over weights in fp32.
     """
     logging.disable_progress_bar()
     model.save_pretrained(folder)  # rank 0 writes
     all_gather_object(None)
-    options = {FSDP2: {"fsdp_size": size}, NATIVE_TP: {"tp_size": size}}
+    options = {FSDP2: {"fsdp_size": size, "fsdp_mixed_precision": bf16}, NATIVE_TP: {"tp_size": size}}
     found: dict[str, nn.Module] = {}
     for name in names:
         spread = {"distributed_config": DistributedConfig(**options[name])} if name in options else {}
@@ -61,11 +64,13 @@ class StockModel:
         model: one of `build_models`.
         batches: the micro-batches of this rank: under tensor parallelism, all ranks have the same ones.
         scale: of the mean loss of each; DDP and FSDP2 average gradients over the ranks, tensor parallelism does not.
-        runner: ours, whose streams, parameters and schedule the measurement looks after.
+        runner: ours, whose streams, parameters and schedule the measurement looks after, and whose types of matrix
+            products are taken, as Accelerate does it under `bf16=True`.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch], scale: float, runner: Runner) -> None:
         self.model, self.batches, self.scale = model, batches, scale
+        self.precision = runner.precision
         self.executor, self.stage, self.scheduler = runner.executor, runner.stage, runner.scheduler
 
     def train_window(self, window: object, complete: bool = True) -> list[Tensor]:
@@ -82,7 +87,8 @@ class StockModel:
         losses = []
         for place, batch in enumerate(self.batches, start=1):
             self._sum_gradients(place == len(self.batches))
-            loss = self.model(**batch, use_cache=False).loss * self.scale
+            with self.precision.autocast():
+                loss = self.model(**batch, use_cache=False).loss * self.scale
             loss.backward()
             losses.append(loss.detach())
         return losses
@@ -116,7 +122,7 @@ def try_windows(
     for name, other in others.items():
         every[name] = found = _try_window(other, getattr(other.model, "module", other.model), window, device)
         for what in ("loss", "gradient"):
-            if not abs(found[what] - ours[what]) <= TOLERANCE * abs(ours[what]):
+            if not abs(found[what] - ours[what]) <= TOLERANCE[runner.precision.autocast_dtype] * abs(ours[what]):
                 raise RuntimeError(f"{name}: {what} is {found[what]:.7g}, but ours {ours[what]:.7g}")
     return every
 

@@ -114,7 +114,7 @@ def build_runner(
         ValueError: the model cannot be cut like this.
     """
     options = options or RunOptions()
-    declared = declare(model, config, mesh, modes, options.additions, products=options.autocast_dtype)
+    declared = declare(model, config, mesh, modes, options.additions, autocast_dtype=options.autocast_dtype)
     return start_runner(model, declared, config, mesh, options, choose_plan)
 
 
@@ -125,7 +125,7 @@ def declare(
     modes: Sequence[str],
     additions: LossTweaks | None = None,
     places: Collection[int] | None = None,
-    products: torch.dtype | None = None,
+    autocast_dtype: torch.dtype | None = None,
 ) -> Declared:
     """Returns how a model is cut, on this rank alone. Nothing is communicated, and the model is not changed.
 
@@ -136,14 +136,14 @@ def declare(
         modes: the recompute mode of every layer that is declared.
         additions: what the run adds to the mathematics of the model.
         places: of the layers that are declared, on paper; None for all. What is left out is not checked either.
-        products: the type of matrix products under autocast; None for no autocast.
+        autocast_dtype: the type of matrix products under autocast; None for no autocast.
 
     Raises:
         ValueError: the model cannot be cut like this.
     """
     base = base_of(model)
     family = family_of(base)
-    units, called = _declare_units(model, config, mesh, modes, additions or LossTweaks(), places, products)
+    units, called = _declare_units(model, config, mesh, modes, additions or LossTweaks(), places, autocast_dtype)
     stage = place_units(
         units,
         mesh.pipe,
@@ -189,7 +189,7 @@ def _declare_units(
     modes: Sequence[str],
     additions: LossTweaks,
     places: Collection[int] | None,
-    products: torch.dtype | None,
+    autocast_dtype: torch.dtype | None,
 ) -> tuple[list[Unit], list[nn.Module]]:
     """The units of the model, and the modules whose forwards they replace or call."""
     base = base_of(model)
@@ -198,9 +198,9 @@ def _declare_units(
     sharing = ParallelContext(mesh.tp, mesh.cp, mesh.experts, *ways, mesh.device, config.compile)
     units = recompute_units(family.units(base, sharing, additions, places), modes)
     if config.shard_parameters:
-        units = number_distinct_graphs(spread_units(units, mesh.spread_over, products))
+        units = number_distinct_graphs(spread_units(units, mesh.spread_over, autocast_dtype))
     elif config.shard_optimizer:
-        units = keep_units(units, mesh.spread_over, products)
+        units = keep_units(units, mesh.spread_over, autocast_dtype)
     called = [*family.side_modules(base), *(module for unit in units for module in unit.called)]
     if places is None:
         check_forwards(model, base, family, called)

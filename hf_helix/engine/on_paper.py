@@ -198,7 +198,7 @@ def amounts_of(
     make_buffers = family.empty(base, config.tp_size)
     modes = modes_of(family.layers(base), None, config)
     modes, places = [modes[place] for place in kinds.places], kinds.places
-    declared = declare(model, config, paper.mesh, modes, places=places, products=autocast_dtype).stage
+    declared = declare(model, config, paper.mesh, modes, places=places, autocast_dtype=autocast_dtype).stage
     about = _about(base, declared, kinds)
     stage = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in stage.all_placements}

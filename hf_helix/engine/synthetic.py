@@ -44,7 +44,7 @@ class Workload:
         config: the sizes of the mesh, and how the model is cut; its `plan` is not read.
         device: the device to run on.
         mesh: a mesh of these sizes; None to build one.
-        products: the type of matrix products under autocast; None for no autocast. Weights are fp32.
+        autocast_dtype: the type of matrix products under autocast; None for no autocast. Weights are fp32.
 
     Attributes:
         model: the Transformers model, cut.

@@ -41,7 +41,7 @@ class Precision:
 
     Attributes:
         device: the type of the device, such as "cuda".
-        products: the type of matrix products, as under `torch.autocast`; None where values keep the types they have.
+        autocast_dtype: the type of matrix products, as under `torch.autocast`; None where values keep their types.
         weights: copies of weights in the type of the products.
     """
 

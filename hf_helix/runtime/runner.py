@@ -42,7 +42,7 @@ class Runner:
         plan: the order in which operators are issued.
         scheduler: makes the schedule of a window from its number of micro-batches.
         seed: of the run; each operator's randomness derives from it and from its place.
-        products: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
+        autocast_dtype: the type of matrix products under autocast, such as `torch.bfloat16`; None for no autocast.
 
     Attributes:
         layout: what all ranks hold, with the graphs that the plan orders (those of `stage`, but for tiled plans).

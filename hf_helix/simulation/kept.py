@@ -43,15 +43,15 @@ class KeptWeights:
         return self.elements * self.element_bytes
 
 
-def with_kept_flats(units: Sequence[Unit], products: torch.dtype | None) -> list[Unit]:
+def with_kept_flats(units: Sequence[Unit], autocast_dtype: torch.dtype | None) -> list[Unit]:
     """Returns the units with the pieces that `shard_optimizer` would keep, as flats that are not spread.
 
     Args:
         units: whose parameters are not in flats.
-        products: the type of matrix products under autocast; None for no autocast.
+        autocast_dtype: the type of matrix products under autocast; None for no autocast.
     """
     several = paper_mesh({}, spread={COPIES: 2, EXPERT_COPIES: 2}).mesh  # whatever their number, pieces are the same
-    return keep_units(units, several.spread_over, products)
+    return keep_units(units, several.spread_over, autocast_dtype)
 
 
 def kept_weights(units: Iterable[Unit]) -> list[KeptWeights]:

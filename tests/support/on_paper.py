@@ -57,7 +57,7 @@ def layout_of_training(model: Any, bf16: bool = False, **helix: Any) -> Layout:
     group: Any = object()
     mesh = replace(mesh, sizes={**mesh.sizes, "dp": 2}, copies_group=group, expert_copies_group=group, dp_group=group)
     modes = ["none"] * model.config.num_hidden_layers
-    return declare(model, config, mesh, modes, products=torch.bfloat16 if bf16 else None).stage.layout
+    return declare(model, config, mesh, modes, autocast_dtype=torch.bfloat16 if bf16 else None).stage.layout
 
 
 def cluster_with(nodes: int = 1, devices_per_node: int = 8, **keys: Any) -> Cluster:

@@ -36,15 +36,15 @@ class GatherWeights(Communication):
         return (whole,), work
 
 
-def spread_units(units: Sequence[Unit], spread_over: SpreadOver, products: torch.dtype | None) -> list[Unit]:
+def spread_units(units: Sequence[Unit], spread_over: SpreadOver, autocast_dtype: torch.dtype | None) -> list[Unit]:
     """Returns the units with their weights gathered; each parameter gets a place in a flat.
 
     Args:
         units: of the whole model, in forward order.
         spread_over: see `SpreadOver`.
-        products: the type of matrix products under autocast; None for no autocast.
+        autocast_dtype: the type of matrix products under autocast; None for no autocast.
     """
-    flats = make_flats(units, spread_over, products, Flat)
+    flats = make_flats(units, spread_over, autocast_dtype, Flat)
     last = len(units) - 1
     return [_gathering(unit, flats[place], keeps=place == last) for place, unit in enumerate(units)]
 

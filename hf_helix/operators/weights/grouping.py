@@ -27,7 +27,7 @@ AnyFlat = TypeVar("AnyFlat", bound=Flat)
 def make_flats(
     units: Sequence[Unit],
     spread_over: SpreadOver,
-    products: torch.dtype | None,
+    autocast_dtype: torch.dtype | None,
     kind: type[AnyFlat],
     frozen: bool = True,
 ) -> list[list[AnyFlat]]:
@@ -37,7 +37,7 @@ def make_flats(
     Args:
         units: of the whole model, in forward order.
         spread_over: see `SpreadOver`.
-        products: the type of matrix products under autocast; None for no autocast.
+        autocast_dtype: the type of matrix products under autocast; None for no autocast.
         kind: the class of the flats.
         frozen: whether parameters that are not trained are in flats, too.
     """
@@ -47,11 +47,11 @@ def make_flats(
         for parameter, placement in unit.placements.items():
             users.setdefault(parameter, []).append(place)
             placements[parameter] = placement
-    cast = set(_read_by_products_alone(units)) if products is not None else set()
+    cast = set(_read_by_products_alone(units)) if autocast_dtype is not None else set()
     members: dict[tuple[tuple[int, ...], str, bool], list[nn.Parameter]] = {}
     for parameter, places in users.items():
         if spread_over(placements[parameter]) is not None and (frozen or parameter.requires_grad):
-            is_cast = parameter in cast and parameter.dtype is not products
+            is_cast = parameter in cast and parameter.dtype is not autocast_dtype
             name = _name_of(parameter, placements[parameter], len(places) > 1, is_cast)
             members.setdefault((tuple(places), name, is_cast), []).append(parameter)
     found: list[list[AnyFlat]] = [[] for _ in units]
@@ -61,7 +61,7 @@ def make_flats(
         # Matrices first, so that those that are multiplied at once lie side by side.
         ordered = sorted(alike, key=lambda parameter: -parameter.dim())
         held = {parameter: placements[parameter] for parameter in ordered}
-        flat = kind(name, held, over.weights, over.sums, products if is_cast else None)
+        flat = kind(name, held, over.weights, over.sums, autocast_dtype if is_cast else None)
         for place in using:
             found[place].append(flat)
     return found

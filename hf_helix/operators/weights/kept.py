@@ -65,15 +65,15 @@ class KeptFlat(Flat):
         self.outdate()
 
 
-def keep_units(units: Sequence[Unit], spread_over: SpreadOver, products: torch.dtype | None) -> list[Unit]:
+def keep_units(units: Sequence[Unit], spread_over: SpreadOver, autocast_dtype: torch.dtype | None) -> list[Unit]:
     """Returns the units with their trained parameters in flats that every rank keeps whole; graphs stay as they are.
 
     Args:
         units: of the whole model, in forward order.
         spread_over: see `SpreadOver`.
-        products: the type of matrix products under autocast; None for no autocast.
+        autocast_dtype: the type of matrix products under autocast; None for no autocast.
     """
-    flats = make_flats(units, spread_over, products, KeptFlat, frozen=False)
+    flats = make_flats(units, spread_over, autocast_dtype, KeptFlat, frozen=False)
     return [
         replace(unit, flats={flat.name: flat for flat in found}) if found else unit
         for unit, found in zip(units, flats, strict=True)
