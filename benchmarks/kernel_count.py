@@ -4,15 +4,19 @@ Measured: the calls of one layer that reach torch's dispatcher and compute or co
 training, when gradients are there to be added to. Views and allocations do not count. No device is needed: a kernel of
 CUDA is counted where CUDA has one for what the CPU computes in several steps (see `FUSED`). What is left out: the
 collectives themselves, and that a few calls launch more than one kernel (a matrix product split along its inner
-dimension, a sum over rows of a tall matrix).
+dimension, a sum over rows of a tall matrix). With `--compile`, a function that is compiled counts as many kernels as
+it has nests of loops in the C++ that is compiled for the CPU: at least as many as on CUDA, where more is fused.
 
     python benchmarks/kernel_count.py
+    python benchmarks/kernel_count.py --compile
     python benchmarks/kernel_count.py --model qwen3 --tp_size 1 --precision fp32
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,12 +25,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_helix.models.graph import norms
+from hf_helix.models.graph import builder, norms
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.models.registry import family_of
 from hf_helix.models.sequence_sharding import SequenceCut
@@ -51,6 +56,9 @@ FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", 
 
 FUSED: dict[Callable[..., Any], tuple[str, int, int]] = {functional.rms_norm: ("rms_norm", 1, 2)}
 """Functions that the CPU computes in several steps: their names, and what CUDA launches forward and backward."""
+
+NEST = re.compile(r"^ {4}\{$", re.MULTILINE)
+"""Where a nest of loops begins in the C++ that inductor writes: what it fuses, as it would into a kernel of CUDA."""
 
 SUMS = "sums of gradients"
 """What the executor itself adds, where several operators read one value."""
@@ -193,6 +201,36 @@ def _replaced(module: Any, name: str, other: Any) -> Iterator[None]:
 
 
 @contextmanager
+def _compiled_as_counted(kernels: Kernels) -> Iterator[None]:
+    """What is compiled meanwhile counts as many kernels as it has nests of loops for the CPU."""
+
+    def compile_graph(graph: Any, inputs: Any, **options: Any) -> Any:
+        function: Any = compile_fx_inner(graph, inputs, **options)
+        count = len(NEST.findall(function.source_code))
+
+        def run(values: list[Any]) -> Any:
+            kernels.note("compiled", count)
+            with kernels.run(None):
+                return function(values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        backend = functools.partial(compile_fx, inner_compile=compile_graph)
+        run = torch.compile(function, backend=backend)
+
+        def call(*given: Any, **named: Any) -> Any:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():  # under which nothing is compiled
+                return run(*given, **named)
+
+        return call
+
+    with _replaced(builder, "compiled", compiled):
+        yield
+
+
+@contextmanager
 def _weights_apart(kernels: Kernels) -> Iterator[None]:
     """Copies of weights count for the window, not for the micro-batch that comes first."""
     copy = matmul_dtype.joined_copy
@@ -205,16 +243,21 @@ def _weights_apart(kernels: Kernels) -> Iterator[None]:
         yield
 
 
-def count_layer(model: Any, tp_size: int = 2, autocast_dtype: torch.dtype | None = torch.bfloat16) -> Kernels:
+def count_layer(
+    model: Any, tp_size: int = 2, autocast_dtype: torch.dtype | None = torch.bfloat16, compiles: bool = False
+) -> Kernels:
     """The kernels of the first decoder layer of a model, in its second window.
 
     Args:
         model: a Transformers causal language model that a family describes; it is trained a little.
+        tp_size: the number of tensor-parallel ranks, of which one is run.
         autocast_dtype: the type of matrix products, see `Precision`.
+        compiles: as under `HelixConfig(compile=True)`.
     """
     kernels = Kernels()
-    runner, window = _runner(model, tp_size, autocast_dtype, kernels)
-    runner.train_window(window)
+    with _compiled_as_counted(kernels):
+        runner, window = _runner(model, tp_size, autocast_dtype, kernels, compiles)
+        runner.train_window(window)
     kernels.found.clear()
     with (
         kernels,
@@ -229,13 +272,14 @@ def count_layer(model: Any, tp_size: int = 2, autocast_dtype: torch.dtype | None
 
 
 def _runner(
-    model: Any, tp_size: int, autocast_dtype: torch.dtype | None, kernels: Kernels
+    model: Any, tp_size: int, autocast_dtype: torch.dtype | None, kernels: Kernels, compiles: bool
 ) -> tuple[Runner, list[MicroBatch]]:
     family, axis = family_of(model), Axis(SilentTransport(tp_size, 0))
     ids = torch.arange(16).view(1, -1)
     batch = {"input_ids": ids, "labels": ids}
     side = family.side_inputs(model.train(), batch, SequenceCut(tp_size), torch.tensor(1.0))
-    units = [_watched(unit, kernels) for unit in family.units(model, ParallelContext(axis))]
+    context = ParallelContext(axis, compile=compiles)
+    units = [_watched(unit, kernels) for unit in family.units(model, context)]
     stage = place_units(units)
     sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": tp_size, "ep": 1}
     mesh = Mesh(sizes, torch.device("cpu"), None, axis, Axis.single(), axis, Pipe([0]), None, None, None, None)
@@ -312,11 +356,12 @@ def main() -> None:
     parser.add_argument("--model", default="llama", help="a model type of Transformers")
     parser.add_argument("--tp_size", type=int, default=2)
     parser.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    parser.add_argument("--compile", action="store_true", help="as under HelixConfig(compile=True)")
     parser.add_argument("--calls", action="store_true", help="also which calls they are")
     options = parser.parse_args()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(options.model, **SIZES))
-    kernels = count_layer(model, options.tp_size, PRECISIONS[options.precision])
+    kernels = count_layer(model, options.tp_size, PRECISIONS[options.precision], options.compile)
     print(f"kernels of a layer of {type(model).__name__}, tp_size={options.tp_size}, {options.precision}\n")
     for label, count in kernels.totals().items():
         calls = ", ".join(f"{name} {number}" for name, number in kernels.found[label].items())
