@@ -5,9 +5,11 @@ takes place, and then waits, asleep, until a link of that speed would have carri
 and plans are made with these times, as `plan="auto"` does. Then windows under every plan, computation alone and
 communication alone are timed in one run, in turn; medians, the slower rank counts. The bound is the larger of the two
 alone, and `of bound` is the part of it that a plan reaches: what scheduling is worth, apart from what TCP costs the
-cores. A step is forward, backward and gradient sums of a window, without the optimizer.
+cores. A step is forward, backward and gradient sums of a window, without the optimizer. With `--dp_size 2`, two such
+pairs train on micro-batches of their own, and sum their gradients over their links; on two cores, each has two ranks.
 
     python benchmarks/emulated_link.py --links even 150mbit --microbatches 16
+    python benchmarks/emulated_link.py --links even --microbatches 8 --dp_size 2
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="+", default=["even"], help="as of HelixConfig(link=...)")
     parser.add_argument("--plans", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--dp_size", type=int, default=1, help="copies of the two ranks")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=256)
@@ -38,7 +41,7 @@ def main() -> None:
     parser.add_argument("--profile", help="also save profiles, such as link-{link}.json")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        shaped_link.launch_here()
+        shaped_link.launch_here(2 * options.dp_size)
     options.rank = int(os.environ["RANK"])
     work(options)
 

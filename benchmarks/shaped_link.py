@@ -70,9 +70,9 @@ def launch(options: argparse.Namespace) -> None:
     run_ranks("network namespaces", 2, start_rank, options.timeout, hosts())
 
 
-def launch_here() -> NoReturn:
-    """Run two ranks of this script on this host, without namespaces, and end with their exit code."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def launch_here(count: int = 2) -> NoReturn:
+    """Run ranks of this script on this host, without namespaces, and end with their exit code."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     sys.exit(subprocess.call([*launcher, *sys.argv], env={"OMP_NUM_THREADS": "1", **os.environ}))
 
 
@@ -189,7 +189,7 @@ def join(host: int) -> None:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
-        os.sched_setaffinity(0, {cores[host]})
+        os.sched_setaffinity(0, {cores[host % len(cores)]})
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
 
 
