@@ -25,7 +25,8 @@ Offset = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Stretch:
-    """What a rank steps of a slice that is spread over ranks (`shard_parameters`): some of its elements, in a row.
+    """What a rank steps of a slice that is spread over ranks (`shard_optimizer`, `shard_parameters`): some of its
+    elements, in a row.
 
     Attributes:
         shape: of the slice.
@@ -50,12 +51,14 @@ class LocalParameter:
         placement: how it is cut.
         axis: the ranks that it is cut over.
         stretch: of the slice; None where this rank steps all of it.
+        trained: whether the parameter is at present; what is frozen once it is cut is frozen in the model alone.
     """
 
     name: str
     placement: Placement
     axis: Axis
     stretch: Stretch | None = None
+    trained: bool = True
 
     @property
     def mark(self) -> str:
@@ -147,5 +150,6 @@ def local_parameters(model: nn.Module, stage: Stage, mesh: Mesh) -> dict[nn.Para
             is_first_copy = placement.dim is not None or mesh.tp.rank == 0
             stretch = Stretch(tuple(parameter.shape), flat.part(parameter)[0], flat.axis, is_first_copy)
         stepped = shards.get(parameter, parameter)
-        found[stepped] = LocalParameter(name, placement, mesh.axis_of(placement), stretch)
+        axis, trained = mesh.axis_of(placement), parameter.requires_grad
+        found[stepped] = LocalParameter(name, placement, axis, stretch, trained)
     return found

@@ -168,7 +168,7 @@ def describe_parameters(
         about.name: {
             "shape": list(about.whole_shape(parameter)),
             "dtype": str(parameter.dtype).removeprefix("torch."),
-            "trained": parameter.requires_grad,
+            "trained": about.trained,
             "group": group_of.get(parameter),
         }
         for parameter, about in local.items()

@@ -171,7 +171,8 @@ def _saved_states(
             raise ValueError(
                 f"the optimizer's state {key!r} of {owner} has the shape {list(saved.size)}, and the parameter "
                 f"{list(about.whole_shape(parameter))}, so it cannot be cut for another tp_size or ep_size, or for "
-                "another number of ranks with shard_parameters=True; resume with those of the checkpoint"
+                "another number of ranks with shard_optimizer=True or shard_parameters=True; resume with those of the "
+                "checkpoint"
             )
         elif mark == about.mark.removeprefix("@"):
             yield parameter, key, name, saved

@@ -37,6 +37,7 @@ from hf_helix.engine.checks import (
 from hf_helix.engine.diagnostics import Diagnostics
 from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker, share_lengths
+from hf_helix.engine.optimizer_parts import cut_states, step_shards
 from hf_helix.engine.parameter_counts import ParameterCounts
 from hf_helix.engine.proof.first_use import prove_on_first_use
 from hf_helix.engine.recompute import modes_of
@@ -281,33 +282,11 @@ class Engine(Diagnostics):
         for flat in self.runner.stage.flats:
             flat.take_back()
 
-    def step_shards(self, optimizer: Any) -> None:
-        """Lets an optimizer step this rank's parts of the parameters that are spread, in place of these.
-
-        Args:
-            optimizer: of the model's parameters, or of these parts already; it has not stepped. Groups, their options
-                and the order of what is in them stay, and so do the states that some optimizers start with (Adagrad).
-        """
-        stage = self.runner.stage
-        shards = stage.shards
-        if not any(parameter in shards for group in optimizer.param_groups for parameter in group["params"]):
-            return  # nothing is spread, or it steps the parts already
-        for group in optimizer.param_groups:
-            group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
-        counters = {
-            key
-            for parameter, states in optimizer.state.items()
-            for key, state in states.items()
-            if parameter.dim() and not getattr(state, "ndim", 0)
-        }
-        for flat in stage.flats:
-            for parameter, shard in flat.shards.items():
-                if parameter in optimizer.state:
-                    states = optimizer.state.pop(parameter).items()
-                    optimizer.state[shard] = {
-                        key: state if key in counters else flat.part_of(state, parameter) for key, state in states
-                    }
-        optimizer.register_step_post_hook(lambda *_: stage.outdate_weights())
+    def step_parts(self, optimizer: Any) -> None:
+        """Lets an optimizer of the model's parameters step what this rank has of them. It has not stepped; the states
+        that some optimizers start with stay (Adagrad)."""
+        cut_states(optimizer, self.runner.stage, self.mesh)
+        step_shards(optimizer, self.runner.stage)
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 

@@ -98,11 +98,21 @@ def _check_optimizer_class(option: str, kind: Any, config: HelixConfig) -> None:
 
 def _check_new_optimizer(option: str, optimizer: Any, config: HelixConfig) -> None:
     """Refuses an optimizer that was made before the model is cut, and cannot take the slices over."""
-    kind = type(optimizer)
-    _check_optimizer_class(option, kind, config)
-    if optimizer.state and cuts_of(config):
+    name = type(optimizer).__name__
+    _check_optimizer_class(option, type(optimizer), config)
+    if not cuts_of(config):
+        return
+    states = [states for states in optimizer.state.values() if states]
+    if any(getattr(state, "is_meta", False) for each in states for state in each.values()):
         raise ValueError(
-            f"{option}=({kind.__name__}, ...) has taken steps on the whole model, and its states cannot be cut; give a "
+            f"{option}=({name}, ...) starts with states, which are on the meta device with the model and have no "
+            "values; make the model with from_pretrained(folder), or use an optimizer that starts without, such as "
+            "AdamW"
+        )
+    # Some optimizers have states before their first step (Adagrad), which are cut with the parameters.
+    if any(float(each.get("step", 1)) > 0 for each in states):
+        raise ValueError(
+            f"{option}=({name}, ...) has taken steps on the whole model, and its averages are not taken over; give a "
             "new one"
         )
 

@@ -111,7 +111,8 @@ class TensorOperator(ABC):
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters whose gradients backward adds to."""
+        """The parameters whose gradients backward adds to. Where a choice between some is made whenever it runs (of
+        adapters, say), all of them."""
         return ()
 
     def weights_read_by(self, part: Part) -> tuple[Tensor, ...]:

@@ -26,6 +26,7 @@ def follow(
     accumulate: int,
     dp_size: int = 1,
     weights: str | None = None,
+    kind: str = "AdamW",
 ) -> dict[str, Any]:
     """Two epochs: losses, norms and learning rates by step, evaluation of every sample, and the model saved.
 
@@ -34,9 +35,11 @@ def follow(
         accumulate: batches of a rank in a window.
         dp_size: ranks whose batches the stock loop trains on at once.
         weights: a folder that the model starts from, on the meta device before.
+        kind: the class of the optimizer.
     """
     plugin = None if helix is None else HelixPlugin(HelixConfig(cache=False, plan="greedy", **helix))
-    accelerator, model, optimizer, loader, held_out, scheduler = made(plugin, accumulate * dp_size, count, weights)
+    all_made = made(plugin, accumulate * dp_size, count, weights, kind)
+    accelerator, model, optimizer, loader, held_out, scheduler = all_made
     train = model.train_window if plugin else stock_window(accelerator, model)
     evaluate = model.evaluate if plugin else lambda batch, logits: model.eval()(**batch)
     found: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
@@ -63,13 +66,20 @@ def follow(
     return found
 
 
-def made(plugin: HelixPlugin | None, accumulate: int, count: int, weights: str | None = None, **options: Any) -> Made:
+def made(
+    plugin: HelixPlugin | None,
+    accumulate: int,
+    count: int,
+    weights: str | None = None,
+    kind: str = "AdamW",
+    **options: Any,
+) -> Made:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, parallelism_config=plugin, **options)
     with torch.device("meta" if weights else "cpu"):
         model = llama(num_hidden_layers=4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     dice = torch.Generator().manual_seed(5)
     loader = DataLoader(sequences(count), 2, shuffle=True, generator=dice, collate_fn=default_data_collator)
@@ -136,6 +146,20 @@ def misuse(helix: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def clip_values(helix: dict[str, Any], limit: float) -> tuple[str, float, float]:
+    """What is said of the model's own parameters; the largest gradient before its values are clipped, and behind."""
+    accelerator, model, _, loader, *_ = made(HelixPlugin(HelixConfig(cache=False, plan="sequential", **helix)), 1, 8)
+    model.train_window([next(iter(loader))])
+    words = said(lambda: accelerator.clip_grad_value_(model.module.parameters(), limit))
+    found = []
+    for _ in range(2):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
+        found.append(max(float(gradient.abs().max()) for gradient in gradients))
+        accelerator.clip_grad_value_(model.parameters(), limit)
+    model.engine.close()
+    return words, *found
+
+
 def refused(helix: dict[str, Any], kind: str) -> None:
     """Only prepare."""
     AcceleratorState._reset_state()
@@ -149,12 +173,13 @@ def refused(helix: dict[str, Any], kind: str) -> None:
     if kind == "compiled":
         options["dynamo_backend"] = "eager"
     accelerator = Accelerator(**options)
-    model = llama(num_hidden_layers=4)
-    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.device("meta" if kind == "states on the meta device" else "cpu"):
+        model = llama(num_hidden_layers=4)
+    optimizer = (torch.optim.Adagrad if "state" in kind else torch.optim.AdamW)(model.parameters())
     given: list[Any] = [model, optimizer]
     if kind == "LBFGS":
         given[1] = torch.optim.LBFGS(model.parameters())
-    if kind == "a step":
+    if kind.startswith("a step"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
         optimizer.step()
     if kind == "another model":

@@ -70,11 +70,27 @@ def load_into(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> None
     )
 
 
-def evaluations(folder: str, helix: dict[str, Any] | None, model: dict[str, Any]) -> list[float]:
-    """With adapters, with dropout switched off as it must be; without adapters; with them again."""
-    common: dict[str, Any] = {"model": tiny(**model), "args": arguments(folder), "eval_dataset": sequences(4)}
-    trainer = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
-    found = [trainer.evaluate()["eval_loss"]]
+def evaluations(folder: str, helix: dict[str, Any] | None, model: dict[str, Any], **training: Any) -> dict[str, float]:
+    """Losses with the adapters that are trained, without adapters, with the idle one if there is one, and as first."""
+    common: dict[str, Any] = {"args": arguments(folder, **training), "eval_dataset": sequences(4)}
+    common |= {"model": tiny(**model)}
+    trainer: Any = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
+    found = {"trained": trainer.evaluate()["eval_loss"]}
     with trainer.model.disable_adapter():
-        found.append(trainer.evaluate()["eval_loss"])
-    return [*found, trainer.evaluate()["eval_loss"]]
+        found["none"] = trainer.evaluate()["eval_loss"]
+    if idle := model["lora"].get("idle"):
+        trainer.model.set_adapter(idle)
+        found["idle"] = trainer.evaluate()["eval_loss"]
+        trainer.model.set_adapter("default")
+    return found | {"again": trainer.evaluate()["eval_loss"]}
+
+
+def train_the_idle_one(folder: str, helix: dict[str, Any], model: dict[str, Any], **training: Any) -> list[float]:
+    """Losses of a run that trains the adapter which was idle when the model was cut; of an evaluation behind it."""
+    args = arguments(folder, max_steps=3, **training)
+    common: dict[str, Any] = {"args": args, "train_dataset": sequences(20), "eval_dataset": sequences(4)}
+    trainer = HelixTrainer(model=tiny(**model), **common, helix_config=HelixConfig(**helix))
+    trainer.model.set_adapter(model["lora"]["idle"])
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,16 @@ def run(folder: str, helix: dict[str, Any] | None, resume: Any = None, **options
     }
 
 
-def make(folder: str, helix: dict[str, Any] | None, **options: Any) -> Any:
+def described(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """What a checkpoint would say of the parameters."""
+    trainer = make(folder, helix, **options)
+    found = trainer._describe().parameters
+    trainer.helix.close()
+    return found
+
+
+def make(folder: str, helix: dict[str, Any] | None, freeze_later: Sequence[str] = (), **options: Any) -> Any:
+    """A trainer. `freeze_later` names parameters that are frozen once it is made."""
     training = {**TRAINING, **options.pop("training", {})}
     data = {"count": 16, **options.pop("data", {})}
     if options.pop("streamed", False):
@@ -64,7 +74,9 @@ def make(folder: str, helix: dict[str, Any] | None, **options: Any) -> Any:
     evaluated = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in sequences(4, seed=9)]
     options.setdefault("eval_dataset", evaluated)
     options["model"] = {"num_hidden_layers": 4, **options.get("model", {})}
-    return jobs.make_trainer(folder, helix, data=data, training=training, **options)
+    trainer = jobs.make_trainer(folder, helix, data=data, training=training, **options)
+    jobs.frozen(trainer.model, freeze_later)
+    return trainer
 
 
 def digest(value: torch.Tensor) -> str:

@@ -61,8 +61,9 @@ def follow(
         "data_collator": padded,
         "callbacks": [recorder, *([EarlyStoppingCallback(patience)] if patience else [])],
     }
-    if optimizer == "passed in":
-        given = torch.optim.NAdam(made.parameters(), lr=0.01)
+    if optimizer.startswith("passed in"):
+        kind = torch.optim.Adagrad if optimizer == "passed in with states" else torch.optim.NAdam
+        given = kind(made.parameters(), lr=0.01)
         options["optimizers"] = given, torch.optim.lr_scheduler.ExponentialLR(given, 0.9)
     if optimizer == "class":
         options["optimizer_cls_and_kwargs"] = torch.optim.RAdam, {"lr": 0.01, "eps": 1e-6}

@@ -100,7 +100,7 @@ def prepare(
     model = _cut(accelerator, models[0], config, mesh, seed, weights) if models else None
     for given in objects:
         if model is not None and isinstance(given, torch.optim.Optimizer):
-            model.engine.step_shards(given)
+            model.engine.step_parts(given)
     optimizers = {
         id(given): accelerator.prepare_optimizer(given) for given in objects if isinstance(given, torch.optim.Optimizer)
     }
@@ -149,6 +149,7 @@ def _cut(
     for name, instead in REFUSED.items():
         setattr(accelerator, name, _refuse(f"accelerator.{name}", instead))
     accelerator.clip_grad_norm_ = cut._clip
+    accelerator.clip_grad_value_ = cut._clip_values
     accelerator.gather_for_metrics = cut._gather
     return cut
 
@@ -232,7 +233,7 @@ class HelixModel:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What an optimizer steps of the parameters of the model: this rank's slices, empty where another pipeline rank
-        holds the parameter; with `shard_parameters`, this rank's parts of them."""
+        holds the parameter; with `shard_optimizer` and `shard_parameters`, this rank's parts of them."""
         shards = self.engine.runner.stage.shards
         return (shards.get(parameter, parameter) for parameter in self.module.parameters())
 
@@ -254,6 +255,19 @@ class HelixModel:
                 "the 2-norm of all its parameters is built; use model.clip_grad_norm_(max_norm)"
             )
         return self.clip_grad_norm_(max_norm)
+
+    def _clip_values(self, parameters: Any, clip_value: float) -> None:
+        """Takes the place of `accelerator.clip_grad_value_`, which would pass over parameters without a gradient: those
+        of the model have none where ranks step parts of them."""
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        stray = {id(parameter) for parameter in given} - {id(parameter) for parameter in self.parameters()}
+        if stray:
+            raise ValueError(
+                f"accelerator.clip_grad_value_ with {len(given)} parameters, of which {len(stray)} are not what the "
+                "optimizer steps of the cut model; use accelerator.clip_grad_value_(model.parameters(), clip_value) "
+                "with the model that HelixPlugin.prepare returned"
+            )
+        torch.nn.utils.clip_grad_value_(given, clip_value)
 
     def _gather(self, data: Any, use_gather_object: bool = False) -> Any:
         """Takes the place of `accelerator.gather_for_metrics`, which would count every rank that shares a batch."""

@@ -231,7 +231,7 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         rank's parts of the parameters.
         """
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        self.helix.step_shards(optimizer)
+        self.helix.step_parts(optimizer)
         return optimizer
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

@@ -21,7 +21,6 @@ from hf_helix.models.peft import Opened, unwrap_peft
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.explicit import Explicit, RmsNorm
 from hf_helix.operators.linears.linear import Linear, Projection
-from hf_helix.operators.linears.low_rank import Adapters
 from hf_helix.operators.segment import Add, Dropout, Segment, cast_for_matmul, compiled
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, Placement, cut_bounds
 from hf_helix.operators.vocab_parallel import TokenStatistics, cross_entropy
@@ -182,14 +181,8 @@ class Builder(Draft):
         plain_linear = unwrap_peft(linear, self.label)
         matrix = CUT_ROWS if plain_linear.is_transposed else CUT_COLUMNS
         self._place_linear(plain_linear, matrix, COPIED, down=CUT_COLUMNS, up=COPIED_ON_SHARDS)
-        has_bias, adapters = self.tp.rank == 0, _adapters([plain_linear])
-        return self._compute(
-            name,
-            Linear([plain_linear.projection], has_bias, plain_linear.is_transposed, adapters),
-            (value,),
-            split=True,
-            effort=GEMM,
-        )
+        operator = _linear([plain_linear], adds_bias=self.tp.rank == 0)
+        return self._compute(name, operator, (value,), split=True, effort=GEMM)
 
     def lookup(self, name: str, embedding: nn.Module, *, plain: bool = False) -> str:
         """Adds the lookup of token embeddings in a table that is cut by rows; gives partial sums for `reduce_scatter`.
@@ -244,8 +237,6 @@ class Builder(Draft):
 
     def _linears(self, name: str, linears: Sequence[Opened], value: str, outputs: tuple[str, ...]) -> tuple[str, ...]:
         """Adds linears that read one value, and of which each gives one."""
-        transposed = any(linear.is_transposed for linear in linears)
-        projections = [linear.projection for linear in linears]
         return self.declare(
             Operator(
                 name=name,
@@ -255,7 +246,7 @@ class Builder(Draft):
                 splits_dgrad_wgrad=True,
                 relative_cost=GEMM * max(1, len(linears) / 2),
             ),
-            Linear(projections, transposed=transposed, adapters=_adapters(linears)),
+            _linear(linears),
         )
 
     def _place_linear(
@@ -289,6 +280,13 @@ def _parameters_of(used: Sequence[Used]) -> dict[nn.Parameter, None]:
     return dict.fromkeys(parameter for parameters in found for parameter in parameters)
 
 
-def _adapters(linears: Sequence[Opened]) -> list[Adapters]:
-    """Returns the adapters of each linear, or an empty list where no linear has any: a step then looks none up."""
-    return [linear.adapters for linear in linears] if any(linear.lora is not None for linear in linears) else []
+def _linear(linears: Sequence[Opened], adds_bias: bool = True) -> Linear:
+    """Returns the operator of linears that read one value."""
+    return Linear(
+        [linear.projection for linear in linears],
+        adds_bias,
+        transposed=any(linear.is_transposed for linear in linears),
+        # None where no linear has any: a step then looks none up.
+        adapters=linears if any(linear.lora is not None for linear in linears) else (),
+        copies=[copy for linear in linears for copy in linear.copies],
+    )

@@ -45,6 +45,7 @@ class Linear(SplitComputation):
             The gradient of the bias is complete on every rank all the same, since each sees the whole gradient.
         transposed: the weights are [features_in, features_out], as those of `Conv1D`.
         adapters: beside each linear; empty where no linear has any.
+        copies: all modules that the linears may stand for, whichever they do when they run; by default themselves.
     """
 
     def __init__(
@@ -53,15 +54,17 @@ class Linear(SplitComputation):
         adds_bias: bool = True,
         transposed: bool = False,
         adapters: Sequence[Adapters] = (),
+        copies: Sequence[Projection] = (),
     ) -> None:
         self.linears = tuple(linears)
         self.adds_bias = adds_bias
         self.transposed = transposed
         self._adapters = tuple(adapters)
+        self._copies = tuple(copies) or self.linears
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
-        own = [p for linear in self.linears for p in (linear.weight, linear.bias) if p is not None]
+        own = [p for linear in self._copies for p in (linear.weight, linear.bias) if p is not None]
         return *own, *self._of_adapters()
 
     @property
@@ -148,11 +151,11 @@ class Linear(SplitComputation):
         return any(linear.weight.requires_grad for linear in self.linears)
 
     def _of_adapters(self) -> list[Tensor]:
-        return [p for beside in self._beside() for adapter in beside for p in adapter.parameters]
+        return [p for beside in self._adapters for adapter in beside.all_adapters() for p in adapter.parameters]
 
     def _beside(self) -> list[Sequence[LowRank]]:
         """The adapters that are switched on, linear by linear."""
-        return [adapters() for adapters in self._adapters]
+        return [beside.adapters() for beside in self._adapters]
 
     def _each(self, call: Call, values: Sequence[Tensor]) -> Iterator[tuple[Tensor, LowRank, Tensor | None]]:
         """Every adapter with what belongs to its linear, and with what dropout multiplies its input with."""

@@ -8,8 +8,9 @@ needed, from the call's seed, so no mask is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -85,8 +86,14 @@ class LowRank:
         return (gradient.to(dtype) @ call.precision.weights.of((self.up,), dtype)).mul_(self.scaling)
 
 
-Adapters = Callable[[], Sequence[LowRank]]
-"""The adapters beside a linear that are switched on, whenever it is asked."""
+class Adapters(Protocol):
+    """The adapters beside a linear."""
+
+    def adapters(self) -> Sequence[LowRank]:
+        """Returns those that are switched on, whenever it is asked."""
+
+    def all_adapters(self) -> Sequence[LowRank]:
+        """Returns those that may be switched on."""
 
 
 def dropout_masks(

@@ -173,6 +173,29 @@ def test_shards_of_the_optimizer_go_on_otherwise(
         goes_on(mine, other[0])
 
 
+LATER = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("helix", [SPREAD["helix"], KEPT["helix"]], ids=str)
+def test_what_is_frozen_after_the_cut_is_not_trained(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+    """Wherever a checkpoint is from."""
+    job = {"folder": str(tmp_path), "freeze_later": (LATER,)}
+    whole, spread = (cluster_of(2).run(f"{JOB}described", helix=options, **job) for options in ({}, helix))
+    assert spread == whole
+    assert [name for name, about in spread[0].items() if not about["trained"]] == [LATER]
+
+
+@pytest.mark.slow
+def test_a_run_that_has_frozen_after_the_cut_goes_on_otherwise(cluster_of: Any, tmp_path: Path) -> None:
+    options = {"freeze_later": (LATER,), "training": {"per_device_train_batch_size": 1}}
+    given = {**options, "helix": SPREAD["helix"]}
+    expected = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "spread"), **given)
+    saved = str(tmp_path / "spread" / "checkpoint-3")
+    given = {**options, "helix": {"plan": "greedy"}}
+    for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "whole"), resume=saved, **given):
+        goes_on(mine, expected[0])
+
+
 def test_one_process_goes_on(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
     saved, expected = whole
     shutil.copytree(saved, tmp_path / "checkpoint-3")
@@ -376,7 +399,8 @@ def test_states_that_cannot_be_cut(tmp_path: Path) -> None:
     load_states(optimizer, {weight: held_by(0, 1, placement)}, tmp_path)
     assert torch.equal(optimizer.state[weight]["sums"], sums)  # its own type, too
     half, other = with_row_sums(2)
-    with pytest.raises(ValueError, match=r"state 'sums' of weight has the shape \[4\].*\[4, 2\].*another tp_size"):
+    words = r"state 'sums' of weight has the shape \[4\].*\[4, 2\].*another tp_size.*shard_optimizer.*shard_parameters"
+    with pytest.raises(ValueError, match=words):
         load_states(other, {half: held_by(0, 2, placement)}, tmp_path)
     assert other.state[half]["sums"].shape == (2,)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_helix.checkpoint.local_parameter import LocalParameter, Stretch
 from hf_helix.checkpoint.optimizer_state import load_states, save_states
-from hf_helix.engine.engine import Engine
+from hf_helix.engine.optimizer_parts import step_shards
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED
 from hf_helix.operators.weights.flat import Flat
@@ -46,7 +46,7 @@ class Stepped:
         flat = self.flat = make("w", dict.fromkeys(self.parameters.values(), COPIED), copies.weights, copies.sums)
         flat.spread(torch.device("cpu"))
         stage = SimpleNamespace(flats=[flat], shards=flat.shards, outdate_weights=flat.outdate)
-        Engine.step_shards(SimpleNamespace(runner=SimpleNamespace(stage=stage)), self.optimizer)  # type: ignore[arg-type]
+        step_shards(self.optimizer, stage)  # type: ignore[arg-type]
         self.local = {}
         for name, parameter in self.parameters.items():
             stretch = Stretch(tuple(parameter.shape), flat.part(parameter)[0], flat.axis, True)

@@ -24,9 +24,9 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The stock loops, each run once: what was found, and where the model is."""
 
     @cache
-    def run(count: int, accumulate: int, dp_size: int) -> tuple[dict[str, Any], Path]:
+    def run(count: int, accumulate: int, dp_size: int, kind: str = "AdamW") -> tuple[dict[str, Any], Path]:
         folder = tmp_path_factory.mktemp("stock")
-        return loop_jobs.follow(str(folder), None, count, accumulate, dp_size), folder
+        return loop_jobs.follow(str(folder), None, count, accumulate, dp_size, kind=kind), folder
 
     return run
 
@@ -68,6 +68,27 @@ def test_as_the_stock_loop(
         assert torch.linalg.norm(saved[name] - value) <= 1e-4 * torch.linalg.norm(value), name
 
 
+@pytest.mark.parametrize(
+    ("helix", "dp_size"),
+    [
+        ({"tp_size": 2, "shard_parameters": True}, 1),
+        ({"shard_parameters": True}, 2),
+        pytest.param({"tp_size": 2}, 1, marks=SLOW),
+        pytest.param({"pp_size": 2}, 1, marks=SLOW),
+        pytest.param({"shard_optimizer": True}, 2, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_an_optimizer_that_starts_with_states(
+    helix: dict[str, Any], dp_size: int, cluster_of: Any, tmp_path: Path, stock: Any
+) -> None:
+    """They are cut with the parameters."""
+    options = {"count": 12, "accumulate": 4 // dp_size, "kind": "Adagrad"}
+    wanted, _ = stock(12, 4 // dp_size, dp_size, "Adagrad")
+    for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix=helix, **options):
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("helix", "dp_size"),
@@ -104,13 +125,23 @@ def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
             assert words in found[name], name
 
 
+@pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW)])
+def test_values_of_gradients_are_clipped_where_they_are(option: str, cluster_of: Any) -> None:
+    limit = 1e-3
+    for words, before, after in cluster_of(2).run(JOBS + "clip_values", helix={option: True}, limit=limit):
+        assert "use accelerator.clip_grad_value_(model.parameters(), clip_value)" in words
+        assert before > limit >= after > limit / 2
+
+
 @pytest.mark.parametrize(
     ("helix", "kind", "words"),
     [
         ({"tp_size": 2}, "another plugin", "use Accelerator(parallelism_config=plugin"),
         ({"tp_size": 2}, "compiled", "use dynamo_backend='no'"),
         ({"tp_size": 2}, "LBFGS", "use one of AdamW, Adam, SGD"),
-        ({"tp_size": 2}, "a step", "has taken steps on the whole model"),
+        ({"tp_size": 2}, "a step", "optimizer=(AdamW, ...) has taken steps on the whole model"),
+        ({"tp_size": 2}, "a step after a state", "optimizer=(Adagrad, ...) has taken steps on the whole model"),
+        ({"tp_size": 2}, "states on the meta device", "make the model with from_pretrained(folder)"),
         ({"tp_size": 2}, "another model", "not the model's; make it from model.parameters()"),
         ({"tp_size": 2}, "two models", "takes one model, got LlamaForCausalLM, LlamaForCausalLM"),
         ({}, "uneven", "use DataLoaderConfiguration(even_batches=True)"),

@@ -377,9 +377,40 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_evaluation_with_and_without_adapters(tmp_path: Path) -> None:
     model = {"lora": {"lora_dropout": 0.5, "modules_to_save": ["norm"]}}
-    found = peft_jobs.evaluations(str(tmp_path), {}, model)
-    np.testing.assert_allclose(found, peft_jobs.evaluations(str(tmp_path), None, model), rtol=0, atol=1e-5)
-    assert found[0] == found[2] != found[1]
+    found, expected = (peft_jobs.evaluations(str(tmp_path), helix, model) for helix in ({}, None))
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert found["trained"] == found["again"] != found["none"]
+
+
+CHOICES = {"num_hidden_layers": 2, "lora": {"modules_to_save": ["lm_head"], "idle": "other"}}
+"""Of whose linears run time decides what they read: a head or its copy, and one of two adapters or none."""
+
+
+@pytest.mark.parametrize("training", [{}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=pytest.mark.slow)])
+def test_evaluation_with_what_was_idle_when_it_was_spread(
+    option: str, training: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
+    """Without adapters, the head is the frozen one."""
+    job = {"folder": str(tmp_path), "model": CHOICES, **training}
+    expected = peft_jobs.evaluations(helix=None, **job)
+    assert len({*expected.values()}) == 3
+    for found in cluster_of(2).run(f"{JOB}evaluations", helix={option: True, **GREEDY}, **job):
+        assert found == pytest.approx(expected, abs=1e-2 if training else 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [{}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("option", ["shard_parameters", "shard_optimizer"])
+def test_training_what_was_idle_when_it_was_spread(
+    option: str, training: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
+    job = {"folder": str(tmp_path), "model": CHOICES, "max_grad_norm": 1e6, **training}
+    whole, spread = (
+        cluster_of(2).run(f"{JOB}train_the_idle_one", helix={option: on, **GREEDY}, **job) for on in (False, True)
+    )
+    assert spread == whole
+    assert len({*whole[0]}) == len(whole[0])
 
 
 def test_a_model_in_bf16_with_adapters_in_fp32(cluster_of: Any, tmp_path: Path) -> None:

@@ -115,6 +115,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "training": {"max_steps": 4, "per_device_train_batch_size": 1},
         "optimizer": "passed in",
     },
+    "an optimizer with states passed in, experts": {
+        "helix": {"ep_size": 2, "shard_optimizer": True},
+        "training": {"max_steps": 4, "per_device_train_batch_size": 1},
+        "model": {"family": "mixtral"},
+        "optimizer": "passed in with states",
+    },
     "sharded states of a class": {
         "helix": {"shard_optimizer": True},
         "training": {"max_steps": 4, "per_device_train_batch_size": 1},

@@ -40,7 +40,7 @@ def layer(outputs: int, transposed: bool = False, bias: bool = True, train_base:
 
 def operator_of(layers: list[Any], **options: Any) -> Linear:
     found = [unwrap_peft(each, "test") for each in layers]
-    return Linear(found, transposed=found[0].is_transposed, adapters=[each.adapters for each in found], **options)
+    return Linear(found, transposed=found[0].is_transposed, adapters=found, **options)
 
 
 def values(count: int = 1) -> list[Tensor]:

@@ -1,0 +1,65 @@
+"""An optimizer of the whole model's parameters, on a rank that has a part of them.
+
+In:   an optimizer that has not stepped, made before the model was cut or afterwards.
+Out:  the same optimizer, over what this rank steps.
+Must hold: groups, their options and the order of what is in them stay, and so do the states that some optimizers start
+with (Adagrad), cut and spread as their parameters are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hf_helix.runtime.distributed.mesh import Mesh
+from hf_helix.runtime.stage import Stage
+
+
+def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
+    """Cuts states of whole parameters as the parameters were cut. Those that are cut already stay as they are.
+
+    Args:
+        optimizer: of the model's parameters.
+        stage: what this rank holds of the model, cut.
+        mesh: the layout of the ranks.
+    """
+    owners = stage.owners
+    for parameter, placement in stage.all_placements.items():
+        axis, states = mesh.axis_of(placement), optimizer.state.get(parameter, {})
+        whole = placement.whole_shape(parameter.shape) if owners[parameter] == stage.rank else None
+        for key, state in states.items():
+            if not isinstance(state, Tensor) or not state.dim():
+                continue
+            if whole is None:
+                states[key] = state.new_empty(0)  # as the parameter, which another pipeline rank holds
+            elif tuple(state.shape) == whole:
+                states[key] = placement.cut(state, axis.size, axis.rank)
+
+
+def step_shards(optimizer: Any, stage: Stage) -> None:
+    """Lets an optimizer step this rank's parts of the parameters that are spread, in place of these.
+
+    Args:
+        optimizer: of the model's parameters, or of these parts already.
+        stage: what this rank holds of the model.
+    """
+    shards = stage.shards
+    if not any(parameter in shards for group in optimizer.param_groups for parameter in group["params"]):
+        return  # nothing is spread, or it steps the parts already
+    for group in optimizer.param_groups:
+        group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
+    counters = {
+        key
+        for parameter, states in optimizer.state.items()
+        for key, state in states.items()
+        if parameter.dim() and not getattr(state, "ndim", 0)
+    }
+    for flat in stage.flats:
+        for parameter, shard in flat.shards.items():
+            if parameter in optimizer.state:
+                states = optimizer.state.pop(parameter).items()
+                optimizer.state[shard] = {
+                    key: state if key in counters else flat.part_of(state, parameter) for key, state in states
+                }
+    optimizer.register_step_post_hook(lambda *_: stage.outdate_weights())
