@@ -99,7 +99,7 @@ class Cluster:
 def forking() -> ForkServerContext:
     """Makes processes by forking the one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.tuning_jobs"])
+    context.set_forkserver_preload(["support.preloaded"])
     return context
 
 
