@@ -189,7 +189,7 @@ def test_a_rank_keeps_weights_and_its_part_of_the_rest(
         assert stepped == start + 8 * rank["elements"]
 
 
-@pytest.mark.parametrize("training", [{}, BF16], ids=str)
+@pytest.mark.parametrize("training", [pytest.param({}, marks=SLOW), BF16], ids=str)
 def test_the_memory_of_a_window(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Beside what a window takes that keeps its gradients all the time: the gradients, those that are being summed once
     more, and the summed parts. With bf16, products need no copies of the weights."""

@@ -217,7 +217,7 @@ def test_rows_of_experts_are_even():
     assert sent["experts"].bytes == rows * HIDDEN * 4 // 2, "half of the rows go to the other rank"
 
 
-@pytest.mark.parametrize("family", ["gemma", "phi3"])
+@pytest.mark.parametrize("family", ["phi3", pytest.param("gemma", marks=pytest.mark.slow)])
 def test_derived_families_are_counted_too(family: str):
     special = {"gemma": {"head_dim": HEAD}, "phi3": {"pad_token_id": 0}}
     found = counted(on_meta(family, **special[family]), BATCH, LENGTH, tp_size=2)
