@@ -92,9 +92,8 @@ def _run(folder: str, words: list[str], environment: Mapping[str, str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    sys.modules.pop(
-        "hf_helix.integrations.accelerate.plugin", None
-    )  # does something to the process when it is imported
+    # Sets the hooks of the process as it is imported, and the process that this one is forked from has imported it.
+    sys.modules.pop("hf_helix.integrations.accelerate.plugin", None)
     status = 0
     try:
         if words[0] == "-m":
