@@ -277,7 +277,7 @@ class Search:
         room = self.cluster.device.memory
         # Every mode takes time to count. Most of what does not fit does not fit with the smallest micro-batches; larger
         # ones mostly fit as the smaller did.
-        least = self._least(ways) if smaller is None else 0.0
+        least = self._least(ways) if smaller is None and self._memory(ways[0]) > room else 0.0
         fitting = next((way for way in ways if self._memory(way) <= room), None) if least <= room else None
         if fitting is None:
             least = least or self._least(ways)
