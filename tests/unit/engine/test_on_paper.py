@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.on_paper import counted, on_meta
+from support.on_paper import case_of, cluster_with, counted, on_meta
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import declare
-from hf_helix.engine.on_paper import kinds_of
+from hf_helix.engine.on_paper import OnPaper, kinds_of
 from hf_helix.models.families.llama import Llama
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.profile import named_operators
 from hf_helix.simulation.mesh import paper_mesh
 
 LAYERS = 3
@@ -83,3 +85,14 @@ def test_what_the_whole_model_hides_is_refused():
     model.model.layers[2].register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"model\.model\.layers\.2 has a forward hook"):
         counted(model, tp_size=2)
+
+
+def test_what_leaves_a_node_is_of_another_kind_and_counts_the_same():
+    paper = OnPaper(with_dense_layers(), cluster_with(nodes=2, devices_per_node=2))
+    inside, across = (paper.amounts(case_of(ep=2, pp=pp, dp=2, length=32)) for pp in (1, 2))
+    found = [
+        {name for name, op in named_operators(each.layout) if op.kind is Kind.INTER_NODE} for each in (inside, across)
+    ]
+    assert found[0] == set()
+    assert found[1] == {name for name, each in across.operators.items() if each.transfers} != set()
+    assert inside.operators == across.operators
