@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tuning_jobs
 from support.models import llama
 
-from hf_helix.planning.plans import search
 from hf_helix.planning.plans.files import load_plan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile_file import load_profile
@@ -260,16 +260,14 @@ def profile(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "plan",
     ["search", *(pytest.param(p, marks=pytest.mark.slow) for p in ("dhelix", "greedy", "round_robin", "intra_batch"))],
 )
-def test_a_given_profile_is_planned_with(
-    plan: str, profile: Path, cluster_of: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_given_profile_is_planned_with(plan: str, profile: Path, cluster_of: Any, tmp_path: Path) -> None:
     """Nothing is measured or waited for; the plan is the one that the file gives anywhere."""
     found = tune(cluster_of(2), tmp_path, plan, helix={"profile": str(profile)}, forbidden=True)
     assert found["first"] == found["rule"] == plan
     assert found["tuning"] is None
-    monkeypatch.setattr(search, "EFFORT", 20_000)
     mesh = {"tp_size": 2, "pp_size": 1}
-    made = make_plan(plan, load_profile(profile), model="LlamaForCausalLM", mesh=mesh)
+    with tuning_jobs.hasty():  # as on the ranks
+        made = make_plan(plan, load_profile(profile), model="LlamaForCausalLM", mesh=mesh)
     assert found["plan"] == made.to_json()
 
 
