@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.forked_ranks import fork_ranks
 from transformers import Trainer
 
 import hf_helix
@@ -135,18 +136,32 @@ def test_a_used_name_that_changed_is_an_error(
         check_class(HelixTrainer)
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "from hf_helix import HelixTrainer",
-        pytest.param("import hf_helix; hf_helix.HelixPlugin", marks=pytest.mark.slow),
-    ],
-)
-def test_a_name_that_cannot_be_imported_says_what_to_install(statement: str) -> None:
-    code = f"import transformers.core_model_loading as m; del m.dot_natural_key, m.rename_source_key\n{statement}"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+LOST = "import transformers.core_model_loading as m; del m.dot_natural_key, m.rename_source_key\n"
+ANEW = """import sys
+for name in [name for name in sys.modules if name.startswith(("hf_helix.integrations", "hf_helix.checkpoint"))]:
+    del sys.modules[name]
+"""
+
+
+def test_a_name_that_cannot_be_imported_says_what_to_install(tmp_path: Path) -> None:
+    """In a process that has imported everything else."""
+    (tmp_path / "script.py").write_text(f"{ANEW}{LOST}from hf_helix import HelixTrainer")
+    (process,) = fork_ranks(tmp_path, tmp_path / "script.py", world=1)
+    assert process.wait(120) == 1
+    check_advice((tmp_path / "0.log").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("statement", ["from hf_helix import HelixTrainer", "import hf_helix; hf_helix.HelixPlugin"])
+def test_a_new_process_says_what_to_install(statement: str) -> None:
+    command = [sys.executable, "-c", f"{LOST}{statement}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
-    last = result.stderr[result.stderr.index("hf_helix.upstream.check.UpstreamChanged") :]
+    check_advice(result.stderr)
+
+
+def check_advice(said: str) -> None:
+    last = said[said.index("hf_helix.upstream.check.UpstreamChanged") :]
     assert "transformers.core_model_loading:dot_natural_key is gone" in last
     assert "use `pip install 'transformers~=5.23.0'`, or a newer hf_helix" in last
 

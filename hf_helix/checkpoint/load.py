@@ -55,14 +55,13 @@ def load_parameters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) ->
     about = "\n".join(f"{key} {list(shape)} {dtype}" for key, (_, shape, dtype) in checkpoint.tensors.items())
     check_same_on_all_ranks(about, f"tensors in {folder}")
     materialize(model, stage, mesh)
-    whole = WholeSlices(stage, written=True)
-    for name, source in sources.items():
-        if tensors[name].is_local:
-            out = model.get_parameter_or_buffer(name)
-            whole.lend(out)
-            with checkpoint.reader() as reader:
-                tensors[name].read(source, name, out, model, reader)
-    whole.end()
+    with WholeSlices(stage, written=True) as whole:
+        for name, source in sources.items():
+            if tensors[name].is_local:
+                out = model.get_parameter_or_buffer(name)
+                whole.lend(out)
+                with checkpoint.reader() as reader:
+                    tensors[name].read(source, name, out, model, reader)
 
 
 @dataclass(frozen=True)

@@ -42,15 +42,14 @@ def save_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
     weights = dict(model.named_parameters(remove_duplicate=False))
     placements, owners, tensors = stage.all_placements, stage.owners, {}
     kept = {name for names in _names(model, list(weights)).values() for name in names.values()}
-    slices = WholeSlices(stage)
-    for name, weight in weights.items():
-        if name in kept:
-            slices.lend(weight)
-        if name in kept and mesh.holds_first_copy(placements[weight]):
-            whole = whole_parameter(weight, placements[weight], mesh, owners[weight])
-            if whole is not None:
-                tensors[name] = whole.cpu().clone()
-    slices.end()
+    with WholeSlices(stage) as slices:
+        for name, weight in weights.items():
+            if name in kept:
+                slices.lend(weight)
+            if name in kept and mesh.holds_first_copy(placements[weight]):
+                whole = whole_parameter(weight, placements[weight], mesh, owners[weight])
+                if whole is not None:
+                    tensors[name] = whole.cpu().clone()
     if rank() == 0:
         with names_allowed():
             type(model).save_pretrained(model, str(folder), state_dict=tensors)  # its own is refused, see `direct_use`
@@ -80,17 +79,16 @@ def load_adapters(model: Any, stage: Stage, mesh: Mesh, folder: str | Path) -> N
     except Exception as problem:
         error = problem
     agree_on_success(error)
-    slices = WholeSlices(stage, written=True)
-    for path, names in files.items():
-        with safe_open(path, "pt") as file:
-            for key, name in names.items():
-                weight = weights[name]
-                slices.lend(weight)
-                if stage.owners[weight] == stage.rank:
-                    placement = stage.all_placements[weight]
-                    axis = mesh.axis_of(placement)
-                    weight.copy_(placement.cut(file.get_tensor(key), axis.size, axis.rank))
-    slices.end()
+    with WholeSlices(stage, written=True) as slices:
+        for path, names in files.items():
+            with safe_open(path, "pt") as file:
+                for key, name in names.items():
+                    weight = weights[name]
+                    slices.lend(weight)
+                    if stage.owners[weight] == stage.rank:
+                        placement = stage.all_placements[weight]
+                        axis = mesh.axis_of(placement)
+                        weight.copy_(placement.cut(file.get_tensor(key), axis.size, axis.rank))
 
 
 def _file(folder: str | Path, adapter: str) -> Path:

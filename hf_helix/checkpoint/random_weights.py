@@ -81,25 +81,24 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     check_pieces(outline, pieces)
     materialize(model, stage, mesh)
     tensors = model_tensors(model, stage, mesh)
-    whole = WholeSlices(stage, written=True)
     # One buffer for all pieces: buffers that are made and freed piece by piece would leave gaps in the allocator.
     sizes = [sum(weight.numel() for weight in outline.get_submodule(piece).parameters()) for piece in pieces]
     buffer = torch.empty(max(sizes), dtype=model.dtype)
-    for piece in pieces:
-        names = [name for name, _ in model.get_submodule(piece).named_parameters(piece)]
-        names = [name for name in names if tensors[name].is_local and tensors[name].name == name]
-        if not names:
-            continue
-        with torch.random.fork_rng(devices=[]):
-            # `torch.manual_seed` would seed the generators of GPUs as well, which are not set back here.
-            own = int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big")
-            torch.default_generator.manual_seed(own)
-            _move_into(outline.get_submodule(piece), buffer).apply(outline._init_weights)
-        for name in names:
-            out = model.get_parameter(name)
-            whole.lend(out)
-            tensors[name].copy_slice(outline.get_parameter(name), out)
-    whole.end()
+    with WholeSlices(stage, written=True) as whole:
+        for piece in pieces:
+            names = [name for name, _ in model.get_submodule(piece).named_parameters(piece)]
+            names = [name for name in names if tensors[name].is_local and tensors[name].name == name]
+            if not names:
+                continue
+            with torch.random.fork_rng(devices=[]):
+                # `torch.manual_seed` would seed the generators of GPUs as well, which are not set back here.
+                own = int.from_bytes(hashlib.sha256(f"{seed} {piece}".encode()).digest()[:7], "big")
+                torch.default_generator.manual_seed(own)
+                _move_into(outline.get_submodule(piece), buffer).apply(outline._init_weights)
+            for name in names:
+                out = model.get_parameter(name)
+                whole.lend(out)
+                tensors[name].copy_slice(outline.get_parameter(name), out)
 
 
 def pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:

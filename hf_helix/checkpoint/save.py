@@ -101,15 +101,15 @@ class _Writer:
         assert not unknown, f"tensors that no parameter is made of: {unknown}"
         jobs = [self._parts(source) for source in sources]
         others = self._parts_of_others({number: parts for number, parts in enumerate(jobs) if parts})
-        for number, (source, parts) in enumerate(zip(sources, jobs, strict=True)):
-            self._make_whole(source)
-            if parts is not None:
-                for part, value in zip(parts, self._values(source), strict=True):
-                    self._put(part, value)
-            for sender, theirs in others.items():
-                for part in theirs.get(number, ()):
-                    self.files.write(part, self._receive(part, sender))
-        self.whole.end()
+        with self.whole:
+            for number, (source, parts) in enumerate(zip(sources, jobs, strict=True)):
+                self._make_whole(source)
+                if parts is not None:
+                    for part, value in zip(parts, self._values(source), strict=True):
+                        self._put(part, value)
+                for sender, theirs in others.items():
+                    for part in theirs.get(number, ()):
+                        self.files.write(part, self._receive(part, sender))
 
     def _make_whole(self, source: Source) -> None:
         """Gathers what is spread of the parameters that a source is made into. Collective over these ranks."""

@@ -2,12 +2,14 @@
 
 In:   a stage, and the tensors of its model one after the other.
 Out:  each of them as this rank held it before it was spread: a slice over tp or over experts, or all of it.
-Must hold: a few flats are gathered at a time, so memory stays small. All ranks that share a flat ask for its tensors in
-the same order. What was written to a slice is kept by the ranks that own it.
+Must hold: a few flats are gathered at a time, so memory stays small, and none is left whole, whatever happens. All
+ranks that share a flat ask for its tensors in the same order. What was written to a slice is kept by the ranks that own
+it.
 """
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
 
 from hf_helix.operators.weights.flat import Flat
@@ -18,7 +20,7 @@ MOST = 4
 
 
 class WholeSlices:
-    """Lends gathered pieces to parameters.
+    """Lends gathered pieces to parameters, within its context.
 
     Args:
         stage: whose parameters may be spread; of others, nothing happens.
@@ -36,8 +38,21 @@ class WholeSlices:
         """Whether any parameter is spread."""
         return bool(self._flats)
 
+    def __enter__(self) -> WholeSlices:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for flat in list(self._lent):
+            self._return(flat)
+
     def lend(self, tensor: Any) -> None:
-        """Makes a tensor whole, until some others have been. Collective over the ranks that it is spread over."""
+        """Makes a tensor whole, until some others have been. Collective over the ranks that it is spread over.
+
+        Raises:
+            RuntimeError: somebody else has made it whole.
+        """
         flat = self._flats.get(tensor)
         if flat is None:
             return
@@ -46,13 +61,9 @@ class WholeSlices:
         else:
             if len(self._lent) == self._most:
                 self._return(next(iter(self._lent)))
+            flat.check_not_lent()
             flat.lend(flat.gather())
         self._lent[flat] = None
-
-    def end(self) -> None:
-        """Leaves no tensor whole."""
-        for flat in list(self._lent):
-            self._return(flat)
 
     def _return(self, flat: Flat) -> None:
         if self._written and flat.lent is not None:

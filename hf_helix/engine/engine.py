@@ -269,10 +269,12 @@ class Engine(Diagnostics):
     def whole_weights(self) -> AbstractContextManager[Any]:
         """Returns a context in which the model has all weights, which it otherwise is without between windows
         (`shard_optimizer`, `shard_parameters`): it can be called and generates, and its parameters can be read. What is
-        written to them is lost at the end. Every rank must enter it; what happens within it is not collective.
+        written to parameters that are spread is lost at the end. Every rank must enter it; what happens within it is
+        not collective. To train, to evaluate with the engine, to save and to load are errors within it.
 
         Raises:
             ValueError: this rank has slices of the model even then.
+            RuntimeError: it is within such a context already.
         """
         return whole_weights(self.model, self.runner.stage, self.mesh)
 
@@ -293,7 +295,8 @@ class Engine(Diagnostics):
     def evaluate(
         self, batch: Mapping[str, Any], scale: LossScale, step: int, keep_logits: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs forward only. Collective over the ranks that share the batch (with experts, over those that share them).
+        """Runs forward only. Collective over the ranks that share the batch (with experts, over those that share them,
+        and over all data-parallel ranks with `shard_optimizer` or `shard_parameters`, which gather weights).
 
         Args:
             batch: see `train_window`.

@@ -9,7 +9,7 @@ layers.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from hf_helix.models.peft import base_of
 from hf_helix.models.registry import family_of
 from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
@@ -54,6 +55,7 @@ class OnPaper:
         self.model = model if isinstance(model, nn.Module) else model_on_meta(model)
         self.cluster = cluster
         self._found: dict[object, Amounts | ValueError] = {}
+        self._layouts: dict[object, Layout] = {}
         self._kinds: Kinds | None = None
 
     @property
@@ -80,42 +82,54 @@ class OnPaper:
             ValueError: the model cannot be cut like this.
         """
         sizes, spread = case.sizes, case.spread_weights
-        crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
-        shape = case.batch, case.length, case.recompute, case.dtype, case.imbalance
-        key = sizes.tp, sizes.cp, sizes.ep, crossing, shape, tuple(spread)
-        if key not in self._found:  # over how many ranks weights are spread changes their gathers alone
-            self._found[key] = self._counted(case, crossing)
+        # Over how many ranks weights are spread changes their gathers alone, and which axes leave a node changes the
+        # kinds of operators alone.
+        cut = sizes.tp, sizes.cp, sizes.ep, case.recompute, case.dtype, tuple(spread)
+        key = cut, case.batch, case.length, case.imbalance
+        if key not in self._found:
+            self._found[key] = self._counted(case)
         found = self._found[key]
         if isinstance(found, ValueError):
             raise found
-        return found.over(spread)
+        crossing = tuple(inter_node_axes(self.cluster, sizes, bool(spread)))
+        if (cut, crossing) not in self._layouts:
+            self._layouts[cut, crossing] = self._layout(case, crossing)
+        return replace(found, layout=self._layouts[cut, crossing]).over(spread)
 
-    def _counted(self, case: Case, crossing: Collection[str]) -> Amounts | ValueError:
+    def _counted(self, case: Case) -> Amounts | ValueError:
         sizes, dtype = case.sizes, TYPES[case.dtype]
-        config = HelixConfig(
-            tp_size=sizes.tp,
-            cp_size=sizes.cp,
-            ep_size=sizes.ep,
-            recompute=case.recompute,
-            shard_parameters=bool(case.spread_weights),
-        )
         try:
             family_of(base_of(self.model)).check(base_of(self.model).config, sizes.tp)
             self._kinds = self._kinds or kinds_of(self.model)
             with assuming(case.imbalance):
                 return amounts_of(
                     self.model,
-                    config,
+                    _config_of(case),
                     case.batch,
                     case.length,
                     dtype,
-                    crossing,
                     self.cluster.backend,
                     self._kinds,
                     sizes.dp,
                 )
         except ValueError as error:
             return error
+
+    def _layout(self, case: Case, crossing: Collection[str]) -> Layout:
+        """Returns the units of a case that was counted, one of each name, with the axes that leave a node."""
+        assert self._kinds is not None
+        paper = _paper_of(_config_of(case), self.cluster.backend, case.sizes.dp, crossing)
+        return _one_of_each(_declared(self.model, _config_of(case), paper, self._kinds, TYPES[case.dtype])).layout
+
+
+def _config_of(case: Case) -> HelixConfig:
+    return HelixConfig(
+        tp_size=case.sizes.tp,
+        cp_size=case.sizes.cp,
+        ep_size=case.sizes.ep,
+        recompute=case.recompute,
+        shard_parameters=bool(case.spread_weights),
+    )
 
 
 @dataclass(frozen=True)
@@ -167,12 +181,12 @@ def amounts_of(
     batch: int,
     length: int,
     autocast_dtype: torch.dtype | None = None,
-    inter_node_axes: Collection[str] = (),
     backend: str = "nccl",
     kinds: Kinds | None = None,
     dp_size: int = 1,
 ) -> Amounts:
-    """Returns what a rank does for a micro-batch. The model is not changed, and must be on the meta device.
+    """Returns what a rank does for a micro-batch, on a node that holds all ranks. The model is not changed, and must be
+    on the meta device.
 
     Args:
         model: a Transformers model, perhaps a `PeftModel`.
@@ -180,7 +194,6 @@ def amounts_of(
         batch: sequences in a micro-batch.
         length: tokens in a sequence.
         autocast_dtype: the type of matrix products under autocast; None for no autocast.
-        inter_node_axes: the axes that communicate between nodes.
         backend: "nccl", which adds up what it reduces, and operators take the ways of a GPU; or "gloo", those of a CPU.
         kinds: which layers are alike; None to find out.
         dp_size: data-parallel ranks, over which `config.shard_parameters` spreads weights.
@@ -189,22 +202,16 @@ def amounts_of(
         ValueError: the model cannot be cut like this.
     """
     base = base_of(model)
-    family = family_of(base)
-    sizes = {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
-    ranks = Sizes(cp=config.cp_size, dp=dp_size, ep=config.ep_size)
-    spread = ranks.spread() if config.shard_parameters else {}
-    paper = paper_mesh(sizes, inter_node_axes, backend == "nccl", spread)
+    paper = _paper_of(config, backend, dp_size)
     kinds = kinds or kinds_of(model)
-    make_buffers = family.empty(base, config.tp_size)
-    modes = modes_of(family.layers(base), None, config)
-    modes, places = [modes[place] for place in kinds.places], kinds.places
-    declared = declare(model, config, paper.mesh, modes, places=places, autocast_dtype=autocast_dtype).stage
+    make_buffers = family_of(base).empty(base, config.tp_size)
+    declared = _declared(model, config, paper, kinds, autocast_dtype)
     about = _about(base, declared, kinds)
     stage = _one_of_each(declared)
     whole = {parameter: parameter.data for parameter in stage.all_placements}
     try:
         _cut(stage, paper)
-        plan = make_plan("sequential", rough_profile(stage.layout), model=type(base).__name__, mesh=sizes)
+        plan = make_plan("sequential", rough_profile(stage.layout), model=type(base).__name__, mesh=_sizes(config))
         streams = PaperStreams(paper.log)
         runner = Runner(stage, plan, paper.mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
         ids = torch.zeros(batch, length, dtype=torch.long, device=META)
@@ -212,10 +219,42 @@ def amounts_of(
         window = WindowMaker(base, paper.mesh).microbatch({"input_ids": ids, "labels": ids}, scale, (0, 0))
         handed_on = sum(value.nbytes for value in make_buffers(window.prepare()))
         with meta_as(backend):
-            return count_amounts(runner, window, handed_on, about, spread)
+            return count_amounts(runner, window, handed_on, about, _spread(config, dp_size))
     finally:
         for parameter, value in whole.items():
             parameter.data, parameter.grad = value, None
+
+
+def _paper_of(config: HelixConfig, backend: str, dp_size: int, inter_node_axes: Collection[str] = ()) -> PaperMesh:
+    """Returns the mesh of a layout.
+
+    Args:
+        config: the sizes of the mesh.
+        backend: as of `amounts_of`.
+        dp_size: as of `amounts_of`.
+        inter_node_axes: the axes that communicate between nodes.
+    """
+    return paper_mesh(_sizes(config), inter_node_axes, backend == "nccl", _spread(config, dp_size))
+
+
+def _sizes(config: HelixConfig) -> dict[str, int]:
+    return {"tp": config.tp_size, "cp": config.cp_size, "ep": config.ep_size}
+
+
+def _spread(config: HelixConfig, dp_size: int) -> dict[str, int]:
+    """Returns the axes that weights are spread over, with their ranks."""
+    ranks = Sizes(cp=config.cp_size, dp=dp_size, ep=config.ep_size)
+    return ranks.spread() if config.shard_parameters else {}
+
+
+def _declared(
+    model: Any, config: HelixConfig, paper: PaperMesh, kinds: Kinds, autocast_dtype: torch.dtype | None
+) -> Stage:
+    """Returns the embedding, the first layer of each kind and the head, uncut; arguments as of `amounts_of`."""
+    base = base_of(model)
+    modes = modes_of(family_of(base).layers(base), None, config)
+    modes = [modes[place] for place in kinds.places]
+    return declare(model, config, paper.mesh, modes, places=kinds.places, autocast_dtype=autocast_dtype).stage
 
 
 def _about(base: Any, stage: Stage, kinds: Kinds) -> Model:

@@ -2,7 +2,8 @@
 
 In:   a cut model.
 Out:  the same model as an ordinary one, whose parameters hold their values on every rank.
-Must hold: afterwards everything is as before; a rank that would have slices of the model even then gets an error.
+Must hold: afterwards everything that ranks have spread is as before; a rank that would have slices of the model even
+then gets an error.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from hf_helix.checkpoint.shard import has_slices
 from hf_helix.models.direct_use import direct_use_allowed
+from hf_helix.operators.weights.kept import kept_flats
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.stage import Stage
@@ -32,6 +34,7 @@ def whole_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
 
     Raises:
         ValueError: this rank has slices of the model even then.
+        RuntimeError: it is within such a context already.
     """
     if has_slices(stage, mesh):
         sizes = [f"{name}={size}" for name, size in mesh.option_sizes.items() if size > 1]
@@ -39,6 +42,10 @@ def whole_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
             f"whole_weights() with {' and '.join(sizes)}: every rank has slices of the model, even with all that "
             "data-parallel ranks have spread; save the model, and load it with from_pretrained(folder)"
         )
+    for flat in stage.flats:
+        flat.check_not_lent()
+    # Some pieces are what ranks keep and step, so what is written to their parameters would stay.
+    before = {flat: flat.shard.clone() for flat in kept_flats(stage.flats) if flat.cast_to is None}
     with watched():
         for flat in stage.flats:
             flat.lend(flat.gather())
@@ -48,3 +55,6 @@ def whole_weights(model: Any, stage: Stage, mesh: Mesh) -> Iterator[Any]:
     finally:
         for flat in stage.flats:
             flat.take_back()
+        for flat, stretch in before.items():
+            flat.shard.copy_(stretch)
+            flat.outdate()

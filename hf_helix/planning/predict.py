@@ -1,10 +1,10 @@
-"""Predictions of whole windows: the seconds of a window under a plan.
+"""Predictions of whole windows: their seconds, and when each instruction runs, under a plan.
 
 In:   a plan, a profile, and the schedule of a window.
-Out:  seconds.
-Must hold: those of `planning.cost.simulate`, but for the rounding of floats, where the window falls into a rhythm: all
-ranks take as long for some stretches as for as many before them. Where it does not, a further stretch of a long window
-takes what the last half of those that were simulated took on average.
+Out:  seconds, or a `Timeline`.
+Must hold: seconds are those of `planning.cost.simulate`, but for the rounding of floats, where the window falls into a
+rhythm: all ranks take as long for some stretches as for as many before them. Where it does not, a further stretch of a
+long window takes what the last half of those that were simulated took on average.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from hf_helix.planning.collection import without_collection
-from hf_helix.planning.cost import simulate
+from hf_helix.planning.cost import Timeline, simulate
+from hf_helix.planning.issued import Issued
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.profile import Profile
@@ -49,12 +50,28 @@ def predict_seconds(plan: Plan, profile: Profile, schedule: Schedule) -> float:
     return seconds + left * max(sum(each[-half:]) / half for each in stretches)
 
 
+def predict_timeline(plan: Plan, profile: Profile, schedule: Schedule) -> Timeline:
+    """The predicted timeline of a window under a plan, its instructions rank by rank in the order of the schedule.
+
+    Args:
+        plan: the order of issue.
+        profile: the times of the operators of the model's own graphs.
+        schedule: of the window.
+    """
+    profile = plan.profile_for(profile)
+    return _timeline(plan.issue(schedule, profile.layout), profile)
+
+
+def _timeline(issued: Issued, profile: Profile) -> Timeline:
+    work, order = issued.work(profile.times)
+    return simulate(work, profile.slowdown if profile.pairs else None, order)
+
+
 def _simulated(ordered: Ordered, copies: int, profile: Profile) -> tuple[float, list[list[float]]]:
     """Returns the seconds of a window that has so many copies of its stretch, and of each rank those that it takes from
     each to the next."""
     made = ordered.lengthened(copies)
-    work, order = made.issued.work(profile.times)
-    timeline = simulate(work, profile.slowdown if profile.pairs else None, order)
+    timeline = _timeline(made.issued, profile)
     found = []
     for places, (begin, end) in zip(made.issued.orders, ordered.stretches, strict=False):
         times = [timeline.ends[places[begin + number * (end - begin)]] for number in range(copies + 2)]

@@ -142,7 +142,7 @@ def validate_program(
     """
     alive: dict[int, set[Key]] = {}
     latest: dict[tuple[int, str, bool], int] = {}
-    turns = _turns(slots, layout) if layout and slots else {}
+    turns = _turns(slots, layout) if layout and layout.shared and slots else {}
     seen: set[tuple[int, int, str, bool]] = set()
     adds_to: dict[tuple[int, str], list[int]] = {}
     for number, found in enumerate(layout.sums if layout else ()):

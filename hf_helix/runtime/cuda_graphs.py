@@ -146,7 +146,9 @@ class WindowGraphs:
             if not self._is_due(number):
                 return runner.train_window(_prepared(window, sides))
             captured = self._captured[number] = self._capture(runner, window, leaves, form)
-        return captured.run(inputs)
+        losses = captured.run(inputs)
+        runner.stage.outdate_weights()  # as `Runner.train_window`: a step follows
+        return losses
 
     @property
     def num_captured(self) -> int:

@@ -79,14 +79,15 @@ class Executor:
             By micro-batch, the values that were never freed.
         """
         bound = self._bind(program)
-        flats = [flat for unit in self.units.values() for flat in unit.flats.values()]
+        flats = dict.fromkeys(flat for unit in self.units.values() for flat in unit.flats.values())
         for flat in flats:
             flat.begin_window()
-        with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
-            kept = self._run(bound, microbatches, sources, training, sum_gradients, at_barrier)
-        for flat in flats:
-            flat.take_back()
-        return kept
+        try:
+            with self._precision.weights.kept(), explicit_gradients(), self.streams.window():
+                return self._run(bound, microbatches, sources, training, sum_gradients, at_barrier)
+        finally:
+            for flat in flats:
+                flat.take_back()
 
     def _bind(self, program: Sequence[Instruction]) -> Bound:
         """Returns the steps of a program, which stay the same from window to window; a period has its steps once."""

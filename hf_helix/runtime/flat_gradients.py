@@ -3,8 +3,8 @@
 In:   a flat whose parameters have the gradients that this rank has found in a window.
 Out:  `shard.grad`, the average over the data-parallel ranks, for the part of every parameter that this rank owns; the
       parameters have no gradients then.
-Must hold: sums are taken in float32 at least, in rank order. A parameter without a gradient on this rank has none on
-the others, and its shards get none.
+Must hold: sums are taken in float32 at least, in the same order every time. A parameter without a gradient on this rank
+has none on the others, and its shards get none.
 """
 
 from __future__ import annotations

@@ -82,6 +82,7 @@ class Reduction:
             self._issue(Kind.GRADIENTS, parameters, group, self._mesh.dp_size, summed, "gradients.average")
 
     def _reduce_to_shards(self, flat: Flat) -> None:
+        self._limit_copies(flat.placements)
         gradients = FlatGradients.take(flat)
         if gradients is None:
             return
@@ -107,15 +108,19 @@ class Reduction:
     ) -> list[Event]:
         if group is None and divisor == 1:
             return []
-        found = _by_type(parameters)
-        if self._mesh.device.type == "cuda" and any(_summed_in(dtype) is not dtype for dtype in found):
-            # CUDA keeps the copies in a higher precision until their sums have been waited for.
-            while len(self._events) > MAX_COPIES:
-                self._streams.wait(self._events.pop(0))
-        works = [_summing([p.grad for p in alike], group, divisor, self._mesh.link) for alike in found.values()]
+        self._limit_copies(parameters)
+        found = _by_type(parameters).values()
+        works = [_summing([p.grad for p in alike], group, divisor, self._mesh.link) for alike in found]
         events = [self._streams.issue(kind, work, after, label) for work in works]
         self._events += events
         return events
+
+    def _limit_copies(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Waits for earlier sums before gradients in half precision get copies in a higher one, which CUDA keeps until
+        their sums have been waited for."""
+        if self._mesh.device.type == "cuda" and any(_summed_in(dtype) is not dtype for dtype in _by_type(parameters)):
+            while len(self._events) > MAX_COPIES:
+                self._streams.wait(self._events.pop(0))
 
 
 def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:

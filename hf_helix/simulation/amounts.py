@@ -8,6 +8,7 @@ them is counted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -57,12 +58,24 @@ class Weights:
     Attributes:
         trained: elements that get gradients, where every data-parallel rank holds a copy.
         experts: likewise, of experts, which fewer ranks have copies of.
-        frozen: elements that get none.
+        frozen: elements that get none, where every data-parallel rank holds a copy.
+        frozen_experts: likewise, of experts.
     """
 
     trained: int = 0
     experts: int = 0
     frozen: int = 0
+    frozen_experts: int = 0
+
+    @property
+    def all_trained(self) -> int:
+        """Returns the elements that get gradients, experts or not."""
+        return self.trained + self.experts
+
+    @property
+    def all_frozen(self) -> int:
+        """Returns the elements that get none, experts or not."""
+        return self.frozen + self.frozen_experts
 
 
 @dataclass(frozen=True)
@@ -294,15 +307,15 @@ def _operator(metered: Metered, sent: Sequence[Transfer], weights: int) -> Opera
 def _weights(runner: Runner) -> dict[str, Weights]:
     found = {}
     for unit in runner.stage.model.values():
-        trained = experts = frozen = 0
+        elements: Counter[tuple[bool, bool]] = Counter()
         for parameter, placement in unit.placements.items():
-            if not parameter.requires_grad:
-                frozen += parameter.numel()
-            elif placement.over == EXPERTS:
-                experts += parameter.numel()
-            else:
-                trained += parameter.numel()
-        found[unit.name] = Weights(trained, experts, frozen)
+            elements[parameter.requires_grad, placement.over == EXPERTS] += parameter.numel()
+        found[unit.name] = Weights(
+            trained=elements[True, False],
+            experts=elements[True, True],
+            frozen=elements[False, False],
+            frozen_experts=elements[False, True],
+        )
     return found
 
 

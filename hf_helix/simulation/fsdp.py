@@ -176,8 +176,8 @@ class _MicroBatch:
 
 def _unit(amounts: Amounts, name: str, seconds: tuple[float, float], ring: Ring, case: Case, cluster: Cluster) -> _Unit:
     held, size = amounts.weights[name], ELEMENT[case.dtype]
-    gradients = size * (held.trained + held.experts)
-    weights = gradients + size * held.frozen
+    gradients = size * held.all_trained
+    weights = gradients + size * held.all_frozen
 
     def moved(method: str, count: int) -> float:
         return transfer_seconds(Transfer("dp", method, ring.sent(count)), ring, cluster)
@@ -192,8 +192,8 @@ def _kind(ring: Ring) -> Kind:
 def _model_size(amounts: Amounts) -> tuple[int, int]:
     """Returns how many parameters the model has, and how many of them are trained."""
     held = [amounts.weights[name] for name in amounts.model.units]
-    trained = sum(each.trained + each.experts for each in held)
-    return trained + sum(each.frozen for each in held), trained
+    trained = sum(each.all_trained for each in held)
+    return trained + sum(each.all_frozen for each in held), trained
 
 
 def _optimizer(amounts: Amounts, case: Case, cluster: Cluster) -> float:

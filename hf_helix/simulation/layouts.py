@@ -275,9 +275,9 @@ class Search:
         modes = RECOMPUTE[RECOMPUTE.index(smaller.recompute) :] if smaller is not None else RECOMPUTE
         ways = [replace(case, recompute=mode, shard_optimizer=shard) for mode in modes for shard in shards]
         room = self.cluster.device.memory
-        # Every mode takes time to count. Most of what does not fit does not fit with the smallest micro-batches; larger
-        # ones mostly fit as the smaller did.
-        least = self._least(ways) if smaller is None else 0.0
+        # Every mode takes time to count. Most of what does not fit does not fit with the smallest micro-batches,
+        # whatever is recomputed; larger ones mostly fit as the smaller did.
+        least = self._least(ways) if smaller is None and self._memory(ways[0]) > room else 0.0
         fitting = next((way for way in ways if self._memory(way) <= room), None) if least <= room else None
         if fitting is None:
             least = least or self._least(ways)

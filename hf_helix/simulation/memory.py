@@ -90,8 +90,14 @@ class Sharing:
     def part_of(self, held: Weights) -> float:
         """Returns how many of the trained elements that a rank would hold by itself are its own."""
         if not self.states and not self.parameters:
-            return held.trained + held.experts
+            return held.all_trained
         return held.trained / self.copies + held.experts / self.expert_copies
+
+    def frozen_part_of(self, held: Weights) -> float:
+        """Returns how many of the elements that get no gradients, which a rank would hold by itself, it keeps."""
+        if not self.parameters:
+            return held.all_frozen
+        return held.frozen / self.copies + held.frozen_experts / self.expert_copies
 
 
 def bytes_text(count: float) -> str:
@@ -107,7 +113,12 @@ def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
     trained = sum(each.trained for each in found)
     if amounts.model.tied and amounts.model.units[-1] in names:
         trained -= min(amounts.weights[amounts.model.units[0]].trained, amounts.weights[names[-1]].trained)
-    return Weights(trained, sum(each.experts for each in found), sum(each.frozen for each in found))
+    return Weights(
+        trained=trained,
+        experts=sum(each.experts for each in found),
+        frozen=sum(each.frozen for each in found),
+        frozen_experts=sum(each.frozen_experts for each in found),
+    )
 
 
 def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: Sharing) -> Memory:
@@ -121,7 +132,7 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
         sharing: what ranks with copies keep.
     """
     held = held_weights(amounts, layout, rank)
-    trained, mine = held.trained + held.experts, sharing.part_of(held)
+    trained, mine = held.all_trained, sharing.part_of(held)
     names = [layout.units[unit] for unit in layout.units_of(rank)]
     copies: float = sum(amounts.copies.get(name, 0) for name in names)
     gradients: float = GRADIENT * trained
@@ -131,11 +142,11 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
     elif sharing.states:  # the gradients of a unit are in one piece more while they are summed
         gradients, copies = gradients + GRADIENT * mine, copies + _kept_by_others(amounts, names, sharing)
         units = [amounts.weights[name] for name in names if name in amounts.weights]
-        buffers = GRADIENT * max((each.trained + each.experts for each in units), default=0)
+        buffers = GRADIENT * max((each.all_trained for each in units), default=0)
     elif sharing.copies > 1:
         buffers = min(BUCKET_BYTES, GRADIENT * trained)
     return Memory(
-        weights=PARAMETER * (mine + held.frozen / (sharing.copies if sharing.parameters else 1)),
+        weights=PARAMETER * (mine + sharing.frozen_part_of(held)),
         gradients=gradients,
         states=STATES * mine,
         copies=copies,

@@ -16,7 +16,8 @@ from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Slot
 from hf_helix.planning.pipeline.costs import Costs, part_of, stage_costs
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import predict_plan, runs_one_strand
+from hf_helix.planning.plans.registry import runs_one_strand
+from hf_helix.planning.predict import predict_timeline
 from hf_helix.planning.profile import Profile
 from hf_helix.runtime.trace import Interval, common, merge
 
@@ -54,8 +55,9 @@ def steady_layers(plan: Plan, profile: Profile, names: Sequence[str]) -> Layers:
     found: dict[str, dict[str, float]] = {part: {} for part in slots}
     totals: dict[Kind, tuple[float, float]] = {}
     for name in dict.fromkeys(names):
+        chains = [_chain(profile, name, length) for length in CHAIN]
         for part, slot in slots.items():
-            short, long = (_chain(plan, profile, name, slot, length) for length in CHAIN)
+            short, long = (predict_timeline(plan, chain, [[slot]]) for chain in chains)
             found[part][name] = (long.seconds - short.seconds) / (CHAIN[1] - CHAIN[0])
             for kind, (alone, exposed) in exposed_seconds(long).items() if part in seen else ():
                 before = totals.get(kind, (0.0, 0.0))
@@ -66,9 +68,9 @@ def steady_layers(plan: Plan, profile: Profile, names: Sequence[str]) -> Layers:
     return Layers(found["forward"], found["backward"], fused, shares, "fused" in found)
 
 
-def _chain(plan: Plan, profile: Profile, name: str, slot: Slot, length: int) -> Timeline:
-    layout = Layout([name] * length, {0: range(length)}, profile.layout.graphs)
-    return predict_plan(plan, replace(profile, layout=layout), [[slot]])[1]
+def _chain(profile: Profile, name: str, length: int) -> Profile:
+    """Returns the profile of a chain of layers of one name."""
+    return replace(profile, layout=Layout([name] * length, {0: range(length)}, profile.layout.graphs))
 
 
 def exposed_seconds(timeline: Timeline, rank: int = 0) -> dict[Kind, tuple[float, float]]:
@@ -84,7 +86,7 @@ def exposed_seconds(timeline: Timeline, rank: int = 0) -> dict[Kind, tuple[float
     found: dict[Kind, tuple[float, float]] = {}
     for queue, mine in spans.items():
         if streams[queue] != COMPUTE:
-            alone = sum(end - start for start, end in mine)
+            alone = sum(end - start for start, end in sorted(mine))  # the same floats, however a timeline is numbered
             hidden = sum(end - start for start, end in common(merge(mine), computing))
             before = found.get(STREAMS[streams[queue]], (0.0, 0.0))
             found[STREAMS[streams[queue]]] = before[0] + alone, before[1] + alone - hidden

@@ -53,7 +53,7 @@ def test_a_plan_from_a_file_gives_the_same_bits(cluster_of: Any, tmp_path: Path)
 
 # -- tiles ---------------------------------------------------------------------------------------------------------
 
-LAYERS = {"num_hidden_layers": 3}
+LAYERS = {"num_hidden_layers": 2}
 TILED = [
     (Case("even tiles", LAYERS, "tp2", "dense", lengths=(16, 16, 16)), 2),
     (Case("uneven tiles, biases", {**LAYERS, **BIASED}, "tp2", "left", lengths=(17, 9, 12)), 2),  # of 9, 5 and 6 rows

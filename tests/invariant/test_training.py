@@ -22,13 +22,13 @@ CASES: dict[str, Case] = {
     "mha, tied, accumulation 2, padded right": {
         "model": {"num_key_value_heads": 4, "tie_word_embeddings": True},
         "data": PADDED_RIGHT,
-        "training": {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 4},
+        "training": {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2},
     },
     "gqa, tied, accumulation 5, padded left, last window shorter": {
         "model": {"tie_word_embeddings": True},
         "data": {"count": 22, "lengths": (15, 8, 12), "padding": "left"},
         # 11 micro-batches an epoch: windows of 5, 5 and 1.
-        "training": {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 4, "max_grad_norm": 0.5},
+        "training": {"gradient_accumulation_steps": 5, "max_steps": -1, "num_train_epochs": 2, "max_grad_norm": 0.5},
     },
     "tokens counted per device": {
         "training": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
@@ -48,11 +48,11 @@ CASES |= {
 }
 CASES |= {
     f"derived {name}": {
-        "model": {"family": f"{HOME}{name}", "num_hidden_layers": 4},
+        "model": {"family": f"{HOME}{name}", "num_hidden_layers": layers},
         "data": {"lengths": (17, 9, 13), "padding": "left"},
         "training": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True, "max_steps": 4, **CLIPPED},
     }
-    for name in ("gemma2", "gemma3", "phi3", "olmo2", "deepseek_v3")
+    for name, layers in {"gemma2": 2, "gemma3": 2, "phi3": 2, "olmo2": 4, "deepseek_v3": 4}.items()  # pipelines need 4
 }
 ONE, SHORTER = "gqa, untied, accumulation 1, clipping", "gqa, tied, accumulation 5, padded left, last window shorter"
 MEASURED = {"cache": False, "tuning_share": 1.0}
@@ -89,7 +89,7 @@ def test_training_equals_the_stock_trainer(
 ) -> None:
     expected, expected_folder = stock(case)
     for result in cluster_of(ranks).run("train", folder=str(tmp_path), helix=helix, **CASES[case]):
-        compare_runs(result, expected, steps=CASES[case]["training"].get("max_steps", 12))
+        compare_runs(result, expected, steps=CASES[case]["training"].get("max_steps", 6))
     compare_weights(str(tmp_path), expected_folder)
 
 

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 JOB_TIMEOUT = 240
@@ -42,9 +43,7 @@ class JobFailed(AssertionError):
 class Cluster:
     def __init__(self, size: int) -> None:
         self.size = size
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["support.tuning_jobs"])
-        port = free_port()
+        context, port = forking(), free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
@@ -95,6 +94,13 @@ class Cluster:
     def is_worn(self) -> bool:
         """Whether a rank has more than `MOST_THREADS`: it keeps the groups of every mesh that it made."""
         return any(len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS for process in self._processes)
+
+
+def forking() -> ForkServerContext:
+    """Makes processes by forking the one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.preloaded"])
+    return context
 
 
 def free_port() -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 from support.cluster import free_port
+from support.forked_ranks import ForkedRank
 from support.paths import ROOT
 
 LIMIT = 60  # seconds within which every rank ends after one has failed
@@ -104,7 +105,7 @@ def start_ranks(
     return started
 
 
-def seconds_until_others_end(ranks: Sequence[subprocess.Popen[bytes]], victim: int) -> float:
+def seconds_until_others_end(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank], victim: int) -> float:
     """Seconds from the end of the rank that fails to that of the last of the others; raises after `LIMIT`."""
     try:
         ranks[victim].wait(timeout=200)

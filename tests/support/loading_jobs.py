@@ -18,8 +18,8 @@ STEPS = 2
 
 
 def trainer_of(folder: str, helix: dict[str, Any], model: Any, **options: Any) -> HelixTrainer:
-    args = arguments(folder, max_steps=STEPS, gradient_accumulation_steps=2, weight_decay=0.0)
-    data = sequences(16, lengths=(16,))
+    args = arguments(folder, max_steps=STEPS, weight_decay=0.0)
+    data = sequences(8, lengths=(16,))
     config = HelixConfig(**{"plan": "greedy", **helix})
     return HelixTrainer(model=model, args=args, train_dataset=data, helix_config=config, **options)
 
@@ -61,10 +61,11 @@ def outline(family: str, changes: dict[str, Any], dtype: torch.dtype = torch.flo
 
 
 def start_in_every_way(
-    folder: str, helix: dict[str, Any], source: str, family: str, changes: dict[str, Any]
+    folder: str, helix: dict[str, Any], source: str, family: str, changes: dict[str, Any], train: bool = False
 ) -> dict[str, Any]:
-    """What a rank holds, and how it trains, from the checkpoint `source`: loaded whole and cut; from the folder, by its
-    name; by a model on the meta device and the folder; and put into a model that was cut with other weights.
+    """What a rank holds, and, if asked for, how it trains, from the checkpoint `source`: loaded whole and cut; from the
+    folder, by its name; by a model on the meta device and the folder; and put into a model that was cut with other
+    weights.
     """
     whole = trainer_of(folder, helix, AutoModelForCausalLM.from_pretrained(source))
     expected = held(whole)
@@ -82,7 +83,7 @@ def start_in_every_way(
     found = {"named": named, "meta": meta, "again": again}
     return {
         "differences": {how: differences(held(trainer), expected) for how, trainer in found.items()},
-        "losses": [losses(trainer) for trainer in (whole, named, meta, again)],
+        "losses": [losses(trainer) for trainer in (whole, named, meta, again) if train],
         "configurations": [
             [made.model.config.to_dict(), made.model.generation_config.to_dict()] for made in (whole, named)
         ],

@@ -224,7 +224,7 @@ def arguments(folder: str, **changes: Any) -> TrainingArguments:
         **QUIET,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
-        "max_steps": 12,
+        "max_steps": 6,
         "learning_rate": 1e-3,
         "weight_decay": 0.1,
         "seed": 3,

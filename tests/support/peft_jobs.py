@@ -37,7 +37,7 @@ def go_on(folder: str, helix: dict[str, Any] | None, source: str, model: dict[st
     """Load saved adapters, train a little more on other data, save; the losses."""
     common: dict[str, Any] = {
         "model": PeftModel.from_pretrained(tiny(**model), source, is_trainable=True),
-        "args": arguments(folder, max_steps=4, gradient_accumulation_steps=2),
+        "args": arguments(folder, max_steps=3, gradient_accumulation_steps=2),
         "train_dataset": sequences(20, seed=7),
     }
     trainer = Trainer(**common) if helix is None else HelixTrainer(**common, helix_config=HelixConfig(**helix))
@@ -55,8 +55,8 @@ def fine_tune(folder: str, tokenizer: str, helix: dict[str, Any] | None, **train
 
 
 def resume(folder: str, helix: dict[str, Any], model: dict[str, Any], source: str = "") -> list[float]:
-    """Train six steps, with checkpoints; from a checkpoint where one is given. The losses."""
-    args = arguments(folder, max_steps=6, save_strategy="steps", save_steps=3, gradient_accumulation_steps=2)
+    """Train four steps, with checkpoints; from a checkpoint where one is given. The losses."""
+    args = arguments(folder, max_steps=4, save_strategy="steps", save_steps=2, gradient_accumulation_steps=2)
     common: dict[str, Any] = {"args": args, "train_dataset": sequences(40), "helix_config": HelixConfig(**helix)}
     trainer = HelixTrainer(model=tiny(**model), **common)
     trainer.train(resume_from_checkpoint=source or None)

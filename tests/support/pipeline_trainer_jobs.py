@@ -39,7 +39,7 @@ PADDED: dict[str, Any] = {
     "training": {
         "gradient_accumulation_steps": 5,
         "max_steps": -1,
-        "num_train_epochs": 4,
+        "num_train_epochs": 2,
         "max_grad_norm": 0.5,
     },
 }

@@ -44,15 +44,14 @@ class Rules:
     idles: bool = False
 
 
-RULES = {
-    # As it is built: a communicator and a stream for each way.
-    "a group for each way": Rules(queue=lambda way: way),
-    # The same where the communicators are not made at start.
-    "made at the first use": Rules(queue=lambda way: way, meets=True),
-    # Send and receive over groups of all ranks, with `device_id`: one stream of the group's own for all of its pairs.
-    "four groups": Rules(queue=lambda way: (way[0] < way[1], way[2])),
-    "four groups, made at the first use": Rules(queue=lambda way: (way[0] < way[1], way[2]), meets=True),
-}
+BUILT = Rules(queue=lambda way: way)
+"""As it is built: a communicator and a stream for each way."""
+
+FIRST_USE = Rules(queue=lambda way: way, meets=True)
+"""The same where the communicators are not made at start."""
+
+FOUR_GROUPS = Rules(queue=lambda way: (way[0] < way[1], way[2]))
+"""Send and receive over groups of all ranks, with `device_id`: one stream of the group's own for all of its pairs."""
 
 
 @dataclass

@@ -23,14 +23,14 @@ from transformers import TrainerCallback
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.runtime.grad_reduce import gradient_norm
 
-# Four steps in an epoch of 16 samples: a run of six is interrupted in the first one and goes on into the second.
+# Three steps in an epoch of 12 samples: a run of four is interrupted in the first one and goes on into the second.
 TRAINING = {
-    "max_steps": 6,
+    "max_steps": 4,
     "save_strategy": "steps",
-    "save_steps": 3,
+    "save_steps": 2,
     "gradient_accumulation_steps": 2,
     "lr_scheduler_type": "cosine",
-    "warmup_steps": 2,
+    "warmup_steps": 1,
     "include_num_input_tokens_seen": "all",
 }
 
@@ -67,7 +67,7 @@ def described(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, A
 def make(folder: str, helix: dict[str, Any] | None, freeze_later: Sequence[str] = (), **options: Any) -> Any:
     """A trainer. `freeze_later` names parameters that are frozen once it is made."""
     training = {**TRAINING, **options.pop("training", {})}
-    data = {"count": 16, **options.pop("data", {})}
+    data = {"count": 12, **options.pop("data", {})}
     if options.pop("streamed", False):
         options["train_dataset"] = Stream(sequences(40))
     # Batches of as many tokens, so that their mean does not depend on how they are shared out.
@@ -161,7 +161,7 @@ def run_out_of_room(folder: str, where: str) -> None:
 
     class Arm(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 6:
+            if state.global_step == 4:
                 stack.enter_context(mock.patch(ROOM[where], fail))
 
     trainer.add_callback(Arm())

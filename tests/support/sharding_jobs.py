@@ -266,6 +266,14 @@ def generated(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, A
         weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         text = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
         assert model.state_dict().keys()
+        for use in (trainer.evaluate, lambda: trainer.save_model(folder), trainer.helix.whole_weights().__enter__):
+            try:
+                use()
+            except RuntimeError as error:
+                refused.append(str(error))
+        if trainer.args.process_index == 0:  # is lost
+            for parameter in model.parameters():
+                parameter.data.zero_()
     left = [name for name, parameter in model.named_parameters() if not parameter.isnan().all()]
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(folder)

@@ -24,7 +24,7 @@ from hf_helix.tuning import autotune as tuning
 from hf_helix.tuning import effort
 from hf_helix.tuning.effort import FULL, QUICK, SHORT, Effort
 
-MODEL = {"num_hidden_layers": 4, "attention_dropout": 0.1}
+MODEL = {"attention_dropout": 0.1}
 
 
 PICKLED = (
@@ -121,7 +121,8 @@ def train(
     """What a run found; for every step, how often was measured until then and objects were exchanged around it."""
     with counted(cache, {QUICK: 0.05, SHORT: 1.2, FULL: 2.4}) as counts:
         helix = {**(helix or {"tp_size": 2}), "tuning_share": share}
-        trainer: Any = make_trainer(folder, helix, model=MODEL, data={"lengths": (9,)}, training=training)
+        model = {**MODEL, "num_hidden_layers": 2 * helix.get("pp_size", 1)}
+        trainer: Any = make_trainer(folder, helix, model=model, data={"lengths": (9,)}, training=training)
         steps: list[tuple[int, int]] = []
         usual = trainer.training_step
 

@@ -50,10 +50,11 @@ def follow(
     streamed: bool = False,
     metrics: bool = False,
     lengths: tuple[int, ...] = (17,),
+    count: int = 24,
 ) -> dict[str, Any]:
     """Train, and evaluate where the arguments say so: the log, the events, and the checkpoints that are left."""
     made, recorder = tiny(**(model or {})), Recorder()
-    rows = sequences(24, lengths=lengths)
+    rows = sequences(count, lengths=lengths)
     options: dict[str, Any] = {
         "model": made,
         "train_dataset": Stream(rows) if streamed else rows,
@@ -134,8 +135,8 @@ def noise(folder: str, helix: dict[str, Any], alpha: float, model: dict[str, Any
 
 def noisy_losses(folder: str, helix: dict[str, Any], alpha: float | None) -> dict[str, Any]:
     """The losses of a run that learns nothing, and those of its evaluation."""
-    training = {"neftune_noise_alpha": alpha, "learning_rate": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2}
-    model, rows = llama(num_hidden_layers=4), sequences(12)
+    training = {"neftune_noise_alpha": alpha, "learning_rate": 0.0, "max_steps": 2, "gradient_accumulation_steps": 2}
+    model, rows = llama(num_hidden_layers=2), sequences(8)
     trainer = build(folder, helix, training, model=model, train_dataset=rows, eval_dataset=rows)
     trainer.train()
     return {

@@ -127,6 +127,7 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
             trainer = make_trainer(folder, {"tp_size": 2, "tuning_share": 1.0, **helix}, **options)
             first = trainer.plan.rule
             trainer.train()
+            evaluated = trainer.evaluate()["eval_loss"]
     finally:
         os.environ["HELIX_CACHE"] = previous
         tuning.measure_profile = usual
@@ -138,6 +139,8 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
         "measured": len(measured),
         "said": [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "norms": [float(entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry],
+        "eval": evaluated,
         "report": found and found.report,
         "tuning": None
         if found is None

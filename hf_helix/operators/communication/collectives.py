@@ -2,7 +2,8 @@
 
 In:   a value, cut or to be cut along dimension 0 (the sequence).
 Out:  the gathered, or the reduced and scattered value.
-Must hold: sums run in rank order, so every rank and every run gets the same bits.
+Must hold: sums run in the same order every time (in rank order but on NCCL in fp32), so every rank and every run gets
+the same bits.
 """
 
 from __future__ import annotations

@@ -164,8 +164,16 @@ class Flat:
 
     # -- the whole piece -------------------------------------------------------------------------------------------
 
+    def check_not_lent(self) -> None:
+        """Raises an error where somebody has lent the parameters already, who would lose them."""
+        if self.lent is not None:
+            raise RuntimeError(
+                "the model has all weights at present: leave whole_weights() before you train, evaluate, save or load"
+            )
+
     def begin_window(self) -> None:
         """Prepares the parameters for a window. Pieces of this kind are lent operator by operator."""
+        self.check_not_lent()
 
     def outdate(self) -> None:
         """Says that stretches may have been stepped. No piece of this kind is older than what it was gathered from."""

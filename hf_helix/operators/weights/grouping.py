@@ -9,6 +9,7 @@ kind, and are all trained, or none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import TypeVar
 
 import torch
@@ -61,6 +62,9 @@ def make_flats(
         # Matrices first, so that those that are multiplied at once lie side by side.
         ordered = sorted(alike, key=lambda parameter: -parameter.dim())
         held = {parameter: placements[parameter] for parameter in ordered}
+        taken = {flat.name for place in using for flat in found[place]}
+        if name in taken:  # by what these units share with others
+            name = next(other for number in count(2) if (other := f"{name}.{number}") not in taken)
         flat = kind(name, held, over.weights, over.sums, autocast_dtype if is_cast else None)
         for place in using:
             found[place].append(flat)

@@ -43,6 +43,7 @@ class KeptFlat(Flat):
         return self._view_in(self.piece, parameter)
 
     def begin_window(self) -> None:
+        super().begin_window()
         if self.cast_to is None:
             self.lend(self.piece)
 

@@ -37,7 +37,7 @@ SLOW = pytest.mark.slow
 def whole(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """A run over two tensor-parallel ranks without interruption, and its checkpoint after half of its steps."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder / "checkpoint-3", cluster_of(2).run(f"{JOB}run", folder=str(folder), helix=TP2)
+    return folder / "checkpoint-2", cluster_of(2).run(f"{JOB}run", folder=str(folder), helix=TP2)
 
 
 def goes_on(found: dict[str, Any], expected: dict[str, Any], *, exactly: bool = False) -> None:
@@ -63,7 +63,7 @@ def test_the_run_itself_is_the_stock_trainers(whole: tuple[Path, list[Any]], tmp
     own = ("log_history", "total_flos")
     mine, theirs = (
         {key: value for key, value in state_of(folder).items() if key not in own}
-        for folder in (saved, tmp_path / "checkpoint-3")
+        for folder in (saved, tmp_path / "checkpoint-2")
     )
     assert mine == theirs
 
@@ -73,7 +73,7 @@ def test_the_same_layout_goes_on_bit_for_bit(whole: tuple[Path, list[Any]], clus
     found = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path), helix=TP2, resume=str(saved))
     for mine, theirs in zip(found, expected, strict=True):
         goes_on(mine, theirs, exactly=True)
-        assert mine["checkpoints"] == ["checkpoint-6"]
+        assert mine["checkpoints"] == ["checkpoint-4"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_derived_model_goes_on_in_another_layout(name: str, cluster_of: Any, t
 def spread(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """A run over two data-parallel ranks that each keep a part of the parameters, and its checkpoint."""
     folder = tmp_path_factory.mktemp("spread")
-    return folder / "checkpoint-3", cluster_of(2).run(f"{JOB}run", folder=str(folder), **SPREAD)
+    return folder / "checkpoint-2", cluster_of(2).run(f"{JOB}run", folder=str(folder), **SPREAD)
 
 
 def test_spread_parameters_go_on_bit_for_bit(
@@ -145,7 +145,7 @@ def test_spread_parameters_go_on_in_another_layout(
 def kept(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """A run over two data-parallel ranks that each step a part of the parameters, and its checkpoint."""
     folder = tmp_path_factory.mktemp("kept")
-    return folder / "checkpoint-3", cluster_of(2).run(f"{JOB}run", folder=str(folder), **KEPT)
+    return folder / "checkpoint-2", cluster_of(2).run(f"{JOB}run", folder=str(folder), **KEPT)
 
 
 def test_shards_of_the_optimizer_go_on_bit_for_bit(
@@ -160,16 +160,23 @@ def test_shards_of_the_optimizer_go_on_bit_for_bit(
 
 @pytest.mark.parametrize("helix", [{}, {"shard_parameters": True}], ids=str)
 def test_shards_of_the_optimizer_go_on_otherwise(
-    helix: dict[str, Any], kept: tuple[Path, list[Any]], cluster_of: Any, tmp_path: Path
+    helix: dict[str, Any],
+    kept: tuple[Path, list[Any]],
+    spread: tuple[Path, list[Any]],
+    cluster_of: Any,
+    tmp_path: Path,
 ) -> None:
     """With whole states on every rank, and with parameters spread, too; and from these back again."""
     saved, expected = kept
     options = {**KEPT, "helix": {"plan": "greedy", **helix}}
     for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "to"), resume=str(saved), **options):
         goes_on(mine, expected[0])
-    other = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "from"), **options)
-    back = str(tmp_path / "from" / "checkpoint-3")
-    for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "back"), resume=back, **KEPT):
+    if options == SPREAD:
+        back, other = spread
+    else:
+        back = tmp_path / "from" / "checkpoint-2"
+        other = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "from"), **options)
+    for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "back"), resume=str(back), **KEPT):
         goes_on(mine, other[0])
 
 
@@ -198,20 +205,20 @@ def test_a_run_that_has_frozen_after_the_cut_goes_on_otherwise(cluster_of: Any, 
 
 def test_one_process_goes_on(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
     saved, expected = whole
-    shutil.copytree(saved, tmp_path / "checkpoint-3")
-    (tmp_path / "checkpoint-4").mkdir()  # of a save that was never complete
+    shutil.copytree(saved, tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-3").mkdir()  # of a save that was never complete
     goes_on(run(str(tmp_path), {"plan": "greedy"}, resume=True), expected[0])
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     expected = run(str(tmp_path), {"plan": "greedy"})
-    before = (tmp_path / "checkpoint-6").stat().st_ino
-    goes_on(run(str(tmp_path), {"plan": "greedy"}, resume=f"{tmp_path}/checkpoint-3"), expected, exactly=True)
+    before = (tmp_path / "checkpoint-4").stat().st_ino
+    goes_on(run(str(tmp_path), {"plan": "greedy"}, resume=f"{tmp_path}/checkpoint-2"), expected, exactly=True)
     assert (
-        expected["checkpoints"] == sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]
+        expected["checkpoints"] == sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
     )
-    assert (tmp_path / "checkpoint-6").stat().st_ino != before
-    assert manifest.Manifest.read(tmp_path / "checkpoint-6")
+    assert (tmp_path / "checkpoint-4").stat().st_ino != before
+    assert manifest.Manifest.read(tmp_path / "checkpoint-4")
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -223,11 +230,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "schedule-free": {"training": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}},
     "in bf16": {"model": {"dtype": "bfloat16"}},
     "order by length": {
-        "training": {"train_sampling_strategy": "group_by_length", "max_steps": 8, "save_steps": 6},
+        "training": {"train_sampling_strategy": "group_by_length", "max_steps": 6, "save_steps": 4},
         "data": {"lengths": (17, 5, 11, 8, 14), "padding": "right"},
     },
     "a stream": {"streamed": True, "training": {"accelerator_config": {"dispatch_batches": False}}},
-    "at the end of an epoch": {"training": {"max_steps": 8, "save_steps": 4}},
+    "at the end of an epoch": {"training": {"max_steps": 6, "save_steps": 3}},
 }
 
 
@@ -242,7 +249,7 @@ def test_a_stream_that_rank_0_hands_out_is_refused(cluster_of: Any, tmp_path: Pa
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_train_go_on_bit_for_bit(way: str, layout: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     options = {"training": {}, "helix": layout, **WAYS[way]}
-    steps = options["training"].get("save_steps", 3)
+    steps = options["training"].get("save_steps", 2)
     whole, rest = str(tmp_path / "whole"), str(tmp_path / "rest")
     expected = cluster_of(2).run(f"{JOB}run", folder=whole, **options)
     found = cluster_of(2).run(f"{JOB}run", folder=rest, resume=f"{whole}/checkpoint-{steps}", **options)
@@ -321,7 +328,7 @@ def test_four_ranks_change_their_layout(case: str, cluster_of: Any, tmp_path: Pa
         return {"folder": str(tmp_path / name), "helix": {"plan": "greedy", **helix}, "training": changed, **options}
 
     expected = cluster_of(4).run(f"{JOB}run", **job("whole", before, count))
-    saved = str(tmp_path / "whole" / "checkpoint-3")
+    saved = str(tmp_path / "whole" / "checkpoint-2")
     for mine in cluster_of(4).run(f"{JOB}run", resume=saved, **job("rest", after, other)):
         goes_on(mine, expected[0])
     again = cluster_of(4).run(f"{JOB}run", resume=saved, **job("same", before, count))
@@ -408,7 +415,7 @@ def test_states_that_cannot_be_cut(tmp_path: Path) -> None:
 # -- what stays, what is best, what is uploaded --------------------------------------------------------------------
 
 BEST = {
-    "max_steps": 10,
+    "max_steps": 6,
     "learning_rate": 0.05,
     "eval_strategy": "steps",
     "eval_steps": 2,
@@ -421,12 +428,12 @@ BEST = {
 
 def test_the_best_model_at_the_end(cluster_of: Any, tmp_path: Path) -> None:
     expected = run(str(tmp_path / "stock"), None, training=BEST)
-    assert expected["best"] != "checkpoint-10"  # or loading it would change nothing
+    assert expected["best"] != "checkpoint-6"  # or loading it would change nothing
     for found in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "helix"), helix=TP2, training=BEST):
         assert found["best"] == expected["best"]
         assert found["checkpoints"] == expected["checkpoints"]
         assert found["eval"] == pytest.approx(expected["eval"], abs=1e-5)
-    last = state_of(tmp_path / "helix" / "checkpoint-10")
+    last = state_of(tmp_path / "helix" / "checkpoint-6")
     assert last["best_model_checkpoint"] == str(tmp_path / "helix" / found["best"])
 
 

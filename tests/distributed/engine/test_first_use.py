@@ -90,7 +90,7 @@ def run_three_times(folder: str, helix: dict[str, int], cache: str) -> list[dict
     for family in (Llama(), Derived(), Derived()):
         with llama_is(family, cache), contextlib.redirect_stdout(io.StringIO()) as said:
             torch.manual_seed(7)
-            model = {"num_hidden_layers": 4, "attention_dropout": 0.2}
+            model = {"num_hidden_layers": 2 * helix.get("pp_size", 1), "attention_dropout": 0.2}
             training = {"max_steps": 2}
             trainer: Any = make_trainer(folder, {"plan": "sequential", **helix}, model, training=training)
             trainer.train()

@@ -185,7 +185,7 @@ def test_weights_that_are_unfrozen_too_late(tmp_path: Path) -> None:
 TRAINED: dict[str, dict[str, Any]] = {
     "llama": {
         "model": {"num_hidden_layers": 5, "lora": {"target_modules": EVERYWHERE[:-1]}},
-        "training": {"max_steps": 8, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3},
+        "training": {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3},
     },
     "gpt2": {
         "model": {
@@ -193,7 +193,7 @@ TRAINED: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 5,
             "lora": {"target_modules": OF_GPT2, "fan_in_fan_out": True},
         },
-        "training": {"max_steps": 8, "gradient_accumulation_steps": 3},
+        "training": {"max_steps": 4, "gradient_accumulation_steps": 3},
     },
     "qwen3": {
         "model": {
@@ -201,7 +201,7 @@ TRAINED: dict[str, dict[str, Any]] = {
             "num_hidden_layers": 5,
             "lora": {"modules_to_save": ["lm_head", "norm"], "target_modules": ["q_proj", "up_proj"], "idle": "other"},
         },
-        "training": {"max_steps": 8, "gradient_accumulation_steps": 2},
+        "training": {"max_steps": 4, "gradient_accumulation_steps": 2},
     },
 }
 TRAINED |= {
@@ -350,10 +350,10 @@ def test_a_run_goes_on_from_a_checkpoint(helix: Any, other: Any, cluster_of: Any
     if helix != other:
         model["lora"]["lora_dropout"] = 0.0  # ranks draw for their own part
     whole = cluster_of(2).run(f"{JOB}resume", helix={**helix, **GREEDY}, **job)[0]
-    last = load_file(tmp_path / "checkpoint-6" / "adapter_model.safetensors")
-    source = str(tmp_path / "checkpoint-3")
+    last = load_file(tmp_path / "checkpoint-4" / "adapter_model.safetensors")
+    source = str(tmp_path / "checkpoint-2")
     resumed = cluster_of(2).run(f"{JOB}resume", helix={**other, **GREEDY}, source=source, **job)[0]
-    again = load_file(tmp_path / "checkpoint-6" / "adapter_model.safetensors")
+    again = load_file(tmp_path / "checkpoint-4" / "adapter_model.safetensors")
     if helix == other:
         assert resumed == whole
         assert all(torch.equal(weight, last[name]) for name, weight in again.items())

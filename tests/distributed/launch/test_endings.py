@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import free_port
+from support.forked_ranks import fork_ranks
 from support.launches import PATHS, SUPPORT, accelerate, launch_config, torchrun
 from support.launches import output_of as printed_by
 
@@ -51,8 +53,19 @@ def test_an_error_of_one_rank(tmp_path: Path) -> None:
     assert "rank      : 1 " in summary
 
 
-def test_an_error_that_every_rank_raises_alike(tmp_path: Path) -> None:
-    said, summary = output_of(launch(tmp_path, "endings_script.py", "options"))
+@pytest.mark.parametrize("launches", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ranks", "launched"])
+def test_an_error_that_every_rank_raises_alike(launches: bool, tmp_path: Path) -> None:
+    """The launcher's summary is what is in the error file of a rank."""
+    if launches:
+        said, summary = output_of(launch(tmp_path, "endings_script.py", "options"))
+    else:
+        ranks = fork_ranks(tmp_path, SUPPORT / "endings_script.py", "options", files=True)
+        assert [rank.wait(LIMIT) for rank in ranks] == [1, 1]
+        said = "".join((tmp_path / f"{rank}.log").read_text() for rank in range(2))
+        files = [tmp_path / "attempt_0" / str(rank) / "error.json" for rank in range(2)]
+        first, second = (json.loads(file.read_text())["message"]["message"] for file in files)
+        summary = min(first, second, key=len)
+        assert {first, second} == {summary, f"rank {summary == second:d} failed: {summary}"}
     sentence = "ValueError: tp_size must be at least 1, such as tp_size=1; got 0"
     assert said.count(sentence) == 1, said
     assert said.count("Traceback") == 1

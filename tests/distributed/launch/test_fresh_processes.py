@@ -43,8 +43,9 @@ def test_plan_and_show_need_no_torch(words: tuple[str, ...], tmp_path: Path) -> 
     script = f"""
 import sys
 from hf_helix.planning.plans import search
+from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.cli import main
-search.EFFORT = 20_000
+search.EFFORT, dhelix.STATES = 20_000, 100
 main({list(words)!r})
 heavy = {{"torch", "transformers", "accelerate", "numpy", "matplotlib"}} & sys.modules.keys()
 assert not heavy, heavy

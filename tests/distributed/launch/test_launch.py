@@ -1,15 +1,28 @@
-"""Real launches: stock `accelerate launch` finds the options; ranks that fail end the others and are named."""
+"""Launches: ranks of stock `accelerate launch` find the options; ranks that fail end the others and are named."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from support.forked_ranks import fork_ranks
 from support.launches import LIMIT, SUPPORT, accelerate, launch_config, output_of, seconds_until_others_end, start_ranks
 
 SCRIPT, PIPELINE_SCRIPT = SUPPORT / "script.py", SUPPORT / "pipeline_trainer_jobs.py"
+
+
+def test_ranks_find_the_launchers_yaml(tmp_path: Path) -> None:
+    """A script that does nothing else."""
+    config = launch_config(tmp_path, helix={"tp_size": 2, "plan": "round_robin"})
+    process = accelerate(config, SUPPORT / "options_script.py")
+    output = output_of(process)
+    assert process.returncode == 0, output
+    for rank in range(2):
+        assert output.count(f"rank {rank}: tp_size=2 plan=round_robin") == 1, output
 
 
 @pytest.mark.slow
@@ -100,26 +113,24 @@ def assert_soon(output: str) -> None:
 
 # Without a launcher, as on several hosts, where nobody kills the survivors: they find out by themselves.
 
-SLOW = pytest.mark.slow
 GREEDY_PIPELINE = "pp_size: 2\nplan: greedy\n"
 
 
 @pytest.mark.parametrize(
     ("script", "helix", "victim", "how"),
-    [
-        (SCRIPT, "tp_size: 2\n", 0, "kill"),
-        (PIPELINE_SCRIPT, GREEDY_PIPELINE, 1, "raise"),
-        *(
-            pytest.param(SCRIPT, "tp_size: 2\n", victim, how, marks=SLOW)
-            for victim, how in ((1, "kill"), (0, "raise"), (1, "raise"))
-        ),
-        *(
-            pytest.param(PIPELINE_SCRIPT, GREEDY_PIPELINE, victim, how, marks=SLOW)
-            for victim, how in ((0, "kill"), (1, "kill"), (0, "raise"))
-        ),
-    ],
+    [(SCRIPT, "tp_size: 2\n", 0, "kill"), (PIPELINE_SCRIPT, GREEDY_PIPELINE, 1, "raise")],
 )
 def test_the_survivor_names_the_rank(script: Path, helix: str, victim: int, how: str, tmp_path: Path) -> None:
+    check_survivors(2, script, helix, victim, how, tmp_path, fork_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("script", "helix"), [(SCRIPT, "tp_size: 2\n"), (PIPELINE_SCRIPT, GREEDY_PIPELINE)])
+def test_the_survivor_among_processes_of_their_own(
+    script: Path, helix: str, victim: int, how: str, tmp_path: Path
+) -> None:
     check_survivors(2, script, helix, victim, how, tmp_path)
 
 
@@ -132,8 +143,16 @@ def test_a_rank_of_four_that_fails_ends_all(victim: int, how: str, sizes: str, t
     check_survivors(4, PIPELINE_SCRIPT, GREEDY_PIPELINE + sizes, victim, how, tmp_path)
 
 
-def check_survivors(world: int, script: Path, helix: str, victim: int, how: str, folder: Path) -> None:
-    ranks = start_ranks(folder, script, "--fail", how, "--victim", victim, helix=helix, world=world)
+def check_survivors(
+    world: int,
+    script: Path,
+    helix: str,
+    victim: int,
+    how: str,
+    folder: Path,
+    start: Callable[..., list[Any]] = start_ranks,
+) -> None:
+    ranks = start(folder, script, "--fail", how, "--victim", victim, helix=helix, world=world)
     assert seconds_until_others_end(ranks, victim) < LIMIT
     said = "failed: RuntimeError: the data of this rank is broken" if how == "raise" else "died"
     for rank in set(range(world)) - {victim}:

@@ -1,4 +1,4 @@
-"""Real `hf-helix profile` commands, which start processes of their own; the other commands read what they wrote."""
+"""`hf-helix profile` on two processes, which it starts by itself; the other commands read what it wrote."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.forked_ranks import fork_ranks, logs_of
 from support.profiles import MODEL
 from transformers import LlamaConfig
 
-from hf_helix.cli import main
+from hf_helix.cli import main, processes
 from hf_helix.cli import plan as plan_command
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.files import load_plan
@@ -59,13 +60,20 @@ cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="two processes w
 
 
 @cpu_only
-def test_profile_measures_and_traces(model_folder: Path, tmp_path: Path, capsys: Any) -> None:
-    sizes = ("--batch_size", 2, "--sequence_length", 17, "--microbatches", 2)
-    done = command(tmp_path, "--model", model_folder, "--tp_size", 2, *sizes, "--trace", "trace.json")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("launches", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ranks", "command"])
+def test_profile_measures_and_traces(launches: bool, model_folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """Its ranks, which a launcher may have started, and the command that starts them."""
+    words = ("--model", model_folder, "--tp_size", 2, "--batch_size", 2, "--sequence_length", 17, "--microbatches", 2)
+    words = (*words, "--trace", "trace.json")
+    if launches:
+        done = command(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
+    else:
+        said = logs_of(fork_ranks(tmp_path, "-m", "hf_helix", "profile", *words), tmp_path)
     # The default output, in the folder it was started in; rank 0 alone talks.
     profile = load_profile(tmp_path / "profile.json")
-    assert done.stdout.count(f"{len(profile.times)} operators and {len(profile.pairs)} pairs: profile.json") == 1
+    assert said.count(f"{len(profile.times)} operators and {len(profile.pairs)} pairs: profile.json") == 1
     assert profile.about["mesh"] == "tp=2"
     assert profile.about["model"].startswith("LlamaForCausalLM ")
     assert profile.about["shapes"] == "2 x 17, 2 x 17"
@@ -81,6 +89,21 @@ def test_profile_measures_and_traces(model_folder: Path, tmp_path: Path, capsys:
     run("show", tmp_path / "profile.json")
     run("show", tmp_path / "plan.json", "--profile", tmp_path / "profile.json")
     assert "greedy: 3 micro-batches" in capsys.readouterr().out
+
+
+def test_the_command_starts_as_many_processes_as_the_mesh_needs(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torchrun, each with what the command was given."""
+    called: list[list[str]] = []
+    monkeypatch.setattr(processes.subprocess, "call", lambda words, env: called.append(words) or 0)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    given = {"--tp_size": "2", "--pp_size": "3", "--microbatches": "5", "--output": "there.json"}
+    run("profile", "--model", model_folder, *(word for pair in given.items() for word in pair), "--bf16")
+    (words,) = called
+    started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=6"]
+    assert words[:8] == [*started, "-m", "hf_helix", "profile"]
+    assert {f"{name}={value}" for name, value in given.items()} | {"--bf16"} <= set(words)
 
 
 @cpu_only

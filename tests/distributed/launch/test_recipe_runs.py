@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from support.forked_ranks import fork_ranks, logs_of
 from support.launches import accelerate, launch_config, output_of
 from support.paths import ROOT
 from support.pipeline_trainer_jobs import tracks
@@ -33,7 +34,6 @@ RUNS = (
     ("tiny-phi3", "cpu_tp2"),
     ("tiny-qwen2-moe", "cpu_ep2"),
 )
-FAST = (RUNS[0],)
 
 
 def launched(folder: Path, launch: str, script: str, *flags: str, limit: float = 280) -> str:
@@ -50,32 +50,48 @@ def launched(folder: Path, launch: str, script: str, *flags: str, limit: float =
 
 def run_recipe(folder: Path, launch: str, *flags: str) -> str:
     """Launch the first recipe on a text of sums."""
+    return launched(folder, launch, "pretrain.py", *text_in(folder), "--output_dir", "out", *flags)
+
+
+def text_in(folder: Path) -> tuple[str, ...]:
+    """The flags of a text, which is written."""
     (folder / "text.txt").write_text("\n\n".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(400)))
-    return launched(folder, launch, "pretrain.py", "--text", "text.txt", "--output_dir", "out", *flags)
+    return ("--text", "text.txt")
 
 
-@pytest.mark.parametrize(
-    ("model", "launch"), [pytest.param(*run, marks=() if run in FAST else pytest.mark.slow) for run in RUNS]
-)
+FEW_STEPS = ("--sequence_length", "32", "--max_steps", "3")
+
+
+def test_the_recipe_trains(tmp_path: Path):
+    """On ranks that are forked, with the options that the launcher's YAML would give them."""
+    flags = (*text_in(tmp_path), "--output_dir", "out", "--config_name", MODELS / "tiny-llama", *FEW_STEPS)
+    helix = "tp_size: 2\nplan: greedy\n"
+    ranks = fork_ranks(tmp_path, ROOT / "recipes" / "pretrain.py", *flags, helix=helix)
+    check_trained(tmp_path, logs_of(ranks, tmp_path), "tiny-llama", "tp=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "launch"), RUNS)
 def test_the_recipe_trains_every_family(model: str, launch: str, tmp_path: Path):
-    """`accelerate launch` trains, evaluates, measures, saves, loads, generates and writes a card.
+    """Under `accelerate launch`: layout and plan are those of the launcher's YAML."""
+    output = run_recipe(tmp_path, launch, "--config_name", str(MODELS / model), *FEW_STEPS)
+    size = re.fullmatch(r"cpu_(..)2", launch)
+    assert size is not None
+    check_trained(tmp_path, output, model, f"{size[1]}=2")
 
-    Layout and plan are those of the launcher's YAML, and rank 0 alone talks.
-    """
-    flags = ["--config_name", str(MODELS / model), "--sequence_length", "32", "--max_steps", "3"]
-    output = run_recipe(tmp_path, launch, *flags)
+
+def check_trained(folder: Path, output: str, model: str, layout: str) -> None:
+    """The recipe has trained, evaluated, measured, saved, loaded, generated and written a card; rank 0 alone talks."""
     for said in ("'train_runtime'", "loss on held-out text: ", "plan greedy: ", "loaded back, it writes: "):
         assert output.count(said) == 1, output
-    config = AutoConfig.from_pretrained(tmp_path / "out")
+    config = AutoConfig.from_pretrained(folder / "out")
     assert config.architectures == config_of(model).architectures
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == config.vocab_size
-    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert len(AutoTokenizer.from_pretrained(folder / "out")) == config.vocab_size
+    card = ModelCard.load(folder / "out" / "README.md")
     assert "hf_helix" in card.data.tags
     assert card.data.base_model is None
     assert "trained from scratch on the text.txt dataset" in card.text
-    size = re.fullmatch(r"cpu_(..)2", launch)
-    assert size is not None
-    assert f"{size[1]}=2" in card.text
+    assert layout in card.text
 
 
 @pytest.mark.slow

@@ -21,14 +21,16 @@ from hf_helix.tuning.measure.overlap import forget_gradients, transports
 
 # What the ranks run
 
-MODEL = {"num_hidden_layers": 4}
+
+def model_of(helix: dict[str, Any]) -> dict[str, int]:
+    return {"num_hidden_layers": 2 * helix.get("pp_size", 1)}
 
 
 def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
     """The same window without a link and with one: losses, gradients, and what a recorder and the link count."""
     found: dict[str, Any] = {}
     for name in (None, link):
-        trainer = make_trainer(folder, {**helix, "plan": "greedy", "link": name}, model=MODEL)
+        trainer = make_trainer(folder, {**helix, "plan": "greedy", "link": name}, model=model_of(helix))
         trainer.model.train()
         window, runner, mesh = _microbatches(trainer, 3), trainer.helix.runner, trainer.helix.mesh
         start = time.perf_counter()
@@ -58,11 +60,16 @@ def windows(folder: str, helix: dict[str, Any], link: str) -> dict[str, Any]:
     return {**found, "seconds": linked["seconds"], "num_gradients": len(linked["gradients"])}
 
 
+CASE: dict[str, Any] = {
+    "model": {"num_hidden_layers": 2},
+    "training": {"max_steps": 2, "gradient_accumulation_steps": 2},
+}
+
+
 def on_an_even_link(folder: str) -> dict[str, Any]:
     """Train on an even link, compare plans; what was measured, and everything that was said."""
     helix = {"tp_size": 2, "plan": "search", "link": "even", "cache": False}
-    training = {"max_steps": 2, "gradient_accumulation_steps": 3}
-    trainer = make_trainer(folder, helix, model=MODEL, training=training)
+    trainer = make_trainer(folder, helix, **CASE)
     said = io.StringIO()
     with hasty(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
         trainer.train()
@@ -132,12 +139,7 @@ def test_everything_that_is_printed_says_that_the_link_is_emulated(even: Any):
 
 
 def test_losses_are_those_without_the_link(even: Any, cluster_of: Any, tmp_path: Path):
-    case = {
-        "helix": {"tp_size": 2, "plan": "greedy"},
-        "model": {"num_hidden_layers": 4},
-        "training": {"max_steps": 2, "gradient_accumulation_steps": 3},
-    }
-    without = cluster_of(2).run("train", folder=str(tmp_path), **case)
+    without = cluster_of(2).run("train", folder=str(tmp_path), helix={"tp_size": 2, "plan": "greedy"}, **CASE)
     assert [found["losses"] for found in without] == [found["losses"] for found in even]
 
 

@@ -42,7 +42,8 @@ def reduced(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-LAYOUTS = [(1, 2, 2), (2, 1, 2), (1, 1, 3), (1, 1, 4), (2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow)]
+SLOW = pytest.mark.slow
+LAYOUTS = [(1, 2, 2), (2, 1, 2), (1, 1, 3), (2, 2, 1), *(pytest.param(*s, marks=SLOW) for s in ((1, 1, 4), (2, 2, 2)))]
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS)
@@ -80,9 +81,12 @@ def test_ranks_of_one_shard_have_the_same_bits(tp: int, pp: int, dp: int, reduce
                     np.testing.assert_array_equal(gradient, first[0][name], err_msg=f"{name} {size}")
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
-    ("tp", "pp", "dp"), [(1, 2, 1), (2, 2, 1), (1, 2, 2), pytest.param(2, 2, 2, marks=pytest.mark.slow)]
+    ("tp", "pp", "dp", "tied"),
+    [
+        *((1, 2, 1, False), (1, 2, 1, True), (2, 2, 1, False), (1, 2, 2, True)),
+        *(pytest.param(*s, marks=SLOW) for s in ((2, 2, 1, True), (1, 2, 2, False), (2, 2, 2, False), (2, 2, 2, True))),
+    ],
 )
 def test_the_norm_is_that_of_the_whole_model(tp: int, pp: int, dp: int, tied: bool, reduced: Any) -> None:
     """Against the unsplit model on the batches of all ranks; what several ranks copy counts once."""
@@ -135,9 +139,10 @@ def test_plans_and_schedules_give_the_same_bits(
 STEPS = {
     "training": {"max_steps": 6, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "lr_scheduler_type": "cosine"}
 }
-SHARED = [(1, 1, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2, 2), (2, 2, 2)))]
+SHARED = [(1, 1, 2), (1, 2, 2), (2, 2, 2)]
 
 
+@pytest.mark.slow  # one of them is compared with the stock Trainer in test_shard_optimizer.py
 @pytest.mark.parametrize(("tp", "pp", "dp"), SHARED)
 def test_a_sharded_optimizer_does_the_same(tp: int, pp: int, dp: int, cluster_of: Any, tmp_path: Path) -> None:
     helix = {"tp_size": tp, "pp_size": pp, "plan": "greedy"}
@@ -169,6 +174,7 @@ def test_two_calls_of_train_go_on_with_the_shared_states(optim: str, cluster_of:
     np.testing.assert_allclose(shared, plain, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow  # test_shard_optimizer.py counts the bytes of one
 @pytest.mark.parametrize(("tp", "pp", "dp"), SHARED)
 def test_every_rank_holds_its_share_only(tp: int, pp: int, dp: int, cluster_of: Any, tmp_path: Path) -> None:
     """AdamW has two states a parameter; together the data-parallel ranks hold each once, none much more than half."""

@@ -266,6 +266,7 @@ def test_weights_that_are_gathered_once_are_those_that_were_stepped() -> None:
                 losses.append(captured.train_window(runner, window) if captured else runner.train_window(window))
                 optimizer.step()
                 optimizer.zero_grad()
+                losses.append([runner.evaluate(window[:1])[0]])
             found.append([torch.stack([loss for each in losses for loss in each]), *runner.stage.stepped])
     assert [graph.replays for graph in recorder.graphs] == [3]
     assert len(found[0][0].unique()) > 8

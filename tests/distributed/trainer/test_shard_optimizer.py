@@ -131,14 +131,21 @@ def test_evaluation_has_the_weights_that_were_stepped(
         assert mine["gathers"] == [1, 0, 1] * 3
 
 
-def test_the_model_can_be_used_with_all_weights_in_it(cluster_of: Any, tmp_path: Path) -> None:
-    job = {"folder": str(tmp_path), "helix": SHARDED, "training": {"max_steps": 4, **BF16}}
+@pytest.mark.parametrize(("option", "training"), [("shard_optimizer", {}), ("shard_parameters", BF16)])
+def test_the_model_can_be_used_with_all_weights_in_it(
+    option: str, training: dict[str, Any], cluster_of: Any, tmp_path: Path
+) -> None:
+    helix = {option: True, "cache": False}
+    job = {"folder": str(tmp_path), "helix": helix, "training": {"max_steps": 4, **training}}
     ranks = cluster_of(2).run(sharding_jobs.generated, **job)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path)
     text = saved.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0].tolist()
     for found in ranks:
-        assert len(found["refused"]) == 2
-        assert all("whole_weights()" in message or "save_model" in message for message in found["refused"])
+        assert len(found["refused"]) == 5
+        assert "within trainer.helix.whole_weights()" in found["refused"][0]
+        assert "save_model" in found["refused"][1]
+        assert all("leave whole_weights() before" in message for message in found["refused"][2:])
+        assert found["eval"] == ranks[0]["eval"]
         assert found["text"] == text
         for name, value in saved.named_parameters():
             assert torch.equal(found["weights"][name], value), name
@@ -182,7 +189,7 @@ def test_a_rank_keeps_weights_and_its_part_of_the_rest(
         assert stepped == start + 8 * rank["elements"]
 
 
-@pytest.mark.parametrize("training", [{}, BF16], ids=str)
+@pytest.mark.parametrize("training", [pytest.param({}, marks=SLOW), BF16], ids=str)
 def test_the_memory_of_a_window(training: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
     """Beside what a window takes that keeps its gradients all the time: the gradients, those that are being summed once
     more, and the summed parts. With bf16, products need no copies of the weights."""

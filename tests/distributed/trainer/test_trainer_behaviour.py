@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.derived_models import HOME
+from support.derived_models import HOME, gemma2
+from support.models import arguments
 from support.trainer_jobs import follow, noise, noisy_losses
+
+from hf_helix import HelixConfig, HelixTrainer
 
 JOB = "support.trainer_jobs:"
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
@@ -41,6 +44,7 @@ ON_ITS_WAY: dict[str, dict[str, Any]] = {
     "grouped by length": {
         "training": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2, "max_steps": -1},
         "lengths": (17, 5, 11, 8, 14),
+        "count": 12,
     },
     "metrics of everything": {
         "training": {
@@ -236,9 +240,9 @@ def test_neftune_adds_the_noise_of_the_stock_hook(
 
 
 def test_neftune_behind_a_scaled_embedding_is_refused(tmp_path: Path) -> None:
-    model = {"family": f"{HOME}gemma2", "num_hidden_layers": 1}
+    model, args = gemma2(num_hidden_layers=1), arguments(str(tmp_path), neftune_noise_alpha=1.0)
     with pytest.raises(ValueError, match=r"neftune_noise_alpha=1\.0 with an embedding of class Gemma2TextScaledWord"):
-        noise(str(tmp_path), {}, 1.0, model)
+        HelixTrainer(model=model, args=args, helix_config=HelixConfig())
 
 
 def test_neftune_in_a_run(cluster_of: Any, tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ QUICK = {
     "steps_watched",
     "batches_changed",
     "batches_of_windows_changed",
-    "batches_of_windows_written",
     "steps_of_ones_own",
     "a_loss_assigned",
     "a_model_wrapped",

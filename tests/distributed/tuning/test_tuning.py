@@ -10,76 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import jobs  # noqa: F401  (what the cluster runs)
+from support import tuning_jobs
 from support.models import llama
 
-from hf_helix.planning.plans import search
 from hf_helix.planning.plans.files import load_plan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile_file import load_profile
 from hf_helix.tuning import cache
 from hf_helix.tuning.effort import CANDIDATES, FULL
 
-CASE = {
-    "model": {"num_hidden_layers": 4, "attention_dropout": 0.1},
-    "training": {"gradient_accumulation_steps": 3, "max_steps": 4},
-}
-
-
-@pytest.fixture(scope="module")
-def runs(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    def run(plan: str) -> list[dict[str, Any]]:
-        folder = str(tmp_path_factory.mktemp(plan))
-        helix = {"tp_size": 2, "plan": plan, "cache": False, "tuning_share": 1.0}
-        return cluster_of(2).run("support.tuning_jobs:train", folder=folder, helix=helix, **CASE)
-
-    return {plan: run(plan) for plan in ("auto", "sequential")}
-
-
-def test_the_fastest_plan_is_kept(runs: Any) -> None:
-    for result in runs["auto"]:
-        assert set(result["predicted"]) == set(CANDIDATES)
-        assert "sequential" in result["steps_by_rule"]
-        fastest = sorted((r for r in CANDIDATES if r != "sequential"), key=result["predicted"].get)[: FULL.timed]
-        assert set(result["steps_by_rule"]) == {"sequential", *fastest}
-        assert result["kept"] == min(result["steps_by_rule"], key=result["steps_by_rule"].get)
-        assert json.loads(result["plan"])["rule"] == result["kept"]
-
-
-def test_a_plan_without_a_measurement_is_not_tuned(runs: Any) -> None:
-    assert "kept" not in runs["sequential"][0]
-
-
-def test_all_ranks_choose_the_same(runs: Any) -> None:
-    first, second = runs["auto"]
-    assert first["plan"] == second["plan"]
-    assert first["steps_by_rule"] == second["steps_by_rule"]
-
-
-def test_measuring_leaves_no_trace_in_the_results(runs: Any) -> None:
-    """The same bits as a run that measures nothing, dropout included; only tiles may round differently."""
-    tolerance = 1e-5 if runs["auto"][0]["kept"] == "intra_batch" else 0.0
-    for key in ("losses", "norms", "eval"):
-        assert runs["auto"][0][key] == pytest.approx(runs["sequential"][0][key], rel=tolerance, abs=0)
-
-
-# Kept on disk
-
 TUNE = "support.tuning_jobs:tune"
 SMALL = {
-    "model": {"num_hidden_layers": 2},
+    "model": {"num_hidden_layers": 2, "attention_dropout": 0.1},
     "data": {"count": 20, "lengths": (9,)},
-    "training": {"gradient_accumulation_steps": 2, "max_steps": 1},
+    "training": {"gradient_accumulation_steps": 2, "max_steps": 2},
 }
 
 
 def tune(cluster: Any, folder: Path, plan: str, cache: Path | None = None, **options: Any) -> dict[str, Any]:
-    """What both ranks found, which is the same, and what rank 0 said."""
+    """What both ranks found and chose, which is the same, and what rank 0 said."""
     helix = {"plan": plan, **options.pop("helix", {})}
     case = {**SMALL, **options}
     first, second = cluster.run(TUNE, folder=str(folder), cache=str(cache or folder / "cache"), helix=helix, **case)
     counted = [(run["tuning"] or {}).pop("gradient_bytes", None) for run in (first, second)]
-    for key in ("plan", "first", "tuning", "measured", "losses"):
+    for key in ("plan", "first", "tuning", "measured", "losses", "norms", "eval"):
         assert first[key] == second[key], key
     first["gradient_bytes"] = counted
     assert second["said"] == []
@@ -91,6 +45,25 @@ def kept(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     """A cache and what was found when it was filled."""
     folder = tmp_path_factory.mktemp("kept")
     return folder / "cache", {plan: tune(cluster_of(2), folder, plan) for plan in ("auto", "search")}
+
+
+def test_the_fastest_plan_is_kept(kept: Any) -> None:
+    found = kept[1]["auto"]["tuning"]
+    assert set(found["predicted"]) == set(CANDIDATES)
+    fastest = sorted((r for r in CANDIDATES if r != "sequential"), key=found["predicted"].get)[: FULL.timed]
+    assert set(found["steps"]) == {"sequential", *fastest}
+    assert found["kept"] == min(found["steps"], key=found["steps"].get)
+    assert json.loads(kept[1]["auto"]["plan"])["rule"] == found["kept"]
+
+
+def test_measuring_leaves_no_trace_in_the_results(kept: Any, cluster_of: Any, tmp_path: Path) -> None:
+    """The same bits as a run that measures nothing, dropout included; only tiles may round differently."""
+    plain = tune(cluster_of(2), tmp_path, "sequential")
+    assert plain["tuning"] is None
+    for found in kept[1].values():
+        tolerance = 1e-5 if found["rule"] == "intra_batch" else 0.0
+        for key in ("losses", "norms", "eval"):
+            assert found[key] == pytest.approx(plain[key], rel=tolerance, abs=0)
 
 
 @pytest.mark.parametrize("plan", ["auto", pytest.param("search", marks=pytest.mark.slow)])
@@ -171,8 +144,8 @@ OTHER_CASES: dict[str, dict[str, Any]] = {
     "longer": {"data": {"count": 20, "lengths": (11,)}},
     "larger batches": {"training": {**SMALL["training"], "per_device_train_batch_size": 3}},
     "more micro-batches": {"training": {**SMALL["training"], "gradient_accumulation_steps": 3}},
-    "another model": {"model": {"num_hidden_layers": 2, "intermediate_size": 58}},
-    "another attention": {"model": {"num_hidden_layers": 2, "attn_implementation": "eager"}},
+    "another model": {"model": {**SMALL["model"], "intermediate_size": 58}},
+    "another attention": {"model": {**SMALL["model"], "attn_implementation": "eager"}},
 }
 
 
@@ -287,16 +260,14 @@ def profile(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "plan",
     ["search", *(pytest.param(p, marks=pytest.mark.slow) for p in ("dhelix", "greedy", "round_robin", "intra_batch"))],
 )
-def test_a_given_profile_is_planned_with(
-    plan: str, profile: Path, cluster_of: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_given_profile_is_planned_with(plan: str, profile: Path, cluster_of: Any, tmp_path: Path) -> None:
     """Nothing is measured or waited for; the plan is the one that the file gives anywhere."""
     found = tune(cluster_of(2), tmp_path, plan, helix={"profile": str(profile)}, forbidden=True)
     assert found["first"] == found["rule"] == plan
     assert found["tuning"] is None
-    monkeypatch.setattr(search, "EFFORT", 20_000)
     mesh = {"tp_size": 2, "pp_size": 1}
-    made = make_plan(plan, load_profile(profile), model="LlamaForCausalLM", mesh=mesh)
+    with tuning_jobs.hasty():  # as on the ranks
+        made = make_plan(plan, load_profile(profile), model="LlamaForCausalLM", mesh=mesh)
     assert found["plan"] == made.to_json()
 
 
@@ -366,7 +337,7 @@ def check_refused(path: Path, message: str, cluster: Any) -> None:
 
 def test_a_window_of_one_micro_batch_waits(cluster_of: Any, tmp_path: Path) -> None:
     """Nothing is interleaved, and that is said once, whatever the plan, with what to change."""
-    training = {"gradient_accumulation_steps": 1, "max_steps": 3}
+    training = {"gradient_accumulation_steps": 1, "max_steps": 2}
     for plan, rule in (("auto", "greedy"), ("dhelix", "greedy"), ("round_robin", "round_robin")):
         found = tune(cluster_of(2), tmp_path, plan, training=training, forbidden=True)
         assert found["rule"] == rule

@@ -163,7 +163,10 @@ def test_a_plan_as_text(file: Path, tmp_path: Path, capsys: Any) -> None:
     assert all(len(row) <= 90 for row in rows)
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
+SUFFIXES = [".svg", pytest.param(".png", marks=pytest.mark.slow)]  # report/test_pictures.py has every format
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_pictures(suffix: str, file: Path, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     plan_file("intra_batch", tmp_path / "plan.json")
@@ -207,7 +210,7 @@ def test_a_schedule_as_text(capsys: Any) -> None:
     assert last.split()[:2] == ["rank", "3"]
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png"])
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_pictures_of_schedules(suffix: str, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"pipeline{suffix}"

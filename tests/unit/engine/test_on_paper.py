@@ -6,15 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.on_paper import counted, on_meta
+from support.on_paper import case_of, cluster_with, counted, on_meta
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.build import declare
-from hf_helix.engine.on_paper import kinds_of
+from hf_helix.engine.on_paper import OnPaper, kinds_of
 from hf_helix.models.families.llama import Llama
+from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.profile import named_operators
 from hf_helix.simulation.mesh import paper_mesh
 
-LAYERS = 4
+LAYERS = 3
 
 
 def alike() -> Any:
@@ -23,7 +25,7 @@ def alike() -> Any:
 
 def partly_frozen() -> Any:
     model = alike()
-    for layer in model.model.layers[:3]:
+    for layer in model.model.layers[:2]:
         layer.requires_grad_(False)
     return model
 
@@ -35,21 +37,28 @@ def with_dense_layers() -> Any:
 
 def with_windows() -> Any:
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 16}
-    types = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
     return on_meta("gpt_oss", num_hidden_layers=LAYERS, layer_types=types, **sizes)
 
 
 KINDS: list[tuple[Callable[[], Any], list[int]]] = [
     (alike, [0] * LAYERS),
-    (partly_frozen, [0, 0, 0, 1]),
-    (with_dense_layers, [0, 1, 0, 0]),
-    (with_windows, [0, 1] * (LAYERS // 2)),
+    (partly_frozen, [0, 0, 1]),
+    (with_dense_layers, [0, 1, 0]),
+    (with_windows, [0, 1, 0]),
 ]
 
 
-@pytest.mark.parametrize("helix", [{"tp_size": 2}, {"tp_size": 2, "recompute": "full"}], ids=["none", "full"])
-@pytest.mark.parametrize(("make", "expected"), KINDS, ids=[make.__name__ for make, _ in KINDS])
-def test_one_layer_of_each_kind_stands_for_all(make: Callable[[], Any], expected: list[int], helix: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("make", "expected", "recompute"),
+    [
+        pytest.param(*kind, mode, marks=[pytest.mark.slow] * ((kind[0], mode) == (with_windows, "full")))
+        for kind in KINDS
+        for mode in ("none", "full")
+    ],
+)
+def test_one_layer_of_each_kind_stands_for_all(make: Callable[[], Any], expected: list[int], recompute: str):
+    helix: dict[str, Any] = {"tp_size": 2, "recompute": recompute}
     model, config = make(), HelixConfig(**helix)
     kinds = kinds_of(model)
     assert list(kinds.kinds) == expected
@@ -67,12 +76,23 @@ def test_only_one_layer_of_each_kind_is_declared_for_a_layout(monkeypatch: pytes
     original = Llama.layer
     monkeypatch.setattr(Llama, "layer", lambda self, b, layer: declared.append(layer) or original(self, b, layer))
     counted(model, kinds=kinds, tp_size=2)
-    assert declared == [model.model.layers[0], model.model.layers[3]]
+    assert declared == [model.model.layers[0], model.model.layers[2]]
 
 
 def test_what_the_whole_model_hides_is_refused():
     """A layer that stands for none is checked all the same."""
     model = alike()
-    model.model.layers[3].register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"model\.model\.layers\.3 has a forward hook"):
+    model.model.layers[2].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"model\.model\.layers\.2 has a forward hook"):
         counted(model, tp_size=2)
+
+
+def test_what_leaves_a_node_is_of_another_kind_and_counts_the_same():
+    paper = OnPaper(with_dense_layers(), cluster_with(nodes=2, devices_per_node=2))
+    inside, across = (paper.amounts(case_of(ep=2, pp=pp, dp=2, length=32)) for pp in (1, 2))
+    found = [
+        {name for name, op in named_operators(each.layout) if op.kind is Kind.INTER_NODE} for each in (inside, across)
+    ]
+    assert found[0] == set()
+    assert found[1] == {name for name, each in across.operators.items() if each.transfers} != set()
+    assert inside.operators == across.operators

@@ -6,14 +6,16 @@ import weakref
 
 import pytest
 import torch
+from support.units import unit_of
 from torch import Tensor, nn
 
 from hf_helix.operators.base import Call, Precision, explicit_gradients
-from hf_helix.operators.communication.transport import Axis, Recorder, SilentTransport
+from hf_helix.operators.communication.transport import Axis, Copies, Recorder, SilentTransport
 from hf_helix.operators.linears.linear import Linear
 from hf_helix.operators.linears.matmul_dtype import CastWeights
 from hf_helix.operators.unit import COPIED
 from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.weights.grouping import make_flats
 from hf_helix.operators.weights.kept import KeptFlat
 from hf_helix.operators.weights.lending import casts_of, lending
 from hf_helix.planning.graph.operator import Part
@@ -143,3 +145,25 @@ def test_a_piece_is_freed_with_its_last_reader() -> None:
         left = weakref.ref(piece)
         del piece
         assert left() is None
+
+
+def test_what_is_lent_is_not_taken_away() -> None:
+    """Such as by a window, while somebody uses the model with all weights in it."""
+    for kind in (Flat, KeptFlat):
+        ((_, flat), _) = ranks_of(kind, cast_to=None)
+        flat.lend(flat.gather())
+        with pytest.raises(RuntimeError, match="leave whole_weights\\(\\) before you train"):
+            flat.begin_window()
+        flat.take_back()
+        flat.begin_window()
+
+
+def test_flats_of_a_unit_have_names_of_their_own() -> None:
+    """The last unit shares one parameter with the first, and another with the second."""
+    left, right = (nn.Parameter(torch.zeros(4, 4)) for _ in range(2))
+    units = [unit_of(dict.fromkeys(held, COPIED)) for held in ([left], [right], [left, right])]
+    axis = Axis(SilentTransport(RANKS, 0))
+    flats = make_flats(units, lambda placement: Copies(axis, axis), None, Flat)
+    names = [[flat.name for flat in found] for found in flats]
+    assert names == [["weights.shared"], ["weights.shared.2"], ["weights.shared", "weights.shared.2"]]
+    assert flats[2] == [flats[0][0], flats[1][0]]

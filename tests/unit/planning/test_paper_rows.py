@@ -68,7 +68,6 @@ def test_search_is_near_the_bound(name, contention):
     result = paper.judge(ROWS[name], contention, rules=("dhelix", "search"))
     assert result.rules["search"] <= result.rules["dhelix"]
     assert result.slowed / result.rules["search"] >= 0.97
-    assert result.planning["search"] < 10
 
 
 @pytest.mark.slow
@@ -78,6 +77,5 @@ def test_search_is_near_the_bound_on_all_rows():
         results = [paper.judge(row, contention, rules=("dhelix", "search")) for row in paper.ROWS]
         longer = [result.row.name for result in results if result.rules["search"] > result.rules["dhelix"]]
         assert not longer
-        assert max(result.planning["search"] for result in results) < 10
         if contention == 1.0:
             assert sum(result.bound / result.rules["search"] for result in results) / len(results) >= 0.97

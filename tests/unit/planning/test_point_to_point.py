@@ -16,7 +16,7 @@ from support.graphs import (
     random_priority,
     random_times,
 )
-from support.point_to_point import RULES, Deadlock, Pipeline
+from support.point_to_point import BUILT, FIRST_USE, FOUR_GROUPS, Deadlock, Pipeline
 
 from hf_helix.planning.cost import simulate, work_of
 from hf_helix.planning.instructions import Instruction, slot_instructions
@@ -37,7 +37,7 @@ from hf_helix.runtime.streams import CudaStreams
 BLOCKS = tuple(ORDER_BLOCK)
 FLOWS = ["greedy", "at random", "at random again", "searched"]
 SCHEDULES = [*PLACEMENT_OF, "auto"]
-IDLING = replace(RULES["a group for each way"], idles=True)
+IDLING = replace(BUILT, idles=True)
 
 
 def pipeline(schedule: str, num_ranks: int, num_microbatches: int) -> tuple[Layout, Schedule]:
@@ -70,7 +70,7 @@ def planned(plan: str, layout: Layout, schedule: Schedule) -> Plan:
 def check(schedule: str, num_ranks: int, num_microbatches: int, plan: str) -> None:
     layout, made = pipeline(schedule, num_ranks, num_microbatches)
     programs = build_programs(made, layout, planned(plan, layout, made), slots_ahead=CudaStreams.slots_ahead)
-    for rules in RULES.values():
+    for rules in (BUILT, FIRST_USE):
         Pipeline(programs, layout, rules).run()
 
 
@@ -171,7 +171,17 @@ def test_early_receives_could_hang_where_their_use_makes_a_communicator() -> Non
     layout, made = pipeline("folded_1f1b", 2, 1)
     early = build_programs(made, layout, planned("sequential", layout, made), slots_ahead=1)
     with pytest.raises(Deadlock):
-        Pipeline(early, layout, RULES["made at the first use"]).run()
+        Pipeline(early, layout, FIRST_USE).run()
+
+
+def test_ways_that_wait_for_each_other_could_hang() -> None:
+    """Why each way has a group of its own: a send to one neighbour would wait behind a receive from the other."""
+    layout, made = pipeline("auto", 4, 6)
+    plan = planned("sequential", layout, made)
+    programs = build_programs(made, layout, plan, slots_ahead=CudaStreams.slots_ahead)
+    with pytest.raises(Deadlock):
+        Pipeline(programs, layout, FOUR_GROUPS).run()
+    Pipeline(programs, layout, BUILT).run()
 
 
 def test_a_way_in_another_order_at_its_ends_is_seen() -> None:
@@ -181,4 +191,4 @@ def test_a_way_in_another_order_at_its_ends_is_seen() -> None:
     first, second = sends[:2]
     programs[0].insert(second + 1, programs[0].pop(first))
     with pytest.raises(Deadlock):
-        Pipeline(programs, layout, RULES["a group for each way"]).run()
+        Pipeline(programs, layout, BUILT).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from support.units import unit_of
 from torch import Tensor, nn
 
-from hf_helix.operators.communication.transport import Axis
+from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import COPIED, CUT_ROWS
+from hf_helix.operators.weights.flat import Flat
 from hf_helix.runtime import grad_reduce as gradients
 from hf_helix.runtime import gradient_buckets
 from hf_helix.runtime.distributed.mesh import Mesh
@@ -56,10 +58,20 @@ def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) 
     return found
 
 
-def reduce(parameters: Sequence[nn.Parameter], device: str = "cpu") -> AtOnce:
+def flat_of(parameter: nn.Parameter) -> Flat:
+    """A flat of its own, whose gradient stays."""
+    axis, gradient = Axis(SilentTransport(RANKS, 0)), parameter.grad
+    flat = Flat(f"weights.{id(parameter)}", {parameter: COPIED}, axis, axis)
+    flat.spread(torch.device("cpu"))
+    parameter.grad = gradient
+    return flat
+
+
+def reduce(parameters: Sequence[nn.Parameter], device: str = "cpu", flats: Sequence[Flat] = ()) -> AtOnce:
     sizes, group, one, streams = {"dp": RANKS, "pp": 1, "cp": 1, "tp": 1, "ep": 1}, object(), Axis.single(), AtOnce()
     given: Any = (sizes, torch.device(device), None, one, Axis.single(), one, Pipe([0]), group, group, group, None)
     unit = unit_of({parameter: CUT_ROWS if parameter.dim() > 1 else COPIED for parameter in parameters})
+    unit = replace(unit, flats={flat.name: flat for flat in flats})
     gradients.complete_gradients({0: unit}, Mesh(*given), streams)
     return streams
 
@@ -102,13 +114,19 @@ def test_half_precision_is_summed_in_a_higher_one(summed: list[Tensor]) -> None:
         assert torch.equal(gradient, value)
 
 
-def test_on_cuda_few_copies_of_half_precision_are_alive(summed: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_on_cuda_few_copies_of_half_precision_are_alive(
+    spread: bool, summed: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of buckets, or of flats."""
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 1)
     order: list[str] = []
-    parts, wait = gradients._parts, AtOnce.wait
-    monkeypatch.setattr(gradients, "_parts", lambda *given: (order.append("copy"), parts(*given))[1])
+    module, name = (gradients.FlatGradients, "_gather") if spread else (gradients, "_parts")
+    copies, wait = getattr(module, name), AtOnce.wait
+    monkeypatch.setattr(module, name, lambda *given: (order.append("copy"), copies(*given))[1])
     monkeypatch.setattr(AtOnce, "wait", lambda *given: (order.append("wait"), wait(*given))[1])
-    reduce(parameters_of(*[(4, 3)] * 5, dtype=torch.bfloat16), device="cuda")
+    parameters = parameters_of(*[(4, 3)] * 5, dtype=torch.bfloat16)
+    reduce(parameters, device="cuda", flats=[flat_of(parameter) for parameter in parameters] if spread else [])
     alive = [order[:place].count("copy") - order[:place].count("wait") for place in range(len(order) + 1)]
     assert max(alive) == gradients.MAX_COPIES + 1
     assert alive[-1] == 0

@@ -13,6 +13,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import named_operators
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.kernels import ATTENTION, MATMUL
+from hf_helix.simulation.memory import Sharing
 
 BATCH, LENGTH = 2, 32
 TOKENS = BATCH * LENGTH
@@ -185,6 +186,18 @@ def test_adapters_are_counted_and_frozen_weights_get_no_gradients():
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
+def test_frozen_experts_are_spread_over_those_that_have_copies():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        model = peft.get_peft_model(on_meta("mixtral", **EXPERTS), config)
+    held = counted(model, ep_size=2).weights["layer"]
+    assert (held.frozen_experts, held.experts) == (2 * 3 * HIDDEN * MLP, 0)
+    whole, spread = Sharing(4, 2), Sharing(4, 2, parameters=True)
+    assert whole.frozen_part_of(held) == held.all_frozen
+    assert spread.frozen_part_of(held) == held.frozen / 4 + held.frozen_experts / 2
+
+
 def test_rows_of_experts_are_even():
     model = on_meta("mixtral", **EXPERTS)
     alone, shared = counted(model), counted(model, ep_size=2)
@@ -204,7 +217,7 @@ def test_rows_of_experts_are_even():
     assert sent["experts"].bytes == rows * HIDDEN * 4 // 2, "half of the rows go to the other rank"
 
 
-@pytest.mark.parametrize("family", ["gemma", "phi3"])
+@pytest.mark.parametrize("family", ["phi3", pytest.param("gemma", marks=pytest.mark.slow)])
 def test_derived_families_are_counted_too(family: str):
     special = {"gemma": {"head_dim": HEAD}, "phi3": {"pad_token_id": 0}}
     found = counted(on_meta(family, **special[family]), BATCH, LENGTH, tp_size=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ from support.on_paper import case_of, cluster_with, counted, layout_of_training,
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime import gradient_buckets
 from hf_helix.simulation import sums
+from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import layout_of
@@ -51,6 +54,14 @@ def test_sums_wait_for_what_backward_sends_over_the_same_link(monkeypatch: pytes
     assert exposed(INSIDE) > exposed(ACROSS)
 
 
+@functools.cache
+def three_layers(given: str) -> tuple[Any, Amounts]:
+    """A model of these options, and what a rank does for it; for buckets of any size."""
+    options, tp = ast.literal_eval(given)
+    model = on_meta(**options, num_hidden_layers=3)
+    return model, counted(model, tp_size=tp)
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 20_000, 25 * 2**20])
 @pytest.mark.parametrize(
     ("options", "tp"), [({}, 1), ({}, 2), ({"tie_word_embeddings": True}, 1), ({"model_type": "qwen3"}, 2)], ids=str
@@ -61,8 +72,7 @@ def test_sums_are_those_of_training(
     """The same gradients in the same sums, completed by the same operators, in the same order."""
     for module in (sums, gradient_buckets):
         monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
-    model = on_meta(**options, num_hidden_layers=3)
-    amounts = counted(model, tp_size=tp)
+    model, amounts = three_layers(repr((options, tp)))
     found = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case_of(tp=tp, dp=2)))]
     assert found == list(layout_of_training(model, tp_size=tp).sums)
     assert (len(found) > 1) == (bucket_bytes < 2**20)
