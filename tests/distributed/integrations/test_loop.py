@@ -127,7 +127,7 @@ def test_what_the_accelerator_would_do_wrongly(cluster_of: Any) -> None:
 
 @pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW)])
 def test_values_of_gradients_are_clipped_where_they_are(option: str, cluster_of: Any) -> None:
-    limit = 1e-3
+    limit = 2**-10  # has no error in fp32
     for words, before, after in cluster_of(2).run(JOBS + "clip_values", helix={option: True}, limit=limit):
         assert "use accelerator.clip_grad_value_(model.parameters(), clip_value)" in words
         assert before > limit >= after > limit / 2
