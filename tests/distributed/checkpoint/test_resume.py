@@ -197,7 +197,7 @@ def test_a_run_that_has_frozen_after_the_cut_goes_on_otherwise(cluster_of: Any, 
     options = {"freeze_later": (LATER,), "training": {"per_device_train_batch_size": 1}}
     given = {**options, "helix": SPREAD["helix"]}
     expected = cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "spread"), **given)
-    saved = str(tmp_path / "spread" / "checkpoint-3")
+    saved = str(tmp_path / "spread" / "checkpoint-2")
     given = {**options, "helix": {"plan": "greedy"}}
     for mine in cluster_of(2).run(f"{JOB}run", folder=str(tmp_path / "whole"), resume=saved, **given):
         goes_on(mine, expected[0])
