@@ -27,12 +27,14 @@ import torch
 import torch.distributed as dist
 
 from hf_helix.config import HelixConfig
-from hf_helix.engine.proof.prove import SIZES, describe, prove
+from hf_helix.engine.proof.prove import SIZES, describe, prove, shared_reason
 from hf_helix.engine.proof.subject import Subject, default_layouts
 from hf_helix.engine.proof.verdict import Proof
 from hf_helix.models.registry import registered_elsewhere
-from hf_helix.runtime.distributed.agreement import on_all_ranks
+from hf_helix.runtime.distributed.agreement import all_gather_object, on_all_ranks
+from hf_helix.runtime.distributed.groups import share_process
 from hf_helix.runtime.distributed.mesh import build_mesh, forget_meshes, mesh_of, world_size
+from hf_helix.runtime.failures.endings import said_elsewhere
 
 LayoutOptions = Mapping[str, Any]
 """Options of `HelixConfig`, such as `{"tp_size": 2}`."""
@@ -93,6 +95,7 @@ def prove_layouts(
     """
     configs = configs_for(subject, layouts)
     if world_size() > 1:
+        share_process((config.pp_size for config in configs), _device())
         for config in configs:
             say(_layout(config))
             yield _prove_here(subject, config)
@@ -120,11 +123,25 @@ def num_ranks(config: HelixConfig) -> int:
 
 def _prove_here(subject: Subject, config: HelixConfig) -> Proof:
     """A proof on the ranks of the process group that is there. Collective."""
-    device = torch.device("cpu")
-    if "nccl" in dist.get_backend_config():
-        device = torch.device("cuda", torch.cuda.current_device())
-    mesh = mesh_of(replace(config, link=None), device)
-    return prove(on_all_ranks(lambda: subject.build(config)), config, mesh)
+    try:
+        mesh = on_all_ranks(lambda: mesh_of(replace(config, link=None), _device()))
+        model = on_all_ranks(lambda: subject.build(config))
+    except Exception as error:
+        return _failed(subject, config, error)
+    return prove(model, config, mesh)
+
+
+def _failed(subject: Subject, config: HelixConfig, error: Exception) -> Proof:
+    """The proof of a layout that ranks could not be given. Collective."""
+    trace = "" if isinstance(error, ValueError) else traceback.format_exc()  # a ValueError says all that users need
+    traces = all_gather_object("" if said_elsewhere(error) else trace)
+    return Proof(subject.name, _layout(config), failure=shared_reason(error), trace=next(filter(None, traces), ""))
+
+
+def _device() -> torch.device:
+    """Where the tensors of this rank lie in the process group that is there."""
+    is_nccl = "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def _layout(config: HelixConfig) -> str:

@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="folder for results; benchmarks/results, or runs/gpu when dry")
     cores = os.cpu_count() or 1
     parser.add_argument(
-        "--jobs", type=int, default=max(1, min(3, cores // 4)), help="pieces that measure nothing run side by side"
+        "--jobs", type=int, default=max(1, min(3, cores // 4)), help="pieces that need not be alone run side by side"
     )
     parser.add_argument("--limit", type=float, default=1500.0, help="seconds for all pieces together (1500)")
     options = parser.parse_args()

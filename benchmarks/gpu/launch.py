@@ -2,7 +2,7 @@
 
 In:   the pieces that were asked for, and time limits.
 Out:  what each of them found.
-Must hold: a piece that crashes, hangs or leaves CUDA in an error takes no other with it; one that measures times runs
+Must hold: a piece that crashes, hangs or leaves CUDA in an error takes no other with it; one that says so runs
 alone; nothing that a piece started is left behind.
 """
 
@@ -51,7 +51,7 @@ class Outcome:
 def run_pieces(
     pieces: Sequence[Piece], folder: Path, dry: bool, jobs: int, limit: float, told: Callable[[Outcome], object]
 ) -> list[Outcome]:
-    """Run them, those that measure nothing side by side and first.
+    """Run them, those that need not be alone side by side and first.
 
     Args:
         folder: for records and logs.
@@ -68,7 +68,7 @@ def run_pieces(
             outcomes[piece.name] = _run(piece, folder, dry, min(piece.seconds, left))
         return outcomes[piece.name]
 
-    for group, width in (([p for p in pieces if not p.timed], jobs), ([p for p in pieces if p.timed], 1)):
+    for group, width in (([p for p in pieces if not p.alone], jobs), ([p for p in pieces if p.alone], 1)):
         with ThreadPoolExecutor(width) as threads:
             for done in as_completed([threads.submit(run, piece) for piece in group]):
                 told(done.result())

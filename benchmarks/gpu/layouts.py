@@ -28,11 +28,12 @@ from torch import Tensor
 
 from benchmarks.gpu.models import Batch, batches, on, targets, tiny
 from benchmarks.gpu.windows import engine_on
+from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.planning.plans import search
 from hf_helix.planning.plans.baselines import dhelix as pairing
-from hf_helix.runtime.distributed.mesh import build_mesh
+from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.failures.heartbeat import start_watch
 from hf_helix.tuning.measure import profiler
 
@@ -60,6 +61,11 @@ class Case:
         return self.options.get("plan") in ("auto", "dhelix", "search")
 
     @property
+    def config(self) -> HelixConfig:
+        """Its options."""
+        return HelixConfig(**self.options)
+
+    @property
     def reference(self) -> tuple[str, bool]:
         """What the unsplit model is to run once for all cases like this."""
         return self.family, self.bf16
@@ -76,6 +82,8 @@ CASES = (
     Case("dp2", {}),
     Case("dp2 zero1", {"shard_optimizer": True}),
     Case("dp2 zero1 bf16", {"shard_optimizer": True}, bf16=True),
+    Case("dp2 parameters", {"shard_parameters": True, "plan": "greedy"}),
+    Case("dp2 parameters bf16", {"shard_parameters": True, "plan": "greedy", "recompute": "full"}, bf16=True),
     Case("ep2", {"ep_size": 2, "plan": "greedy"}, "mixtral"),
     Case("ep2 capacity", {"ep_size": 2, "plan": "greedy", "expert_capacity_factor": 4.0}, "mixtral"),
     Case("tp2 auto", {"tp_size": 2, **MEASURED}),
@@ -142,8 +150,7 @@ def _tell(folder: Path, entry: dict[str, Any]) -> None:
 def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
     """Save, then train a few steps. Collective."""
     start = time.monotonic()
-    sizes = {name: case.options.get(name, 1) for name in ("tp_size", "pp_size", "cp_size", "ep_size")}
-    mesh = build_mesh(device=device, **sizes)
+    mesh = mesh_of(case.config, device)
     count = MICROBATCHES // mesh.dp_size
     autocast_dtype = torch.bfloat16 if case.bf16 else None
     with engine_on(
@@ -152,22 +159,28 @@ def run_case(case: Case, device: torch.device, folder: Path) -> dict[str, Any]:
         before = memory_held(device)
         engine.save_pretrained(folder)
         memory, in_use = [before, memory_held(device)], memory_in_use(device)
-        losses, norms = train_steps(engine, count)
+        optimizer = optimizer_of(engine)
+        stepped, whole = (
+            sum(each.numel() for each in some)
+            for some in (optimizer.param_groups[0]["params"], engine.model.parameters())
+        )
+        losses, norms = train_steps(engine, optimizer, count)
         kept = engine.tuning.kept if engine.tuning else ""
     del engine
     gc.collect()
     found = {"losses": losses, "norms": norms, "memory": memory, "in_use": in_use, "kept": kept}
-    return {**found, "seconds": time.monotonic() - start}
+    return {**found, "share": stepped / whole, "seconds": time.monotonic() - start}
 
 
-def train_steps(engine: Engine, count: int) -> tuple[list[float], list[float]]:
+def train_steps(engine: Engine, optimizer: Any, count: int) -> tuple[list[float], list[float]]:
     """The loss and the norm of the gradient, step by step. Collective.
 
     Args:
         engine: before its first step.
+        optimizer: see `optimizer_of`.
         count: micro-batches that each data-parallel rank takes.
     """
-    mesh, optimizer = engine.mesh, optimizer_of(engine)
+    mesh = engine.mesh
     place = 0 if mesh.dp_group is None else dist.get_rank(mesh.dp_group)
     losses, norms = [], []
     for step in range(STEPS):
@@ -187,7 +200,7 @@ def optimizer_of(engine: Engine) -> Any:
     """AdamW, which steps this rank's parts of the parameters where the options spread them."""
     trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, **OPTIMIZER)
-    engine.step_shards(optimizer)
+    engine.step_parts(optimizer)
     return optimizer
 
 

@@ -13,23 +13,23 @@ class Piece:
         name: on the command line; the module `benchmarks.gpu.<name>` has its `run`.
         about: what it shows, in one line.
         seconds: its time limit on a GPU.
-        timed: whether it measures times, so that nothing may run beside it.
+        alone: whether nothing may run beside it, since it measures times, or starts processes that must answer in time.
     """
 
     name: str
     about: str
     seconds: float
-    timed: bool = False
+    alone: bool = False
 
 
 PIECES = (
     Piece("parity", "losses and gradients against fp64, bf16's error, GPU = CPU, plans bit for bit", 180),
-    Piece("ranks", "two NCCL ranks: every layout against one process, a save, a kill, the Trainer", 300),
+    Piece("ranks", "two NCCL ranks: every layout against one process, a save, a kill, the Trainer", 320, alone=True),
     Piece("graphs", "windows from CUDA graphs against the same operator by operator, bit for bit", 90),
-    Piece("attention", "the kernels of context parallelism against attention written out; costs", 60, timed=True),
+    Piece("attention", "the kernels of context parallelism against attention written out; costs", 60, alone=True),
     Piece("stress", "links at random paces and poisoned memory change no bit", 180),
-    Piece("overlap", "how much communication is hidden at the shapes of an 8B model", 150, timed=True),
-    Piece("kernels", "the times of single kernels that decisions rest on", 90, timed=True),
-    Piece("trainer", "HelixTrainer on one GPU against the stock Trainer: step time, loss, memory", 180, timed=True),
+    Piece("overlap", "how much communication is hidden at the shapes of an 8B model", 150, alone=True),
+    Piece("kernels", "the times of single kernels that decisions rest on", 90, alone=True),
+    Piece("trainer", "HelixTrainer on one GPU against the stock Trainer: step time, loss, memory", 180, alone=True),
     Piece("sanitizer", "compute-sanitizer's memcheck on a tiny window, where it is installed", 240),
 )

@@ -34,6 +34,8 @@ CASE_LIMIT, MEASURED_LIMIT, START_LIMIT = 60.0, 120.0, 60.0
 PATIENCE = 3
 """Pairs that may fail before the cases that are left are given up."""
 END_LIMIT = 60.0
+MOST_STEPPED = 0.75
+"""Of two ranks that spread parameters, what one may step: half, and a little more where pieces are small."""
 TRAINER = "benchmarks.gpu.rank_trainer"
 
 
@@ -130,6 +132,9 @@ def compare(report: Report, case: Case, found: dict[str, Any], wanted: tuple[lis
     figure = f"losses {losses:.1e}, norms of gradients {norms:.1e} off the unsplit model's (at most {CLOSE:.0e})"
     kept = f", kept {found['kept']}" if found["kept"] else ""
     report.check(case.name, max(losses, norms) <= CLOSE, f"{figure}{kept}, {found['seconds']:.1f} s")
+    if case.config.spreads:
+        figure = f"an optimizer steps {found['share']:.0%} of them on rank 0 (at most {MOST_STEPPED:.0%})"
+        report.check(f"{case.name}: parameters are spread", found["share"] <= MOST_STEPPED, figure)
     before, after = (value / 2**20 for value in found["memory"])
     figure = (
         f"{before:.1f} MiB, then {after:.1f} MiB; {found['in_use'] / 2**20:.0f} MiB of the device are in use by all"

@@ -55,6 +55,8 @@ def check_environment(pp_size: int) -> list[str]:
     if pp_size > 1 and os.environ.get(LOADING) != "EAGER":
         found.append(
             f"{LOADING} was not EAGER when CUDA started, so that the first steps of a pipeline (pp_size={pp_size}) may "
-            f"hang; set {LOADING}=EAGER in the environment of the launcher, or give pp_size in the launcher's YAML"
+            f"hang; set {LOADING}=EAGER in the environment of the launcher, or give pp_size before TrainingArguments "
+            f"starts CUDA: in the launcher's YAML, or with TrainingArguments(parallelism_config=HelixPlugin(pp_size="
+            f"{pp_size}), ...) instead of helix_config"
         )
     return found

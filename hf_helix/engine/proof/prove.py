@@ -62,7 +62,7 @@ def prove(model: Any, config: HelixConfig, mesh: Mesh, plans: Sequence[str] = PL
             ours.set_mode(decide_on_rank_0(ours.draws))
             declared = on_all_ranks(ours.declare)
         except Exception as error:
-            return Proof(*about, refusal=_shared_reason(error))
+            return Proof(*about, refusal=shared_reason(error))
         cases = ours.run(declared, plans)
     return Proof(*about, cases=cases, seconds=time.monotonic() - started)
 
@@ -218,7 +218,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def _shared_reason(error: Exception) -> str:
+def shared_reason(error: Exception) -> str:
     """The reason of a refusal, in the words of the first rank that has one. Collective."""
     text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     reasons = all_gather_object("" if said_elsewhere(error) else text)

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -152,7 +152,7 @@ def order_launches(pp_size: int) -> None:
     Without a pipeline, that order is the same on every rank. Otherwise two ranks could each fill their SMs with a
     kernel that waits for the other's. The ranks of a pipeline run different programs: there, a receive that starts late
     could hold back what its sender waits for. NCCL reads the variable once, so the first layout of a process decides
-    for those that follow, unless the user has set it.
+    for those that follow, unless the user has set it, or `share_process` has been told of them all.
 
     Raises:
         ValueError: there is a pipeline, and kernels start in the order of issue.
@@ -166,6 +166,21 @@ def order_launches(pp_size: int) -> None:
             "kernels in the order of issue. hf_helix sets it for a layout without a pipeline, and NCCL reads it once "
             "in a process: train the pipeline in a process of its own, without that variable or with the value 0"
         )
+
+
+def share_process(pp_sizes: Iterable[int], device: torch.device) -> None:
+    """Prepare this process for several layouts in turn, before the first mesh; what was chosen before stays.
+
+    If any of them has a pipeline, kernels of none start in the order of issue. A layout without a pipeline then runs as
+    tensor parallelism does within one: without a hang as long as the kernels of its communicators find room side by
+    side. They do on a GPU with more SMs than NCCL takes blocks: 32 for a communicator at most, fewer for few bytes.
+
+    Args:
+        pp_sizes: of the layouts.
+        device: that tensors will lie on.
+    """
+    if backend_of(device) == NCCL and torch.version.hip is None and max(pp_sizes, default=1) > 1:
+        os.environ.setdefault(LAUNCH_ORDER, "0")
 
 
 def host_name() -> str:

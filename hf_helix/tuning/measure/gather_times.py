@@ -8,9 +8,9 @@ Must hold: what is timed is the work that windows issue, on its stream. Of gathe
 from __future__ import annotations
 
 from hf_helix.operators.weights.kept import KeptFlat
-from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import Name, named_gathers
 from hf_helix.runtime.runner import Runner
+from hf_helix.tuning.measure.timing import ISSUING_SLOWEST, time_repeats
 
 
 def time_gathers(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], dict[Name, int]]:
@@ -39,9 +39,8 @@ def time_gathers(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]],
 def _time(runner: Runner, flat: KeptFlat, repeats: int) -> list[float]:
     """The seconds of a gather on its stream, without the first."""
     streams = runner.executor.streams
-    streams.synchronize()
-    with streams.tracing() as trace:
-        for _ in range(repeats):
-            streams.wait(streams.issue(flat.sums.kind, flat.refresh(), (), flat.name))
-    spans = sorted(trace.spans, key=lambda span: span.start)
-    return [span.seconds for span in spans if span.stream == Kind.GRADIENTS.value][1:]
+
+    def repeat() -> None:
+        streams.wait(streams.issue(flat.sums.kind, flat.refresh(), (), flat.name))
+
+    return time_repeats(streams, repeat, repeats, ISSUING_SLOWEST)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import Name, named_sums
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.grad_reduce import Reduction
 from hf_helix.runtime.gradient_buckets import Bucket
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.measure.overlap import forget_gradients
+from hf_helix.tuning.measure.timing import ISSUING, ISSUING_SLOWEST, time_repeats
 
 LEAST = 1e-7
 """Seconds of a sum of nothing; times are positive."""
@@ -51,20 +51,18 @@ def time_sums(runner: Runner, repeats: int) -> tuple[dict[Name, list[float]], di
 def _time(runner: Runner, bucket: Bucket, repeats: int) -> list[float]:
     """The seconds of a sum on its stream, without the first."""
     streams = runner.executor.streams
-    streams.synchronize()
+
+    def repeat() -> None:
+        for parameter in bucket.placements:
+            if parameter.grad is None:  # the first time, or again where the sum leaves parts of it
+                parameter.grad = torch.zeros_like(parameter)
+        Reduction([bucket], runner.mesh, streams).finish()
+
+    issuing = ISSUING_SLOWEST + ISSUING * len(bucket.placements)  # their gradients are made, and moved
     try:
-        with streams.tracing() as trace:
-            for _ in range(repeats):
-                for parameter in bucket.placements:
-                    if parameter.grad is None:  # the first time, or again where the sum leaves parts of it
-                        parameter.grad = torch.zeros_like(parameter)
-                Reduction([bucket], runner.mesh, streams).finish()
+        return time_repeats(streams, repeat, repeats, issuing)
     finally:
         forget_gradients(runner)
-    spans = sorted(trace.spans, key=lambda span: span.start)
-    seconds = [span.seconds for span in spans if span.stream == Kind.GRADIENTS.value]
-    parts = len(seconds) // repeats  # one for each type of gradients, and for those of experts
-    return [sum(seconds[first : first + parts]) for first in range(parts, len(seconds), parts)]
 
 
 def _most_copies(bucket: Bucket, mesh: Mesh) -> int:

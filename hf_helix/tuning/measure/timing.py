@@ -8,12 +8,13 @@ launching kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.instructions import BARRIER_INSTRUCTION, Instruction
 from hf_helix.planning.layout import Key
 from hf_helix.runtime.microbatch import MicroBatch
@@ -85,6 +86,26 @@ def hold(streams: Streams, seconds: float) -> None:
     """
     if isinstance(streams, CudaStreams):
         torch.cuda._sleep(int(seconds * CLOCK))
+
+
+def time_repeats(streams: Streams, repeat: Callable[[], None], repeats: int, issuing: float) -> list[float]:
+    """Returns the seconds that the stream of gradients is busy with each repeat of some work, without the first.
+
+    Args:
+        streams: what the work runs on.
+        repeat: issues the work once, as windows issue it.
+        repeats: how often it runs in a row; the first run warms up.
+        issuing: seconds that the host needs to issue it once.
+    """
+    streams.synchronize()
+    with streams.tracing() as trace:
+        hold(streams, repeats * issuing)
+        for _ in range(repeats):
+            repeat()
+    spans = sorted(trace.spans, key=lambda span: span.start)
+    seconds = [span.seconds for span in spans if span.stream == Kind.GRADIENTS.value]
+    parts = len(seconds) // repeats  # a sum has one for each type of gradients, and for those of experts
+    return [sum(seconds[first : first + parts]) for first in range(parts, len(seconds), parts)]
 
 
 def meet(runner: Runner) -> None:

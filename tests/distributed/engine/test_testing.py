@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +16,10 @@ from support.models import made, tiny
 from transformers import LlamaConfig, MixtralConfig
 
 from hf_helix.cli.main import main
-from hf_helix.testing import check_family
+from hf_helix.engine.proof.subject import Subject
+from hf_helix.runtime.distributed import groups
+from hf_helix.runtime.distributed.mesh import forget_meshes
+from hf_helix.testing import check_family, prove_layouts
 
 TP = ({"tp_size": 2},)
 FAMILIES = "support.mistaken_families"
@@ -58,6 +62,27 @@ def test_default_layouts() -> None:
     assert layouts == ["tp_size=2", "pp_size=2", "tp_size=2, pp_size=2", "cp_size=2", "ep_size=2"]
 
 
+def test_nccl_checks_every_layout(cluster_of: Any) -> None:
+    """NCCL reads once in a process in which order kernels start: it is told of the pipeline before the first layout."""
+    ranks = cluster_of(2).run(check_on_nccl, calls=[[{"tp_size": 2}, {"pp_size": 2}, {"cp_size": 2}]])
+    equal = [(layout, "equal", "") for layout in ("tp_size=2", "pp_size=2", "cp_size=2")]
+    assert ranks == [(equal, "0")] * 2
+
+
+def test_a_mesh_that_cannot_be_made_is_one_failed_layout(cluster_of: Any) -> None:
+    """Kernels start in the order of issue already, so that a pipeline is refused; what comes after it is checked."""
+    for found, order in cluster_of(2).run(check_on_nccl, calls=[TP, [{"pp_size": 2}, {"tp_size": 3}, *TP]]):
+        assert [(layout, verdict) for layout, verdict, _ in found] == [
+            ("tp_size=2", "equal"),
+            ("pp_size=2", "failed"),
+            ("tp_size=3", "failed"),
+            ("tp_size=2", "equal"),
+        ]
+        assert found[1][2].startswith("pp_size=2 could hang in this process")
+        assert found[2][2].startswith("tp_size=3 must divide the world size, 2 processes")
+        assert order == "1"
+
+
 @pytest.mark.slow
 def test_a_group_that_is_there(cluster_of: Any) -> None:
     """Its ranks and its device are used; of the default layouts, those that they fit."""
@@ -94,6 +119,20 @@ def test_the_command_under_a_launcher() -> None:
 
 
 # In the processes of a cluster
+
+
+def check_on_nccl(calls: list[list[dict[str, Any]]]) -> tuple[list[tuple[str, str, str]], str]:
+    """What is found, call by call, where meshes are made as on NCCL; and in which order kernels start."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    forget_meshes()
+    with patch.object(groups, "backend_of", lambda device: groups.NCCL), patch.dict(os.environ):
+        os.environ.pop(groups.LAUNCH_ORDER, None)
+        subject = Subject.of(tiny(num_hidden_layers=4))
+        proofs = [proof for layouts in calls for proof in prove_layouts(subject, layouts)]
+        order = os.environ[groups.LAUNCH_ORDER]
+    forget_meshes()
+    return [(proof.layout, proof.verdict, proof.failure) for proof in proofs], order
 
 
 def check_here() -> tuple[list[str], str]:

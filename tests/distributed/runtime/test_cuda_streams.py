@@ -57,6 +57,7 @@ QUICK: dict[str, Case] = {
     "cp ring": {"cp_size": 2, "rank": 1},
     "tp cp dhelix, recomputed": {**LAYOUTS["tp cp"], "plan": "dhelix", "recompute": "selective"},
     "zero in bf16": {**LAYOUTS["zero"], "autocast_dtype": BF16},
+    "zero in bf16, recomputed": {**LAYOUTS["zero"], "autocast_dtype": BF16, "recompute": "full"},
     "zero of experts in bf16": {
         **LAYOUTS["ep with a capacity"],
         "dp": 4,
@@ -71,6 +72,13 @@ QUICK: dict[str, Case] = {
         "recompute": "full",
         "plan": "sequential",
     },
+    "sharded parameters of qwen3_moe in bf16": {
+        **LAYOUTS["sharded parameters"],
+        "family": "qwen3_moe",
+        "autocast_dtype": BF16,
+        "recompute": "selective",
+    },
+    "ep of phimoe": {**LAYOUTS["ep"], "family": "phimoe", "autocast_dtype": BF16},
     "ep recomputed": {**LAYOUTS["ep"], "recompute": "full"},
     "ep with a capacity": {**LAYOUTS["ep with a capacity"], "plan": "round_robin", "autocast_dtype": BF16},
     "folded_1f1b": {**PIPELINES["folded_1f1b rank 0"], "plan": "round_robin"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,53 @@ def test_groups_and_communicators_are_made_in_one_order(sizes: dict[str, int], s
         assert groups_of(built) <= {name for name, _ in used[-1]}
     assert all(rows == made[0] for rows in made)
     assert not waiting_for_ever(used)
+
+
+class Options:
+    """Stands for `ProcessGroupNCCL.Options`, which torch without CUDA lacks."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+LIMITS = [
+    # what a group connects, of two ranks each, and the most blocks that its kernels may take; tp, cp and the groups
+    # that are made with the device mesh are in the second case
+    ({"tp_size": 2, "pp_size": 2, "cp_size": 2, "ep_size": 2}, {"experts": None, "copies": 8, "expert_copies": 8}),
+    ({"tp_size": 2, "pp_size": 2, "cp_size": 2}, {"tp": None, "cp": None, "copies": 8}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "limits"), LIMITS, ids=["experts", "dense"])
+def test_which_group_takes_how_many_blocks_from_computation(
+    sizes: dict[str, int], limits: dict[str, int | None], start: Any, monkeypatch: Any
+) -> None:
+    """Lanes and sums of gradients take few, what is waited for soon takes as many as NCCL likes."""
+    world, made, overridden = 32, [], []
+
+    def note_group(stock: Any, ranks: list[int], pg_options: Any = None, **options: Any) -> Any:
+        made.append((tuple(ranks), pg_options and pg_options.config.max_ctas))
+        return stock(ranks, **options)
+
+    def note_mesh(stock: Any, *given: Any, backend_override: Any = None, **options: Any) -> Any:
+        overridden.append({name: each.config.max_ctas for name, each in (backend_override or {}).items()})
+        return stock(*given, **options)
+
+    start("fake", 0, world)
+    monkeypatch.setattr(dist, "new_group", functools.partial(note_group, dist.new_group))
+    monkeypatch.setattr(mesh, "init_device_mesh", functools.partial(note_mesh, mesh.init_device_mesh))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(groups, "backends", lambda: {"cpu": "nccl"})
+    monkeypatch.setattr(groups, "order_launches", lambda pp_size: None)
+    built = mesh.build_mesh(device="cpu", **sizes)
+    assert overridden == [{"dp_replicate": 8}]
+    rows = mesh._rows_of(built.sizes)
+    for name, limit in limits.items():
+        members = {tuple(row) for row in rows[name].reshape(-1, rows[name].shape[-1]).tolist()}
+        assert {taken for ranks, taken in made if ranks in members} == {limit}, name
+    pairs = {tuple(row) for row in rows["pp"].reshape(-1, 2).tolist()}
+    found = [taken for ranks, taken in made if ranks in pairs]
+    assert sorted(map(str, found)) == sorted(map(str, [4] * 4 * len(pairs) + [None] * len(pairs)))
 
 
 def groups_of(built: mesh.Mesh) -> set[str]:

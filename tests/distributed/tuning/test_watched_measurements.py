@@ -23,8 +23,13 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {"family": "mixtral", "dp": 2, "ep_size": 2},
     "a pipeline": {"pp_size": 2, "model": {"num_hidden_layers": 4}},
 }
-NAMES = ["tp", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
-CASES["tp"] = TP
+QUICK: dict[str, dict[str, Any]] = {
+    "tp": TP,
+    "sums": {"dp": 2, "model": {"num_hidden_layers": 1}},
+    "gathers": {"dp": 2, "shard_optimizer": True, "model": {"num_hidden_layers": 1}},
+}
+NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES)]
+CASES |= QUICK
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +54,7 @@ def test_the_profiler(name: str) -> None:
         kinds = {name: op.kind for name, op in named_operators(runner.layout)}
     check(cuda)
     assert not [pair for pair in profile.pairs if all(kinds[each] is Kind.COMPUTE for each in pair)]
-    assert profile.pairs or name == "a pipeline"
+    assert profile.pairs or name in ("a pipeline", "sums", "gathers")
 
 
 @pytest.mark.parametrize("name", NAMES)

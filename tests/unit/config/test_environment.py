@@ -59,6 +59,7 @@ def test_what_came_too_late_is_said(started: None, monkeypatch: pytest.MonkeyPat
     connections, loading = check_environment(pp_size=2)
     assert "is 1, which takes half of the overlap" in connections
     assert f"pp_size=2) may hang; set {LOADING}=EAGER in the environment of the launcher" in loading
+    assert "TrainingArguments(parallelism_config=HelixPlugin(pp_size=2), ...) instead of helix_config" in loading
     monkeypatch.setenv(CONNECTIONS, "32")
     monkeypatch.setenv(LOADING, "EAGER")
     assert check_environment(pp_size=2) == []

@@ -33,6 +33,15 @@ def test_of_a_layer(family: str) -> None:
     assert forward > 0 < backward
 
 
+@pytest.mark.slow
+def test_of_a_compiled_layer() -> None:
+    """What docs/gpu.md says. One layer, since each is compiled anew here, which torch does a few times only."""
+    torch.compiler.reset()
+    kernels = count_layer(tiny("llama", num_hidden_layers=1), compiles=True)
+    assert 0 < kernels.total("F.") + kernels.total("B.") <= 52, kernels.totals()
+    assert "compiled" in kernels.found["B.attn.norm"]
+
+
 def test_views_and_allocations_do_not_count() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
     with Kernels() as kernels, kernels.run("here"):

@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig
 
 from hf_helix.config import HelixConfig
 from hf_helix.engine.synthetic import Workload
-from hf_helix.operators.communication.transport import Axis, SilentTransport
+from hf_helix.operators.communication.transport import Axis, Copies, SilentTransport
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.planning.profile import Profile, named_operators
+from hf_helix.planning.profile import Profile, named_of_window, named_operators
+from hf_helix.runtime import grad_reduce
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
 from hf_helix.runtime.streams import CudaStreams, stream_name
@@ -85,18 +88,28 @@ class SlowHost(CudaStreams):
         self.free["compute"] = max(self.free.get("compute", 0.0), self.host) + cycles / CYCLES
 
 
+COPIES = object()
+"""Stands for the group of two ranks that hold copies of the weights."""
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SlowHost:
     made = SlowHost()
     monkeypatch.setattr(torch.cuda, "_sleep", made.sleep)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2 if group is COPIES else 1)
+    monkeypatch.setattr(grad_reduce, "all_reduce", lambda total, group, link: None)
     return made
 
 
-def measured(gpu: SlowHost, layers: int = 2) -> Profile:
-    """Rank 0 of two tensor-parallel ranks."""
-    sizes = {"dp": 1, "pp": 1, "cp": 1, "tp": 2, "ep": 1}
-    axis, single = Axis(SilentTransport(2, 0)), Axis.single()
-    mesh = Mesh(sizes, torch.device("cpu"), None, axis, single, axis, Pipe([0]), None, None, None, None)
+def measured(gpu: SlowHost, layers: int = 2, tp: int = 2, dp: int = 1, **options: Any) -> Profile:
+    """Rank 0 of two tensor-parallel ranks, or of some other layout."""
+    sizes = {"dp": dp, "pp": 1, "cp": 1, "tp": tp, "ep": 1}
+    axis, single = Axis(SilentTransport(tp, 0)), Axis.single()
+    group: Any = COPIES if dp > 1 else None
+    mesh = Mesh(sizes, torch.device("cpu"), None, axis, single, axis, Pipe([0]), group, group, group, None)
+    if options:
+        sums = Axis(SilentTransport(dp, 0), Kind.GRADIENTS)
+        mesh = replace(mesh, copies=Copies(sums, sums), expert_copies=Copies(sums, sums))
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=16,
@@ -106,7 +119,7 @@ def measured(gpu: SlowHost, layers: int = 2) -> Profile:
         num_key_value_heads=2,
         vocab_size=32,
     )
-    work = Workload(config, HelixConfig(tp_size=2), mesh.device, mesh)
+    work = Workload(config, HelixConfig(tp_size=tp, **options), mesh.device, mesh)
     work.runner.executor.streams = gpu
     return profiler.measure_profile(work.runner, work.window(2, 1, 8))
 
@@ -116,6 +129,25 @@ def test_times_are_those_of_the_device(gpu: SlowHost) -> None:
     for name, operator in named_operators(found.layout):
         takes = COMPUTATION if operator.kind is Kind.COMPUTE else COLLECTIVE
         assert found.times[name] == pytest.approx(takes), name
+
+
+OF_WINDOWS: dict[str, dict[str, Any]] = {
+    "sums": {"tp": 1, "dp": 2},
+    "gathers, and sums that leave parts": {"tp": 1, "dp": 2, "shard_optimizer": True},
+}
+
+
+@pytest.mark.parametrize("case", OF_WINDOWS)
+def test_what_a_window_has_once_takes_what_the_device_takes(
+    case: str, gpu: SlowHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured(gpu, **OF_WINDOWS[case])
+    names = [name for name, _ in named_of_window(found.layout)]
+    assert {name[1].partition(".")[0] for name in names}
+    assert [found.times[name] for name in names] == pytest.approx([COLLECTIVE] * len(names))
+    monkeypatch.setattr(timing, "CLOCK", 0.0)
+    found = measured(gpu, **OF_WINDOWS[case])
+    assert [found.times[name] for name in names] == pytest.approx([LAUNCHING] * len(names))
 
 
 def test_what_is_beside_a_collective_is_slowed_by_it(gpu: SlowHost) -> None:
