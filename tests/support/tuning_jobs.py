@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
     def counted(*args: Any, **kwargs: Any) -> Profile:
         if forbidden:
             raise Measured
-        measured.append(1)
+        called = {frame.name for frame in traceback.extract_stack()}
+        measured.append(sorted(called & {"training_step", "get_batch_samples"}))
         return usual(*args, **kwargs)
 
     previous = os.environ["HELIX_CACHE"]
@@ -137,6 +139,7 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
         "plan": trainer.plan.to_json(),
         "rule": trainer.plan.rule,
         "measured": len(measured),
+        "measured_in": measured,
         "said": [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "norms": [float(entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry],
