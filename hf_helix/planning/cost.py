@@ -6,7 +6,7 @@ Out:  a `Timeline`: start and end of every instruction.
 Must hold: the same rules as the executor's. Every stream of a rank runs in the order of issue; communication starts
 once everything issued before it on the compute stream is done, a computation once the values that it reads have
 arrived; at a barrier the compute stream waits for the collectives; the first computation of a unit waits for its
-weights; nothing is issued before sizes have arrived that the host must know for what comes before it. What a rank sends
+weights. The host issues in order, and blocks at an instruction whose row counts have not arrived yet. What a rank sends
 to a neighbour goes over one link in order, and has arrived when it is sent. Where operators of a rank run beside each
 other, each goes on at its own slowed rate, until one of them ends.
 """
@@ -44,8 +44,8 @@ class Work:
         names: (unit name, entry).
         ranks: of each instruction, the pipeline rank that runs it; empty where there is one.
         lanes: of each instruction, what it queues on, together with its rank and stream; empty where it is 0 for all.
-        hosts: of each instruction, the one that brings sizes which the host must know to issue it, or -1; empty where
-            it is -1 for all.
+        hosts: of each instruction, the collective whose result the host reads before it issues the instruction, or -1
+            if there is none; empty where it is -1 for all.
     """
 
     streams: list[int]
@@ -65,7 +65,7 @@ class Work:
         return self.ranks[place] if self.ranks else 0
 
     def queues(self) -> list[int]:
-        """Of each instruction, the number of its queue; instructions of one queue run one after the other."""
+        """Returns the number of each instruction's queue; instructions of one queue run one after the other."""
         ranks, lanes = self.ranks or [0] * len(self), self.lanes or [0] * len(self)
         numbers: dict[tuple[int, int, int], int] = {}
         return [numbers.setdefault(key, len(numbers)) for key in zip(ranks, self.streams, lanes, strict=True)]
@@ -78,7 +78,8 @@ class Work:
         needs: Sequence[list[int]],
         ranks: Iterable[int],
     ) -> Work:
-        """The same with instructions behind it that belong to the window, each of another operator; in no order yet.
+        """Returns these programs with instructions of the whole window behind them, each of another operator. Where in
+        the order of issue they come is not decided yet.
 
         Args:
             stream: of all of them, an index into `STREAMS`.
@@ -104,7 +105,7 @@ class Work:
         )
 
     def paced(self, pace: float) -> Work:
-        """The same, with computations that take so many times as long."""
+        """Returns these programs with computations that take `pace` times as long."""
         seconds = [each * pace if at == COMPUTE else each for each, at in zip(self.seconds, self.streams, strict=True)]
         return replace(self, seconds=seconds)
 
@@ -129,7 +130,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Of the whole program."""
+        """The seconds that the whole program takes."""
         return max(self.ends, default=0.0)
 
     def spans(self) -> list[tuple[str, str, int, float, float]]:
