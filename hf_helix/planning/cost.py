@@ -195,7 +195,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
         if op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE):
             pending.setdefault(rank, []).append(place)
         if op.receives:
-            needs += [sent[key] for key in [passage_of(instruction)] if key in sent]
+            needs += [sent[key] for key in [transfer_key(instruction)] if key in sent]
         work.streams.append(STREAMS.index(op.kind))
         work.lanes.append(_lane(instruction, op, layout))
         work.seconds.append(0.0 if op.receives else times[name])
@@ -211,13 +211,13 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
 def _senders(program: Sequence[Instruction]) -> dict[tuple[int, bool, int], int]:
     """What is sent between ranks -> the instruction that sends it."""
     return {
-        passage_of(instruction): place
+        transfer_key(instruction): place
         for place, instruction in enumerate(program)
         if instruction.operator is not None and instruction.operator.sends
     }
 
 
-def passage_of(instruction: Instruction) -> tuple[int, bool, int]:
+def transfer_key(instruction: Instruction) -> tuple[int, bool, int]:
     """Returns what tells one message between ranks from the others, at both of its ends.
 
     These are its micro-batch, whether it is of forward, and the unit that forward sends from.

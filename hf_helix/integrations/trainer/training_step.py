@@ -36,7 +36,7 @@ from hf_helix.tuning.cache import export
 _COUNT = "get_model_param_count"
 
 
-class Window:
+class FetchedWindow:
     """The micro-batches of an optimizer step, as they were fetched.
 
     Attributes:
@@ -81,7 +81,7 @@ class WindowHooks:
     helix_config: HelixConfig
     _health: Health
 
-    _window: Window | None = None
+    _window: FetchedWindow | None = None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares as the stock method does.
@@ -125,7 +125,7 @@ class WindowHooks:
             self._health.judge([state for state, *_ in of_ranks])
             self.helix.limits.judge([reach for _, *reach in of_ranks])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
-        self._window = Window(samples)
+        self._window = FetchedWindow(samples)
         if samples:
             self._tune(samples, num_items)
         return samples, num_items

@@ -131,7 +131,7 @@ class LinkedTransport(TransportWrapper):
         self._link.carry(sent, received, lambda: run(out, value, *rows))
 
 
-class LinkedPassage(P2PChannel):
+class LinkedChannel(P2PChannel):
     """A way between two ranks of a pipeline over an emulated link."""
 
     def __init__(self, inner: P2PChannel, link: Link) -> None:
