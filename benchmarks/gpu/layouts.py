@@ -31,7 +31,7 @@ from benchmarks.gpu.windows import engine_on
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.planning.plans import search
-from hf_helix.planning.plans.baselines import dhelix as pairing
+from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.runtime.distributed.mesh import build_mesh
 from hf_helix.runtime.failures.heartbeat import start_watch
 from hf_helix.tuning.measure import profiler
@@ -94,7 +94,7 @@ CASES = (
 
 HASTE: tuple[tuple[Any, str, int], ...] = (
     (search, "EFFORT", 20_000),
-    (pairing, "STATES", 100),
+    (dhelix, "STATES", 100),
     (profiler, "TRAIN", 2),
 )
 """What makes tuning short, whatever becomes of the plans: module, constant, value."""

@@ -20,7 +20,7 @@ from support.models import arguments
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans import search
-from hf_helix.planning.plans.baselines import dhelix as pairing
+from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
 from hf_helix.planning.profile_file import profile_json, save_profile
 from hf_helix.tuning import autotune as tuning
@@ -33,7 +33,7 @@ def hasty() -> Iterator[None]:
     """Plans need not be good: searches of a few steps, and operators timed once. Every `Cluster` works like this."""
     with (
         mock.patch.object(search, "EFFORT", 20_000),
-        mock.patch.object(pairing, "STATES", 100),
+        mock.patch.object(dhelix, "STATES", 100),
         mock.patch.object(profiler, "TRAIN", 2),
     ):
         yield
