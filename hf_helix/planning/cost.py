@@ -156,6 +156,11 @@ def entry_of(instruction: Instruction, layout: Layout) -> tuple[str, str]:
 def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Work:
     """The numbers of a program, or of several ranks' programs one after the other.
 
+    Args:
+        program: the instructions in the order of issue.
+        layout: what the ranks hold.
+        times: seconds of every operator alone.
+
     Raises:
         KeyError: `times` lacks an operator.
     """

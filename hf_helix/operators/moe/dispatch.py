@@ -42,7 +42,14 @@ SHARD_TOKENS = "shard_tokens"
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
-    """Rows that an expert takes of a rank's `tokens`, each of which chooses `choices` of the `experts`."""
+    """Returns the rows that an expert takes of one rank.
+
+    Args:
+        tokens: of the rank.
+        choices: how many experts a token goes to.
+        experts: how many there are, on all ranks.
+        factor: the capacity, in parts of the rows of an expert where all get the same.
+    """
     return math.ceil(factor * tokens * choices / experts)
 
 
