@@ -218,7 +218,7 @@ def _sequential(base: Any, config: HelixConfig) -> ChoosePlan:
 
 
 def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) -> None:
-    """Leave this rank its part of the weights, read it from a folder, or draw it at random. Collective."""
+    """Leaves this rank its part of the weights, reads it from a folder, or draws it at random. Collective."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         cut_parameters(stage, mesh)
     elif options.weights is not None:

@@ -244,7 +244,7 @@ def _lane(instruction: Instruction, op: Operator, layout: Layout) -> int:
 
 
 def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] | None = None) -> Timeline:
-    """Run the work on paper.
+    """Runs the work on paper.
 
     Args:
         slowdown: see `Slowdown`; None where nothing interferes.

@@ -212,7 +212,7 @@ def _weighted_mean(found: list[tuple[float, float]]) -> float:
 
 
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
-    """Raise ValueError, naming the operator, where times are missing, unknown or impossible."""
+    """Raises ValueError, naming the operator, where times are missing, unknown or impossible."""
     sums = {name for name, _ in named_sums(layout)}
     gathers = {name for name, _ in named_gathers(layout)}
     known = {name for name, _ in named_operators(layout)}

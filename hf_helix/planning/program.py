@@ -126,7 +126,7 @@ def validate_program(
     layout: Layout | None = None,
     slots: Sequence[Slot] = (),
 ) -> None:
-    """Check a rank's program by itself: nothing is read before it is written or after it is freed, nothing runs twice,
+    """Checks a rank's program by itself: nothing is read before it is written or after it is freed, nothing runs twice,
     gradients add up, and transfers follow each other, in the order of the micro-batches, gradients are summed over
     ranks once nothing more is added to them, and weights are gathered before a unit computes.
 

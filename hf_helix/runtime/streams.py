@@ -66,7 +66,7 @@ class Streams(ABC):
 
     @abstractmethod
     def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str, lane: str = "") -> Event:
-        """Queue communication behind everything computed so far and behind other communication.
+        """Queues communication behind everything computed so far and behind other communication.
 
         Args:
             kind: which stream it goes to.

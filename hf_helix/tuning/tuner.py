@@ -278,13 +278,13 @@ class Tuner:
         return dataclasses.replace(result, verdict=verdict, report=format_tuning(result, timed.share))
 
     def _say_before(self, seconds: float, run_seconds: float | None) -> None:
-        """Say how long tuning takes."""
+        """Says how long tuning takes."""
         of = "" if run_seconds is None else f" of about {about_time(run_seconds)}"
         kept = "; cached afterwards" if self.config.cache else ""
         say(f"measuring and searching plans, about {about_time(seconds)}{of}{kept}")
 
     def _say_untuned(self, runner: Runner, timed: _TimedWindow, seconds_left: float) -> None:
-        """Say once why `auto` measures nothing."""
+        """Says once why `auto` measures nothing."""
         if self._has_declined or self.result is not None:
             return
         self._has_declined = True
@@ -295,7 +295,7 @@ class Tuner:
         )
 
     def _say_nothing_interleaves(self, num_microbatches: int) -> None:
-        """Say once, if the first step has nothing to interleave, what to change."""
+        """Says once, if the first step has nothing to interleave, what to change."""
         is_first, self._has_begun = not self._has_begun, True
         interleaves = self.config.pp_size > 1 or not runs_one_strand(self.config.plan)
         if num_microbatches > 1 or not is_first or not (interleaves and self.config.communicates):

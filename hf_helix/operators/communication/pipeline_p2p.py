@@ -30,11 +30,11 @@ class P2PChannel(ABC):
 
     @abstractmethod
     def send(self, value: Tensor, forward: bool) -> None:
-        """Give a value, or (`forward` false) a gradient, to the other rank."""
+        """Gives a value, or (`forward` false) a gradient, to the other rank."""
 
     @abstractmethod
     def receive(self, out: Tensor, forward: bool) -> None:
-        """Fill `out` with what the other rank sends."""
+        """Fills `out` with what the other rank sends."""
 
 
 class GroupChannel(P2PChannel):
@@ -103,12 +103,12 @@ class Transfer(Communication):
         return outputs, lambda: self.receive(outputs, forward)
 
     def send(self, values: Sequence[Tensor], forward: bool) -> None:
-        """Give everything that passes here to the other rank."""
+        """Gives everything that passes here to the other rank."""
         for value in values:
             self.channel.send(value, forward)
 
     def receive(self, outputs: Sequence[Tensor], forward: bool) -> None:
-        """Fill room for everything that passes here."""
+        """Fills room for everything that passes here."""
         for out in outputs:
             self.channel.receive(out, forward)
 

@@ -101,7 +101,7 @@ def in_one_gemm(factor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _start(parameters: Sequence[Tensor], gradient: Tensor) -> None:
-    """Give parameters their parts of a gradient that is all of theirs."""
+    """Gives parameters their parts of a gradient that is all of theirs."""
     first = 0
     for parameter in parameters:
         parameter.grad = gradient if len(parameters) == 1 else gradient.narrow(0, first, len(parameter))

@@ -111,7 +111,7 @@ class Plan(ABC):
         return format_json({**data, "graphs": self.graphs, self.KEY: self.data()}) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file that `HelixConfig(plan=path)` takes."""
+        """Writes the plan to a file that `HelixConfig(plan=path)` takes."""
         Path(path).write_text(self.to_json())
 
 
@@ -121,7 +121,7 @@ def graphs_digest(pairs: Mapping[str, GraphPair]) -> str:
 
 
 def check_known(found: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise ValueError for the first name that a model does not have.
+    """Raises ValueError for the first name that a model does not have.
 
     Args:
         found: what a file names.

@@ -74,7 +74,7 @@ class Pipe:
         return channel if self._link is None else LinkedChannel(channel, self._link)
 
     def connect(self, one: torch.Tensor) -> None:
-        """Make the communicators of NCCL, see the function `connect`.
+        """Makes the communicators of NCCL, see the function `connect`.
 
         Args:
             one: a tensor of one element.

@@ -41,7 +41,7 @@ class Health:
         return found
 
     def check(self) -> None:
-        """Compare over all ranks, now. Collective.
+        """Compares over all ranks, now. Collective.
 
         Raises:
             FloatingPointError: on every rank, see `judge`.
@@ -54,7 +54,7 @@ class Health:
         self.judge([int(state) for state in found])
 
     def judge(self, states: list[int]) -> None:
-        """Raise if a rank has found something.
+        """Raises if a rank has found something.
 
         Args:
             states: of every rank.
