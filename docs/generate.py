@@ -154,12 +154,12 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 def tree() -> str:
-    """The package's rooms, each with the first line of its docstring and the names of its files."""
+    """The package's folders, each with the first line of its docstring and the names of its files."""
     package = Path(hf_helix.__file__).parent
-    return "\n".join(["```", "hf_helix/", *_room(package, "  "), "```"])
+    return "\n".join(["```", "hf_helix/", *_folder(package, "  "), "```"])
 
 
-def _room(folder: Path, indent: str) -> Iterator[str]:
+def _folder(folder: Path, indent: str) -> Iterator[str]:
     """The lines of a folder: its files, and the folders in it."""
     files = [path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("__")]
     if files:
@@ -168,7 +168,7 @@ def _room(folder: Path, indent: str) -> Iterator[str]:
         docstring = ast.get_docstring(ast.parse((inner / "__init__.py").read_text())) or ""
         summary = docstring.partition("\n")[0]
         yield f"{indent}{inner.name + '/':<{22 - len(indent)}}{summary}"
-        yield from _room(inner, indent + "    ")
+        yield from _folder(inner, indent + "    ")
 
 
 BLOCKS: dict[str, tuple[str, Callable[[], str]]] = {

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
-RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # see planning.plans.registry
+RULES = ("sequential", "intra_batch", "round_robin", "dhelix", "greedy", "search")  # of planning.plans.registry
 PLANS = (AUTO, *reversed(RULES))
 CP_METHODS = ("ring", "all_gather")
 AXES = ("tp", "cp", "ep", "dp")
@@ -263,13 +263,29 @@ class HelixConfig:
         return OPTIMIZER if self.shard_optimizer else None
 
     @property
+    def option_sizes(self) -> dict[str, int]:
+        """The sizes of the mesh by the names of their options, as plan files name them: context and expert parallelism
+        where there is any."""
+        found = {"tp_size": self.tp_size, "pp_size": self.pp_size}
+        return found | {name: size for name in ("cp_size", "ep_size") if (size := getattr(self, name)) > 1}
+
+    @property
     def communicates(self) -> bool:
-        """Whether operators do."""
+        """Whether operators communicate; sums of gradients aside."""
         return self.ranks_per_batch * self.ep_size > 1 or self.shard_parameters
 
     @classmethod
     def from_mapping(cls, options: object, source: str) -> HelixConfig:
-        """From a mapping, such as the helix block of a YAML; `source` says in errors where it came from."""
+        """Returns the configuration of a mapping, such as the helix block of a YAML.
+
+        Args:
+            options: the mapping.
+            source: where it came from, for errors.
+
+        Raises:
+            TypeError: it is no mapping, or an option has the wrong type.
+            ValueError: an option is unknown, or its value cannot work.
+        """
         if not isinstance(options, Mapping):
             raise TypeError(f"{source}: expected options such as 'tp_size: 2', got {options!r}")
         known = [field.name for field in dataclasses.fields(cls)]
@@ -285,7 +301,8 @@ class HelixConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> HelixConfig:
-        """From a YAML or JSON file that holds the options, alone or under `parallelism_config: helix:`."""
+        """Returns the configuration of a YAML or JSON file that holds the options, alone or under
+        `parallelism_config: helix:`. Errors as of `from_mapping`, and ValueError where the file cannot be read."""
         options = read_yaml(path)
         if not has_helix_block(options):
             return cls.from_mapping(options, str(path))

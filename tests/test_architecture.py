@@ -17,7 +17,7 @@ import hf_helix
 PACKAGE = Path(hf_helix.__file__).parent
 HOME = PACKAGE.parent
 
-# The one rule of the package: a room imports what stands in its own row or in a row above it.
+# The one rule of the package: a part imports what stands in its own row or in a row above it.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("version", "link_speed", "upstream"),
     ("config",),
@@ -30,7 +30,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("testing", "paper"),
     ("integrations", "cli", "__main__"),
 )
-LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+LEVELS = {part: level for level, parts in enumerate(ORDER) for part in parts}
 STANDARD_LIBRARY_ONLY = {"version", "link_speed", "config", "planning"}
 LAZY = {"yaml"}  # what these may import inside a function
 IMPORTERS = {
@@ -74,8 +74,8 @@ def modules(package: Path) -> Iterator[tuple[str, Path]]:
         yield ".".join([hf_helix.__name__, *(part for part in parts if part != "__init__")]), path
 
 
-def room_of(module: str) -> str:
-    """The room that a module belongs to: `planning`, `engine`, ...; empty for the package itself."""
+def part_of(module: str) -> str:
+    """The part that a module belongs to: `planning`, `engine`, ...; empty for the package itself."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -83,28 +83,28 @@ def violations(package: Path) -> list[str]:
     """Every import that breaks a rule of the design, as `file:line: ...`."""
     found = []
     for module, path in modules(package):
-        room = room_of(module)
-        if not room:
+        part = part_of(module)
+        if not part:
             continue  # hf_helix/__init__.py loads the public names from wherever they are
-        if room not in LEVELS:
-            found.append(f"{path.relative_to(package)}: the room {room} is not in ORDER")
+        if part not in LEVELS:
+            found.append(f"{path.relative_to(package)}: the part {part} is not in ORDER")
             continue
         for target, line, lazy in imports_of(path, module):
             top = target.split(".")[0]
             where = f"{path.relative_to(package)}:{line}: "
             if top == hf_helix.__name__:
-                if LEVELS.get(room_of(target), len(ORDER)) > LEVELS[room]:
+                if LEVELS.get(part_of(target), len(ORDER)) > LEVELS[part]:
                     found.append(f"{where}imports upward: {target}")
-            elif room in STANDARD_LIBRARY_ONLY and top not in sys.stdlib_module_names and not (lazy and top in LAZY):
+            elif part in STANDARD_LIBRARY_ONLY and top not in sys.stdlib_module_names and not (lazy and top in LAZY):
                 found.append(f"{where}is not the standard library: {target}")
             if top in IMPORTERS and not within(module, IMPORTERS[top]):
                 found.append(f"{where}only {', '.join(IMPORTERS[top])} may import {top}")
     return found
 
 
-def within(module: str, rooms: tuple[str, ...]) -> bool:
-    """Whether a module lies in one of these rooms."""
-    return any(f"{module}.".startswith(f"{hf_helix.__name__}.{room}.") for room in rooms)
+def within(module: str, parts: tuple[str, ...]) -> bool:
+    """Whether a module lies in one of these parts."""
+    return any(f"{module}.".startswith(f"{hf_helix.__name__}.{part}.") for part in parts)
 
 
 def test_the_package_keeps_the_import_rule():
@@ -114,13 +114,13 @@ def test_the_package_keeps_the_import_rule():
 def test_the_scan_sees_the_package():
     """Were the scan blind, the rule would hold of anything."""
     seen = {
-        (room_of(module), found.target.split(".")[0])
+        (part_of(module), found.target.split(".")[0])
         for module, path in modules(PACKAGE)
         for found in imports_of(path, module)
     }
     expected = {("integrations", "accelerate"), ("integrations", "transformers"), ("models", "transformers")}
     assert expected | {("config", "yaml")} <= seen
-    assert {room_of(module) for module, _ in modules(PACKAGE)} == {*LEVELS, ""}
+    assert {part_of(module) for module, _ in modules(PACKAGE)} == {*LEVELS, ""}
 
 
 TORCH = "is not the standard library: torch"
@@ -150,7 +150,7 @@ TRANSFORMERS = "only models, checkpoint, engine, paper, integrations may import 
         ("integrations/trainer/a.py", "from accelerate import Accelerator", f":1: {ACCELERATE}"),
         ("runtime/a.py", "class A:\n    import transformers", f":2: {TRANSFORMERS}"),
         ("tuning/a.py", "from transformers import A", f":1: {TRANSFORMERS}"),
-        ("cellar/a.py", "", ": the room cellar is not in ORDER"),
+        ("other/a.py", "", ": the part other is not in ORDER"),
     ],
 )
 def test_the_scan_finds(tmp_path: Path, file: str, source: str, violation: str):
@@ -174,6 +174,31 @@ def test_the_scan_lets_pass(tmp_path: Path, file: str, source: str):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(source)
     assert violations(tmp_path) == []
+
+
+LISTED = re.compile(r"^([a-z_]+)/? {2,}\S", re.MULTILINE)  # a row of the list in a package's docstring
+
+
+def unlisted(package: Path) -> list[str]:
+    """What a package's docstring lists and its folder lacks, or the reverse; nothing where it has no list."""
+    words = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    listed = set(LISTED.findall(words))
+    files = {path.stem for path in package.glob("*.py")} - {"__init__"}
+    folders = {path.name for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    missing = {name for name in files | folders if not re.search(rf"\b{name}\b", words)}
+    return sorted(missing | (listed - files - folders)) if len(listed) > 1 else []
+
+
+def test_lists_of_modules_are_complete():
+    folders = [path.parent for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
+    assert {str(folder.relative_to(PACKAGE)): unlisted(folder) for folder in folders if unlisted(folder)} == {}
+
+
+def test_the_comparison_with_lists_finds(tmp_path: Path):
+    (tmp_path / "__init__.py").write_text('"""A package.\n\nhere   a file\ngone   none\n"""')
+    for name in ("here", "new"):
+        (tmp_path / f"{name}.py").touch()
+    assert unlisted(tmp_path) == ["gone", "new"]
 
 
 def private_imports(folder: Path) -> list[str]:

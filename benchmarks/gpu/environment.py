@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -11,6 +10,8 @@ import subprocess
 from pathlib import Path
 
 import torch
+
+from hf_helix.cli.env import version_of
 
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "flash-attn", "liger-kernel")
 
@@ -24,7 +25,7 @@ def describe(root: Path) -> dict[str, str]:
     found = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")}
     found |= _gpu()
     found |= {"cpu": f"{_processor()}, {os.cpu_count()} cores", "python": platform.python_version()}
-    found |= {name: _version(name) for name in PACKAGES}
+    found |= {name: version_of(name) for name in PACKAGES}
     found |= {"cuda": str(torch.version.cuda), "nccl": _nccl(), "commit": _commit(root)}
     return found
 
@@ -45,13 +46,6 @@ def _processor() -> str:
     except OSError:
         return platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _nccl() -> str:

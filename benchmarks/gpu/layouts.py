@@ -32,7 +32,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.engine import Engine
 from hf_helix.engine.microbatches import LossScale
 from hf_helix.planning.plans import search
-from hf_helix.planning.plans.baselines import dhelix as pairing
+from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.runtime.distributed.mesh import mesh_of
 from hf_helix.runtime.failures.heartbeat import start_watch
 from hf_helix.tuning.measure import profiler
@@ -102,7 +102,7 @@ CASES = (
 
 HASTE: tuple[tuple[Any, str, int], ...] = (
     (search, "EFFORT", 20_000),
-    (pairing, "STATES", 100),
+    (dhelix, "STATES", 100),
     (profiler, "TRAIN", 2),
 )
 """What makes tuning short, whatever becomes of the plans: module, constant, value."""

@@ -77,7 +77,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
     """
     check_same_on_all_ranks(f"seed={seed}", "seeds")
     outline = copy.deepcopy(model)  # on the meta device, too: it takes no room
-    pieces = pieces_of(model, layers)
+    pieces = modules_drawn_apart(model, layers)
     check_pieces(outline, pieces)
     materialize(model, stage, mesh)
     tensors = model_tensors(model, stage, mesh)
@@ -101,7 +101,7 @@ def initialize_parameters(model: Any, layers: Sequence[nn.Module], stage: Stage,
                 tensors[name].copy_slice(outline.get_parameter(name), out)
 
 
-def pieces_of(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
+def modules_drawn_apart(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
     """Returns the names of the modules that are drawn by themselves: layers, and others that hold parameters."""
     pieces: list[str] = []
     for name, module in model.named_modules():

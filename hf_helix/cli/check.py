@@ -61,7 +61,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check every layout, and say what was found as it is found."""
+    """Checks every layout, and says what was found as it is found."""
     from hf_helix.engine.proof.subject import Subject, is_class
     from hf_helix.testing import prove_layouts
 
@@ -117,7 +117,7 @@ def _print_operators(subject: Subject, sizes: Mapping[str, Any]) -> None:
 
 
 def _join_ranks() -> None:
-    """Join the processes of the launcher, on their devices."""
+    """Joins the processes of the launcher, on their devices."""
     import torch
     import torch.distributed as dist
 
@@ -137,13 +137,13 @@ def _leave_ranks() -> None:
 
 
 def _say_start(layout: str) -> None:
-    """Say on rank 0 what is being proven; on a terminal the verdict follows in the next line."""
+    """Says on rank 0 what is being proven; on a terminal the verdict follows in the next line."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"{layout} ...", file=sys.stderr, flush=True)
 
 
 def _say(proof: Proof, verbose: bool) -> None:
-    """Say a verdict on rank 0."""
+    """Says a verdict on rank 0."""
     if int(os.environ.get("RANK", "0")) != 0:
         return
     print(proof)

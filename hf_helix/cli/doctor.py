@@ -51,7 +51,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the best layouts."""
+    """Prints the best layouts."""
     from dataclasses import replace
 
     from hf_helix.engine.advice import remember

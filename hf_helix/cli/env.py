@@ -51,14 +51,15 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
     for package in PACKAGES:
-        yield package, _version(package)
+        yield package, version_of(package)
     yield "cores", f"{usable_cores()} of {os.cpu_count()}"
     yield from _devices()
     yield from _folders()
     yield from _environment()
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Returns the version of a package that is installed, or says that it is not."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

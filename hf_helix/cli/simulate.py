@@ -71,7 +71,7 @@ def add_model_and_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what a step of the layout takes."""
+    """Prints what a step of the layout takes."""
     from hf_helix.engine.on_paper import OnPaper
     from hf_helix.report.step import step_lines
     from hf_helix.simulation.step import simulate_step

@@ -2,11 +2,16 @@
 
 engine            trains windows, evaluates, clips, saves: what the Trainer and the loop call
 build             cuts a whole model and makes its runner
+on_paper          layouts of a model without the machine: what a rank computes, moves and keeps
 diagnostics       what can be measured of it: the figures of the logs, overlap, comparisons, memory, traces
 microbatches      from batches to what a runner takes
 checks            what cannot be run, refused by name
 recompute         which layers are recomputed
 evaluate          what evaluation does before and after the runner
 parameter_counts  how many parameters the whole model has
+whole_weights     all weights in the model for a while, where ranks have spread them
+optimizer_parts   an optimizer of the whole model's parameters, on a rank that has a part of them
+advice            what the doctor found, for a run to say at its start
 synthetic         a model with random weights and tokens, for measuring without training
+proof/            a cut model compared with the unsplit one, before anyone trains with it
 """

@@ -33,8 +33,7 @@ from hf_helix.operators.weights.kept import keep_units
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.plan import Plan
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plans.registry import baseline_plan
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
 from hf_helix.runtime.gradient_buckets import layout_with_sums
@@ -176,7 +175,7 @@ def start_runner(
     """
     stage, called = declared
     with watched():
-        plan, scheduler = (choose_plan or _sequential(base_of(model), config, mesh))(stage.layout)
+        plan, scheduler = (choose_plan or _sequential(base_of(model), config))(stage.layout)
         _fill_parameters(model, stage, mesh, options)
     streams = make_streams(mesh.device)
     return Built(Runner(stage, plan, mesh, streams, scheduler, options.seed, options.autocast_dtype), called)
@@ -208,18 +207,18 @@ def _declare_units(
     return units, called
 
 
-def _sequential(base: Any, config: HelixConfig, mesh: Mesh) -> ChoosePlan:
+def _sequential(base: Any, config: HelixConfig) -> ChoosePlan:
     """Chooses one strand at a time, which every rank makes alike and without a measurement."""
 
     def choose(layout: Layout) -> tuple[Plan, Scheduler]:
-        plan = make_plan("sequential", rough_profile(layout), model=type(base).__name__, mesh=mesh.option_sizes)
+        plan = baseline_plan(layout, model=type(base).__name__, mesh=config.option_sizes)
         return plan, Scheduler(config.schedule, config.pp_size)
 
     return choose
 
 
 def _fill_parameters(model: Any, stage: Stage, mesh: Mesh, options: RunOptions) -> None:
-    """Leave this rank its part of the weights, read it from a folder, or draw it at random. Collective."""
+    """Leaves this rank its part of the weights, reads it from a folder, or draws it at random. Collective."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         cut_parameters(stage, mesh)
     elif options.weights is not None:

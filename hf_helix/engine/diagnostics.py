@@ -145,12 +145,12 @@ class Diagnostics:
         return self.figures if full else {**short_entries(self.figures), **routers}
 
     def _count(self, window: list[MicroBatch], length: int, train: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Train a window and count it for the logs."""
+        """Trains a window and counts it for the logs."""
         result: list[Tensor] = self._live.add(sum(batch.num_tokens for batch in window), length, train)
         return result
 
     def _count_traced(self, window: list[MicroBatch], length: int, train: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Train a window and count it for the logs; the first one after each log is traced."""
+        """Trains a window and counts it for the logs; the first one after each log is traced."""
         if not self._live.wants_trace:
             return self._count(window, length, train)
         streams = self.runner.executor.streams

@@ -128,7 +128,7 @@ class Engine(Diagnostics):
         return WindowGraphs(say) if reason is None else None
 
     def _refuse_direct_use(self, instead: Instead) -> None:
-        """Let the model itself raise where it would now work on this rank's part alone."""
+        """Lets the model itself raise where it would now work on this rank's part alone."""
         has_parts = is_cut(self.runner.stage, self.mesh)
         for whole in {self.model, self.base} if has_parts or self.mesh.batch_group is not None else ():
             whole._is_cut_by_helix = True

@@ -26,8 +26,7 @@ from hf_helix.operators.moe.row_counts import assuming
 from hf_helix.operators.unit import Unit
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.scheduler import Scheduler
-from hf_helix.planning.plans.registry import make_plan
-from hf_helix.planning.profile import rough_profile
+from hf_helix.planning.plans.registry import baseline_plan
 from hf_helix.report.flops import token_flops
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
@@ -211,7 +210,7 @@ def amounts_of(
     whole = {parameter: parameter.data for parameter in stage.all_placements}
     try:
         _cut(stage, paper)
-        plan = make_plan("sequential", rough_profile(stage.layout), model=type(base).__name__, mesh=_sizes(config))
+        plan = baseline_plan(stage.layout, model=type(base).__name__, mesh=config.option_sizes)
         streams = PaperStreams(paper.log)
         runner = Runner(stage, plan, paper.mesh, streams, Scheduler(config.schedule, 1), 0, autocast_dtype)
         ids = torch.zeros(batch, length, dtype=torch.long, device=META)

@@ -47,7 +47,7 @@ def base_of(model: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Opened:
+class Unwrapped:
     """A linear or an embedding, and what PEFT put around it.
 
     Attributes:
@@ -105,16 +105,16 @@ class Opened:
         return LowRank(lora.lora_A[name].weight, up.weight, up.bias, scaling, share)
 
 
-def opened(module: Any) -> Opened:
+def unwrapped(module: Any) -> Unwrapped:
     """Returns what is inside PEFT's wrappers, of whatever class it is."""
     if hasattr(module, "modules_to_save"):
-        return Opened((module.original_module, *module.modules_to_save.values()), wrapper=module)
+        return Unwrapped((module.original_module, *module.modules_to_save.values()), wrapper=module)
     if hasattr(module, "lora_A"):
-        return Opened((module.get_base_layer(),), lora=module)
-    return Opened((module,))
+        return Unwrapped((module.get_base_layer(),), lora=module)
+    return Unwrapped((module,))
 
 
-def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False) -> Opened:
+def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False) -> Unwrapped:
     """Returns the plain module inside a submodule that a declaration cuts, and the adapters beside it.
 
     Args:
@@ -125,7 +125,7 @@ def unwrap_peft(module: Any, label: str, embeddings_of_subclasses: bool = False)
     Raises:
         ValueError: the submodule is neither plain nor one of PEFT's that can be cut.
     """
-    inside = opened(module)
+    inside = unwrapped(module)
     for plain in inside.copies:
         kind = f"{type(plain).__module__}.{type(plain).__name__}"
         if type(plain) in (nn.Linear, Conv1D, nn.Embedding):

@@ -39,11 +39,6 @@ register_layer = register_model
 """The older name of `register_model`."""
 
 
-def supported_models() -> list[str]:
-    """Returns the names of the model classes that can be trained."""
-    return sorted(REGISTERED)
-
-
 def registered_elsewhere() -> list[str]:
     """Returns the modules that families come from which are not the package's: other processes import them."""
     homes = [type(family).__module__ for family in REGISTERED.values()]

@@ -35,7 +35,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """Add to the gradients of inputs, as `torch.autograd.backward` does, whose checks of its arguments take the host
+    """Adds to the gradients of inputs, as `torch.autograd.backward` does, whose checks of its arguments take the host
     longer than a small graph."""
     engine: Any = Variable._execution_engine
     engine.run_backward(edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=True)

@@ -61,7 +61,13 @@ class Placement:
         return bounds
 
     def shape(self, whole: Sequence[int], size: int, rank: int) -> tuple[int, ...]:
-        """Returns the shape of what a rank holds of a parameter."""
+        """Returns the shape of what a rank holds of a parameter.
+
+        Args:
+            whole: the shape of the parameter.
+            size: how many ranks it is cut over.
+            rank: the rank among these.
+        """
         held = list(whole)
         if self.dim is not None:
             held[self.dim] = sum(last - first for first, last in self.bounds(size, rank))
@@ -86,13 +92,26 @@ class Placement:
         return [whole.narrow(self.dim, first, last - first) for first, last in self.bounds(size, rank)]
 
     def cut(self, whole: Tensor, size: int, rank: int) -> Tensor:
-        """Returns the slices of a rank in one piece, with memory of its own; the whole parameter if it is not cut."""
+        """Returns the slices of a rank in one piece, with memory of its own; the whole parameter if it is not cut.
+
+        Args:
+            whole: the parameter.
+            size: how many ranks it is cut over.
+            rank: the rank among these.
+        """
         if self.dim is None or size == 1:
             return whole
         return torch.cat(self.slices(whole, size, rank), self.dim)
 
     def paste(self, whole: Tensor, part: Tensor, size: int, rank: int) -> None:
-        """Copies what a rank holds to its places in the whole parameter."""
+        """Copies what a rank holds to its places in the whole parameter, which is cut.
+
+        Args:
+            whole: the parameter, which is written to.
+            part: what the rank holds, of the shape that `cut` returns.
+            size: how many ranks it is cut over.
+            rank: the rank among these.
+        """
         assert self.dim is not None
         places = self.slices(whole, size, rank)
         parts = part.split([place.shape[self.dim] for place in places], self.dim)

@@ -6,7 +6,7 @@ Out:  a `Timeline`: start and end of every instruction.
 Must hold: the same rules as the executor's. Every stream of a rank runs in the order of issue; communication starts
 once everything issued before it on the compute stream is done, a computation once the values that it reads have
 arrived; at a barrier the compute stream waits for the collectives; the first computation of a unit waits for its
-weights; nothing is issued before sizes have arrived that the host must know for what comes before it. What a rank sends
+weights. The host issues in order, and blocks at an instruction whose row counts have not arrived yet. What a rank sends
 to a neighbour goes over one link in order, and has arrived when it is sent. Where operators of a rank run beside each
 other, each goes on at its own slowed rate, until one of them ends.
 """
@@ -44,8 +44,8 @@ class Work:
         names: (unit name, entry).
         ranks: of each instruction, the pipeline rank that runs it; empty where there is one.
         lanes: of each instruction, what it queues on, together with its rank and stream; empty where it is 0 for all.
-        hosts: of each instruction, the one that brings sizes which the host must know to issue it, or -1; empty where
-            it is -1 for all.
+        hosts: of each instruction, the collective whose result the host reads before it issues the instruction, or -1
+            if there is none; empty where it is -1 for all.
     """
 
     streams: list[int]
@@ -65,7 +65,7 @@ class Work:
         return self.ranks[place] if self.ranks else 0
 
     def queues(self) -> list[int]:
-        """Of each instruction, the number of its queue; instructions of one queue run one after the other."""
+        """Returns the number of each instruction's queue; instructions of one queue run one after the other."""
         ranks, lanes = self.ranks or [0] * len(self), self.lanes or [0] * len(self)
         numbers: dict[tuple[int, int, int], int] = {}
         return [numbers.setdefault(key, len(numbers)) for key in zip(ranks, self.streams, lanes, strict=True)]
@@ -78,7 +78,8 @@ class Work:
         needs: Sequence[list[int]],
         ranks: Iterable[int],
     ) -> Work:
-        """The same with instructions behind it that belong to the window, each of another operator; in no order yet.
+        """Returns these programs with instructions of the whole window behind them, each of another operator. Where in
+        the order of issue they come is not decided yet.
 
         Args:
             stream: of all of them, an index into `STREAMS`.
@@ -104,7 +105,7 @@ class Work:
         )
 
     def paced(self, pace: float) -> Work:
-        """The same, with computations that take so many times as long."""
+        """Returns these programs with computations that take `pace` times as long."""
         seconds = [each * pace if at == COMPUTE else each for each, at in zip(self.seconds, self.streams, strict=True)]
         return replace(self, seconds=seconds)
 
@@ -129,7 +130,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Of the whole program."""
+        """The seconds that the whole program takes."""
         return max(self.ends, default=0.0)
 
     def spans(self) -> list[tuple[str, str, int, float, float]]:
@@ -154,6 +155,11 @@ def entry_of(instruction: Instruction, layout: Layout) -> tuple[str, str]:
 
 def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Work:
     """The numbers of a program, or of several ranks' programs one after the other.
+
+    Args:
+        program: the instructions in the order of issue.
+        layout: what the ranks hold.
+        times: seconds of every operator alone.
 
     Raises:
         KeyError: `times` lacks an operator.
@@ -194,7 +200,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
         if op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE):
             pending.setdefault(rank, []).append(place)
         if op.receives:
-            needs += [sent[key] for key in [passage_of(instruction)] if key in sent]
+            needs += [sent[key] for key in [transfer_key(instruction)] if key in sent]
         work.streams.append(STREAMS.index(op.kind))
         work.lanes.append(_lane(instruction, op, layout))
         work.seconds.append(0.0 if op.receives else times[name])
@@ -210,13 +216,13 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
 def _senders(program: Sequence[Instruction]) -> dict[tuple[int, bool, int], int]:
     """What is sent between ranks -> the instruction that sends it."""
     return {
-        passage_of(instruction): place
+        transfer_key(instruction): place
         for place, instruction in enumerate(program)
         if instruction.operator is not None and instruction.operator.sends
     }
 
 
-def passage_of(instruction: Instruction) -> tuple[int, bool, int]:
+def transfer_key(instruction: Instruction) -> tuple[int, bool, int]:
     """Returns what tells one message between ranks from the others, at both of its ends.
 
     These are its micro-batch, whether it is of forward, and the unit that forward sends from.
@@ -238,7 +244,7 @@ def _lane(instruction: Instruction, op: Operator, layout: Layout) -> int:
 
 
 def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] | None = None) -> Timeline:
-    """Run the work on paper.
+    """Runs the work on paper.
 
     Args:
         slowdown: see `Slowdown`; None where nothing interferes.

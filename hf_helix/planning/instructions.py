@@ -94,7 +94,13 @@ def blocks_of(slot: Slot, layout: Layout) -> Iterator[tuple[Place | None, Place 
 
 
 def transfers_of(slot: Slot, layout: Layout, receives: bool) -> list[Pass]:
-    """What a slot receives from other ranks before it begins, or sends to them when it has ended."""
+    """What a slot receives from other ranks before it begins, or sends to them when it has ended.
+
+    Args:
+        slot: of one rank.
+        layout: what the ranks hold.
+        receives: whether the receives are asked for; otherwise the sends.
+    """
     found = []
     for action in slot.actions:
         for place in _places(action, layout):
@@ -109,7 +115,13 @@ def _places(action: Action | None, layout: Layout) -> list[Place]:
 
 
 def unit_instructions(layout: Layout, place: Place, forward: bool) -> list[Instruction]:
-    """What a micro-batch runs in a unit, in canonical order."""
+    """What a micro-batch runs in a unit, in canonical order.
+
+    Args:
+        layout: what the ranks hold, with the graphs of the units.
+        place: the micro-batch and the unit.
+        forward: whether its forward graph runs; otherwise the backward graph.
+    """
     microbatch, unit = place
 
     def instruction(op: Operator) -> Instruction:
@@ -136,6 +148,11 @@ def pass_instructions(layout: Layout, place: Place, forward: bool) -> list[Instr
 
     These are the operators of the unit. But those that are issued ahead come with the unit that the micro-batch passes
     through before, once what enters that unit is there; the first unit of a pass has its own.
+
+    Args:
+        layout: what the ranks hold, with the graphs of the units.
+        place: the micro-batch and the unit.
+        forward: whether the micro-batch goes forward.
     """
     microbatch, unit = place
     made = unit_instructions(layout, place, forward)
@@ -168,7 +185,13 @@ def _is_ahead(op: Operator | None) -> bool:
 
 
 def action_instructions(layout: Layout, place: Place, action: Action) -> list[Instruction]:
-    """What an action runs in a unit: of a backward in two halves, only its half."""
+    """What an action runs in a unit: of a backward in two halves, only its half.
+
+    Args:
+        layout: what the ranks hold, with the graphs of the units.
+        place: the micro-batch and the unit.
+        action: the action, such as F, B, I or W of a virtual stage.
+    """
     made = pass_instructions(layout, place, action.computation_type == "F")
     parts = PARTS_OF[action.computation_type]
     return [instruction for instruction in made if instruction.operator and instruction.operator.part in parts]

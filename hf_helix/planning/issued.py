@@ -71,7 +71,7 @@ class Issued:
 
 
 def _add_barrier(work: Work, rank: int, moving: list[int]) -> None:
-    """Add a barrier at which a rank waits for these instructions."""
+    """Adds a barrier at which a rank waits for these instructions."""
     work.streams.append(COMPUTE)
     work.seconds.append(0.0)
     work.needs.append(moving)

@@ -143,7 +143,13 @@ class Layout:
         return "\n".join(lines)
 
     def key(self, unit: int, value: str, forward: bool) -> Key:
-        """The key of a value: of the unit that writes it."""
+        """The key of a value, which names the unit that writes it.
+
+        Args:
+            unit: the unit that reads or writes the value, by its number.
+            value: the name of the value in that unit's graph.
+            forward: whether the graph is that of forward.
+        """
         pair = self.graphs[self.units[unit]]
         forward = forward or value in pair.backward.saved_values
         if forward and value in pair.forward.inputs and unit > 0:

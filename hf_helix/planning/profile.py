@@ -41,7 +41,14 @@ class Pair:
 
     @staticmethod
     def of(first: float, second: float, slowdown: float, slowdown_of_second: float) -> Pair:
-        """Of two operators that take so long alone, and slow each other down so much while both run."""
+        """Returns what follows from two operators' slowdowns: started together, until the longer one has ended.
+
+        Args:
+            first: seconds of the first alone.
+            second: seconds of the second alone.
+            slowdown: how many times longer the first takes while the second runs.
+            slowdown_of_second: how many times longer the second takes while the first runs.
+        """
         a, b = first * slowdown, second * slowdown_of_second
         if a <= b:
             b = a + second - a / slowdown_of_second
@@ -188,7 +195,13 @@ def seconds_of_window(profile: Profile, rank: int) -> float:
 
 
 def slowdown_of(alone: float, beside: float, other: float) -> float:
-    """From the seconds that an operator takes alone, and beside another that runs for `other` seconds."""
+    """Returns how many times longer an operator takes while another runs, from 1 to 10.
+
+    Args:
+        alone: the seconds that it takes alone.
+        beside: the seconds that it takes when the other starts with it.
+        other: the seconds for which the other runs.
+    """
     shared = min(beside, other)
     done_meanwhile = alone - (beside - shared)  # of its own work, in seconds alone
     return min(max(shared / done_meanwhile, 1.0), 10.0) if done_meanwhile > 0.1 * shared else 10.0
@@ -199,7 +212,7 @@ def _weighted_mean(found: list[tuple[float, float]]) -> float:
 
 
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
-    """Raise ValueError, naming the operator, where times are missing, unknown or impossible."""
+    """Raises ValueError, naming the operator, where times are missing, unknown or impossible."""
     sums = {name for name, _ in named_sums(layout)}
     gathers = {name for name, _ in named_gathers(layout)}
     known = {name for name, _ in named_operators(layout)}

@@ -28,7 +28,7 @@ def load_profile(
     about: Mapping[str, str] | None = None,
     layout: Layout | None = None,
 ) -> Profile:
-    """Read a profile file.
+    """Reads a profile file.
 
     Args:
         about: what it must be for: every entry given here must be equal.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_helix.planning.collection import without_collection
-from hf_helix.planning.graph.operator import Kind, Part
+from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.instructions import Instruction, window_instructions
 from hf_helix.planning.layout import Key, Layout
 from hf_helix.planning.pipeline.actions import Schedule, Slot
@@ -126,7 +126,7 @@ def validate_program(
     layout: Layout | None = None,
     slots: Sequence[Slot] = (),
 ) -> None:
-    """Check a rank's program by itself: nothing is read before it is written or after it is freed, nothing runs twice,
+    """Checks a rank's program by itself: nothing is read before it is written or after it is freed, nothing runs twice,
     gradients add up, and transfers follow each other, in the order of the micro-batches, gradients are summed over
     ranks once nothing more is added to them, and weights are gathered before a unit computes.
 
@@ -140,55 +140,91 @@ def validate_program(
     Raises:
         ValueError: names the first instruction that is wrong.
     """
-    alive: dict[int, set[Key]] = {}
-    latest: dict[tuple[int, str, bool], int] = {}
-    turns = _turns(slots, layout) if layout and layout.shared and slots else {}
-    seen: set[tuple[int, int, str, bool]] = set()
-    adds_to: dict[tuple[int, str], list[int]] = {}
-    for number, found in enumerate(layout.sums if layout else ()):
-        for adder in found.adders:
-            adds_to.setdefault(adder, []).append(number)
-    summed: set[int] = set()
-    awaited: dict[int, set[int]] = {}
-    for number, each in enumerate(layout.gathers if layout else ()):
-        for unit in each.units:
-            awaited.setdefault(unit, set()).add(number)
-    gathered: set[int] = set()
+    checks = (_Values(sources), _Order(slots, layout), _OfWindow(layout))
     for place, instruction in enumerate(program):
         op = instruction.operator
         if op is None:
             continue
-        if instruction.gradient_sum >= 0:
-            summed.add(instruction.gradient_sum)
-            continue
-        if instruction.gather >= 0:
-            gathered.add(instruction.gather)
-            continue
-        values = alive.setdefault(instruction.microbatch, set(sources))
-        what = f"instruction {place} ({op.part.value}{instruction.microbatch} unit {instruction.unit} {op.name})"
+        for check in checks:
+            if problem := check(instruction, op):
+                what = (
+                    f"instruction {place} ({op.part.value}{instruction.microbatch} unit {instruction.unit} {op.name})"
+                )
+                raise ValueError(f"{what} {problem}")
+
+
+class _Values:
+    """Says of an instruction that it reads what is not there, or has run already."""
+
+    def __init__(self, sources: Collection[Key]) -> None:
+        self._sources = sources
+        self._alive: dict[int, set[Key]] = {}
+        self._seen: set[tuple[int, int, str, bool]] = set()
+
+    def __call__(self, instruction: Instruction, op: Operator) -> str | None:
+        if instruction.is_of_window:
+            return None
+        values = self._alive.setdefault(instruction.microbatch, set(self._sources))
         missing = [key for key in instruction.needs if key not in values]
         if missing:
-            raise ValueError(f"{what} reads {missing}, which is not there")
-        if op.kind is Kind.COMPUTE and not awaited.get(instruction.unit, gathered) <= gathered:
-            raise ValueError(f"{what} comes before its weights are gathered")
+            return f"reads {missing}, which is not there"
         name = (instruction.microbatch, instruction.unit, op.name, op.part is Part.F)
-        if name in seen:
-            raise ValueError(f"{what} runs a second time")
-        seen.add(name)
-        forward = op.part is Part.F
-        if not forward or op.kind is Kind.PIPELINE:
-            key = (instruction.unit, op.name, forward)
-            if latest.get(key, -1) > instruction.microbatch:
-                raise ValueError(f"{what} comes after a later micro-batch, so gradients would add up in another order")
-            latest[key] = instruction.microbatch
-        if not forward and (instruction.unit, op.name) in turns:
-            expected = turns[instruction.unit, op.name]
-            if expected.pop(0) != (instruction.microbatch, instruction.unit, op.name):
-                raise ValueError(f"{what} adds to a shared gradient out of turn")
-        if not forward and not summed.isdisjoint(adds_to.get((instruction.unit, op.name), ())):
-            raise ValueError(f"{what} adds to gradients that have been summed over ranks")
+        if name in self._seen:
+            return "runs a second time"
+        self._seen.add(name)
         values.update(instruction.writes)
         values.difference_update(instruction.frees)
+        return None
+
+
+class _Order:
+    """Says of an instruction that gradients add up, or transfers follow each other, in another order than they must."""
+
+    def __init__(self, slots: Sequence[Slot], layout: Layout | None) -> None:
+        self._latest: dict[tuple[int, str, bool], int] = {}
+        self._turns = _turns(slots, layout) if layout and layout.shared and slots else {}
+
+    def __call__(self, instruction: Instruction, op: Operator) -> str | None:
+        forward = op.part is Part.F
+        if instruction.is_of_window or (forward and op.kind is not Kind.PIPELINE):
+            return None
+        key = (instruction.unit, op.name, forward)
+        if self._latest.get(key, -1) > instruction.microbatch:
+            return "comes after a later micro-batch, so gradients would add up in another order"
+        self._latest[key] = instruction.microbatch
+        turns = None if forward else self._turns.get((instruction.unit, op.name))
+        if turns is not None and turns.pop(0) != (instruction.microbatch, instruction.unit, op.name):
+            return "adds to a shared gradient out of turn"
+        return None
+
+
+class _OfWindow:
+    """Says of an instruction that it adds to gradients after their sum over ranks, or computes before its weights are
+    gathered.
+    """
+
+    def __init__(self, layout: Layout | None) -> None:
+        self._summed: set[int] = set()
+        self._gathered: set[int] = set()
+        self._adds_to: dict[tuple[int, str], set[int]] = {}
+        self._awaited: dict[int, set[int]] = {}
+        for number, found in enumerate(layout.sums if layout else ()):
+            for adder in found.adders:
+                self._adds_to.setdefault(adder, set()).add(number)
+        for number, each in enumerate(layout.gathers if layout else ()):
+            for unit in each.units:
+                self._awaited.setdefault(unit, set()).add(number)
+
+    def __call__(self, instruction: Instruction, op: Operator) -> str | None:
+        if instruction.gradient_sum >= 0:
+            self._summed.add(instruction.gradient_sum)
+        elif instruction.gather >= 0:
+            self._gathered.add(instruction.gather)
+        elif op.kind is Kind.COMPUTE and not self._awaited.get(instruction.unit, set()) <= self._gathered:
+            return "comes before its weights are gathered"
+        elif op.part is not Part.F and self._adds_to.get((instruction.unit, op.name), set()) & self._summed:
+            return "adds to gradients that have been summed over ranks"
+        return None
 
 
 def _turns(slots: Sequence[Slot], layout: Layout) -> dict[tuple[int, str], list[tuple[int, int, str]]]:

@@ -42,7 +42,7 @@ class RankClock:
         self._blocked_by = [NONE] * len(queues)  # of each of them, something that its next instruction waits for
 
     def start(self) -> bool:
-        """Start whatever can start now, and find when something ends; whether anything runs."""
+        """Starts whatever can start now, and finds when something ends; returns whether anything runs."""
         done, needs, active, blocked_by = self._done, self._work.needs, self._active, self._blocked_by
         started = False
         for number in self._idle:
@@ -85,14 +85,14 @@ class RankClock:
         return True
 
     def go_on(self, now: float) -> None:
-        """Run until a time at which nothing of its own ends."""
+        """Runs until a time at which nothing of its own ends."""
         step = now - self.now
         for number in self._active:
             self._left[number] = max(0.0, self._left[number] - step / self._rate[number])
         self.now = now
 
     def finish(self) -> list[int]:
-        """Run until something ends; what that is."""
+        """Runs until something ends, and returns what that is."""
         step, lefts, rates, running = self.step, self._left, self._rate, self._running
         now = self.now = self.now + step
         ended, active = [], []

@@ -88,7 +88,7 @@ def text_heatmap(profile: Profile) -> str:
 
 
 def draw_heatmap(profile: Profile, path: str | Path, title: str = "Overlap efficiency (OEF)") -> None:
-    """Save the same table as a figure (.svg, .png, .pdf). Raises ValueError where no pairs were measured."""
+    """Saves the same table as a figure (.svg, .png, .pdf). Raises ValueError where no pairs were measured."""
     if not profile.pairs:
         raise ValueError("there is nothing to draw: the profile holds no pairs")
     rows, columns, cells = pair_table(profile)
@@ -184,7 +184,7 @@ def draw_breakdown(
     num_layers: int | None = None,
     title: str = "Where the time of a micro-batch goes",
 ) -> None:
-    """Save the same as a figure (.svg, .png, .pdf): stacked bars of forward, backward and both."""
+    """Saves the same as a figure (.svg, .png, .pdf): stacked bars of forward, backward and both."""
     found = breakdown(profile, num_layers)
     whole = sum(map(sum, found.values()))
     with figure_file(path, 7.2, 2.5) as figure:

@@ -29,7 +29,7 @@ def perfetto_json(traces: Sequence[Sequence[Span]]) -> str:
 
 
 def write_perfetto(path: str | Path, traces: Sequence[Sequence[Span]]) -> None:
-    """Save the traces of all ranks to a file, such as "trace.json"."""
+    """Saves the traces of all ranks to a file, such as "trace.json"."""
     Path(path).write_text(perfetto_json(traces))
 
 

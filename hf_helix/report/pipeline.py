@@ -95,7 +95,7 @@ def _cell(simulated: Simulated, slot: Slot, size: int) -> str:
 
 
 def draw_pipeline(simulated: Simulated, path: str | Path, title: str = "", unit: str = "") -> None:
-    """Save a figure: a row for every rank, to scale, with micro-batch numbers where there is room.
+    """Saves a figure: a row for every rank, to scale, with micro-batch numbers where there is room.
 
     Args:
         simulated: what is drawn.

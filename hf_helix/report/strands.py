@@ -125,7 +125,7 @@ def text_strips(found: Sequence[Strip], width: int = 100) -> str:
 
 
 def draw_strips(found: Sequence[Strip], path: str | Path, note: str = "", title: str = HEADING) -> None:
-    """Save the picture: a block for every strip, the gain in the time that it leaves free.
+    """Saves the picture: a block for every strip, the gain in the time that it leaves free.
 
     Args:
         path: its suffix names the format: .svg, .png or .pdf.

@@ -89,7 +89,7 @@ def wrapped(items: Sequence[str], indent: int, width: int) -> list[str]:
 
 
 def draw_timeline(bars: Sequence[Bar], path: str | Path, title: str = "", lines: int | None = None) -> None:
-    """Save a figure: a row for every stream, to scale; names where there is room.
+    """Saves a figure: a row for every stream, to scale; names where there is room.
 
     Args:
         path: its suffix names the format: .svg, .png or .pdf.

@@ -54,7 +54,7 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, work: Callable[[], Any]) -> Recorded:
-        """Issue work without running it. Waits for the device, and gives cached memory back first.
+        """Issues work without running it. Waits for the device, and gives cached memory back first.
 
         Raises:
             RuntimeError: it does something that no graph can hold.
@@ -156,13 +156,13 @@ class WindowGraphs:
         return len(self._captured)
 
     def keep_gradients(self) -> None:
-        """Take gradients that parameters still have out of the memory that the next window writes to."""
+        """Takes gradients that parameters still have out of the memory that the next window writes to."""
         for parameter, gradient in self._gradients.items():
             if parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr():
                 parameter.grad = gradient.clone()
 
     def release(self) -> None:
-        """Give all graphs and their memory back; windows are captured anew."""
+        """Gives all graphs and their memory back; windows are captured anew."""
         for captured in self._captured.values():
             captured.graph.reset()
         self._captured.clear()

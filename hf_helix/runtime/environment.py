@@ -29,13 +29,13 @@ def cuda_has_started() -> bool:
 
 
 def set_connections() -> None:
-    """Give CUDA a queue for every stream, unless the user has chosen, or CUDA has started."""
+    """Gives CUDA a queue for every stream, unless the user has chosen, or CUDA has started."""
     if not cuda_has_started():
         os.environ.setdefault(CONNECTIONS, NUM_CONNECTIONS)
 
 
 def load_eagerly() -> None:
-    """Let CUDA load all kernels when it starts, unless the user has chosen, or CUDA has started."""
+    """Lets CUDA load all kernels when it starts, unless the user has chosen, or CUDA has started."""
     if not cuda_has_started():
         os.environ.setdefault(LOADING, "EAGER")
 

@@ -188,7 +188,7 @@ def _summing(
 
 
 def _sum(total: Tensor, group: dist.ProcessGroup, divisor: int, link: Link | None) -> None:
-    """Sum over a group and divide, in place."""
+    """Sums over a group and divides, in place."""
     if total.is_cuda and divisor == dist.get_world_size(group):
         dist.all_reduce(total, dist.ReduceOp.AVG, group=group)
         return

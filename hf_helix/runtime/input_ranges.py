@@ -73,7 +73,7 @@ class Limits:
     _has_warned: bool = field(default=False, init=False)
 
     def judge(self, found: Sequence[Sequence[int]]) -> None:
-        """Raise if a rank has met something that no table has a row for; warn once of long sequences.
+        """Raises if a rank has met something that no table has a row for; warns once of long sequences.
 
         Args:
             found: `extents` of every rank, or of this one.

@@ -15,7 +15,7 @@ from hf_helix.runtime.distributed.mesh import rank
 
 
 def say(text: str) -> None:
-    """Print a line on rank 0, unless Transformers is asked for errors only (`TrainingArguments(log_level="error")`)."""
+    """Prints a line on rank 0, unless Transformers is to log errors only (`TrainingArguments(log_level="error")`)."""
     if rank() == 0 and logging.getLogger("transformers").getEffectiveLevel() <= logging.WARNING:
         tqdm.write(f"hf_helix: {text}")
 

@@ -146,7 +146,7 @@ def _end(name: str, pipe: Pipe, stage: int, ranks: Sequence[int], make_buffers: 
     """This rank's end of the way out of a stage, or into it."""
     outward = name == SEND
     boundary, peer = (stage, ranks[stage + 1]) if outward else (stage - 1, ranks[stage - 1])
-    return transfer_unit(name, pipe.passage(boundary, peer, outward), boundary, make_buffers, passing)
+    return transfer_unit(name, pipe.channel(boundary, peer, outward), boundary, make_buffers, passing)
 
 
 def _check_single(stage: Stage) -> None:

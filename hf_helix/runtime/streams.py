@@ -4,8 +4,8 @@ What runs on which stream:
 
     stream                 what                                                          CUDA stream    CPU
     compute                F, B, I, W, R of every operator; `prepare` of collectives     the current    the main thread
-    local                  collectives of an axis inside a host (tp, usually)            one, high      a worker thread
-    cross                  collectives of an axis between hosts (cp, ep)                 one, high      a worker thread
+    intra_node             collectives of an axis inside a host (tp, usually)            one, high      a worker thread
+    inter_node             collectives of an axis between hosts (cp, ep)                 one, high      a worker thread
     pipeline, by lane      sends and receives between virtual stages: a lane for each    one a lane,    a worker thread
                            direction (F, B) over each boundary between two stages        high           a lane
     gradients              sums of gradients over ranks with other tokens (dp, cp),      one, high      a worker thread
@@ -66,7 +66,7 @@ class Streams(ABC):
 
     @abstractmethod
     def issue(self, kind: Kind, work: Work, after: Sequence[Event], label: str, lane: str = "") -> Event:
-        """Queue communication behind everything computed so far and behind other communication.
+        """Queues communication behind everything computed so far and behind other communication.
 
         Args:
             kind: which stream it goes to.

@@ -13,8 +13,11 @@ lifetimes   how long memory lives that an operator leaves
 peaks       what is alive in a window when most is
 memory      what a rank holds, by part
 steady      what a plan makes of layers that repeat themselves
+whole       a window that is ordered and predicted operator by operator
 window      how long a window is, from what the stages of a pipeline cost
 sums        how long sums of gradients last after backward
+kept        weights that ranks keep whole and each step a part of: which lie in one piece      (no torch)
+gathers     what gathers of such weights take, and how long the first forward pass waits
 step        a whole optimizer step: time, throughput, memory
 fsdp        a whole step of plain FSDP, as the stock Trainer runs it
 layouts     every layout that can be built and fits, by its predicted speed

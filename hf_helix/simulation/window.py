@@ -1,7 +1,7 @@
 """The window of a step: when the ranks of a pipeline compute.
 
 In:   what its virtual stages cost, and the name of a schedule.
-Out:  a `Window`.
+Out:  a `WindowTime`.
 Must hold: a long window repeats itself: it takes what a short one takes, and for each further micro-batch what one
 more adds there.
 """
@@ -25,7 +25,7 @@ SHORT, LONG = 4, 6
 
 
 @dataclass(frozen=True)
-class Window:
+class WindowTime:
     """The forward and backward of all micro-batches of a step.
 
     Attributes:
@@ -80,7 +80,7 @@ def _listed(num_ranks: int, microbatches: int, two_strands: bool) -> Sequence[Sc
     return listed_schedules(num_ranks, microbatches, costs)
 
 
-def window_of(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) -> Window:
+def window_of(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) -> WindowTime:
     """Returns the window of a schedule.
 
     Args:
@@ -94,7 +94,7 @@ def window_of(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) 
     return min(windows, key=lambda window: window.seconds)
 
 
-def _window(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) -> Window:
+def _window(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) -> WindowTime:
     num_ranks = max(ranks) + 1
 
     def simulated(count: int) -> Simulated:
@@ -108,4 +108,4 @@ def _window(name: str, ranks: Sequence[int], microbatches: int, costs: Costs) ->
         seconds += further * (long.seconds - short.seconds)
         busy = [more + further * (more - less) for more, less in zip(long.busy, short.busy, strict=True)]
     busiest = max(range(num_ranks), key=lambda rank: busy[rank])
-    return Window(name, seconds, busiest, max(0.0, 1 - sum(busy) / num_ranks / seconds))
+    return WindowTime(name, seconds, busiest, max(0.0, 1 - sum(busy) / num_ranks / seconds))

@@ -1,4 +1,4 @@
-"""Tuning: measures this machine, makes plans from the measurement, and keeps the fastest. Never within a step.
+"""Tuning: measures this machine, makes plans from the measurement, and keeps the fastest, before a step.
 
 tuner        which plan a run uses, and when that is decided
 autotune     one tuning: measure operators, make plans, time the best of them, keep the fastest

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
-
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.files import parse_plan
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.predict import predict_seconds
 from hf_helix.planning.profile import Profile, rough_profile
-from hf_helix.runtime.distributed.groups import control_group
-from hf_helix.runtime.distributed.mesh import rank
+from hf_helix.runtime.distributed.agreement import decide_on_rank_0
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.progress import StageProgress, stage_progress
@@ -81,28 +78,22 @@ def make_plans(
         searching: the length of a search, see `make_plan`.
 
     Raises:
-        RuntimeError: on every rank, if rank 0 could not make one.
+        ValueError, RuntimeError: on every rank, if rank 0 could not make one; see `decide_on_rank_0`.
     """
-    texts: dict[str, str] = {}
-    error = ""
-    if rank() == 0:
-        try:
-            for place, rule in enumerate(rules):
-                told = stage_progress(progress, "making plans", place, len(rules))
-                if told is not None:
-                    told(0.0)
-                plan = make_plan(
-                    rule, profile, model=model, mesh=mesh, schedule=schedule, progress=told, searching=searching
-                )
-                texts[rule] = plan.to_json()
-        except Exception as problem:  # every rank must hear of it
-            error = f"rank 0 could not make a plan: {type(problem).__name__}: {problem}"
-    if dist.is_initialized():
-        box = [texts, error]
-        dist.broadcast_object_list(box, src=0, group=control_group())
-        texts, error = box  # type: ignore[assignment]
-    if error:
-        raise RuntimeError(error)
+
+    def make() -> dict[str, str]:
+        texts = {}
+        for place, rule in enumerate(rules):
+            told = stage_progress(progress, "making plans", place, len(rules))
+            if told is not None:
+                told(0.0)
+            plan = make_plan(
+                rule, profile, model=model, mesh=mesh, schedule=schedule, progress=told, searching=searching
+            )
+            texts[rule] = plan.to_json()
+        return texts
+
+    texts = decide_on_rank_0(make)
     graphs = profile.layout.graphs
     return {rule: parse_plan(text, graphs, model=model, mesh=mesh) for rule, text in texts.items()}
 

@@ -22,7 +22,7 @@ from hf_helix.tuning.measure.profiler import TRAIN
 from hf_helix.tuning.measure.timing import ISSUING, ISSUING_SLOWEST
 
 BASELINE = "sequential"
-CANDIDATES = RULES
+CANDIDATES = RULES  # baselines, too: which rule wins depends on model and link, and only the most promising are timed
 
 # What the estimates go by; from Llama models of 4 and 8 layers on two ranks.
 INSTRUCTION_SECONDS = 2e-6  # for an instruction of a search to be ordered and simulated, on one core

@@ -32,7 +32,7 @@ def stage_progress(progress: StageProgress | None, stage: str, part: int = 0, nu
 
 @contextmanager
 def progress_bar(is_shown: bool = True, prefix: str = "hf_helix") -> Iterator[StageProgress]:
-    """Show how far work of one or more stages has come.
+    """Shows how far work of one or more stages has come.
 
     Args:
         is_shown: False on ranks that stay silent; usually `rank() == 0`.

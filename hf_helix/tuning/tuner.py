@@ -2,12 +2,14 @@
 
 In:   the configuration, what the run is for, the first window, and how many steps are left.
 Out:  a plan before anything runs; once the run is worth it, the one that was measured to be the fastest.
-Must hold: every rank decides the same; nothing is exchanged in most steps; measuring and searching take at most
-`tuning_share` of the run, and say beforehand how long they take; what was measured is kept on disk.
+Must hold: every rank decides the same; ranks exchange something before the first window of two micro-batches or more
+and after 2, 4, 8, ... steps only; measuring and searching take at most `tuning_share` of the run, and say beforehand
+how long they take; what was measured is kept on disk.
 
-The doors call `Engine.tune`, and so `Tuner.update`, between two steps. The result of an earlier run of the same case is
-taken from the cache at once. Otherwise the clock of rank 0 decides after 2, 4, 8, ... steps how thorough a tuning the
-rest of the run is worth.
+The integrations call `Engine.tune`, and so `Tuner.update`, with the micro-batches of the next step, before it runs:
+operators are timed with the shapes that the run has. The result of an earlier run of the same case is taken from the
+cache with the first window of two micro-batches or more. Otherwise the clock of rank 0 decides after 2, 4, 8, ... steps
+how thorough a tuning the rest of the run is worth.
 """
 
 from __future__ import annotations
@@ -100,8 +102,7 @@ class Tuner:
         self.result: TuningResult | None = None
         self.scheduler = Scheduler(config.schedule, config.pp_size)
         self._model = model
-        self._mesh = {name: getattr(config, name) for name in ("tp_size", "pp_size")}
-        self._mesh |= {name: getattr(config, name) for name in ("cp_size", "ep_size") if getattr(config, name) > 1}
+        self._mesh = config.option_sizes
         self._timed: _TimedWindow | None = None
         self._pace = Pace()
         self._has_begun = False
@@ -146,7 +147,7 @@ class Tuner:
         num_microbatches: int,
         steps_left: int | None,
     ) -> Runner:
-        """Returns the runner to go on with. Collective, before a step; before most steps nothing is exchanged.
+        """Returns the runner to go on with. Collective, before a step.
 
         Args:
             runner: the runner in use.
@@ -277,13 +278,13 @@ class Tuner:
         return dataclasses.replace(result, verdict=verdict, report=format_tuning(result, timed.share))
 
     def _say_before(self, seconds: float, run_seconds: float | None) -> None:
-        """Say how long tuning takes."""
+        """Says how long tuning takes."""
         of = "" if run_seconds is None else f" of about {about_time(run_seconds)}"
         kept = "; cached afterwards" if self.config.cache else ""
         say(f"measuring and searching plans, about {about_time(seconds)}{of}{kept}")
 
     def _say_untuned(self, runner: Runner, timed: _TimedWindow, seconds_left: float) -> None:
-        """Say once why `auto` measures nothing."""
+        """Says once why `auto` measures nothing."""
         if self._has_declined or self.result is not None:
             return
         self._has_declined = True
@@ -294,7 +295,7 @@ class Tuner:
         )
 
     def _say_nothing_interleaves(self, num_microbatches: int) -> None:
-        """Say once, if the first step has nothing to interleave, what to change."""
+        """Says once, if the first step has nothing to interleave, what to change."""
         is_first, self._has_begun = not self._has_begun, True
         interleaves = self.config.pp_size > 1 or not runs_one_strand(self.config.plan)
         if num_microbatches > 1 or not is_first or not (interleaves and self.config.communicates):

@@ -63,7 +63,7 @@ def check_class(kind: Class) -> Class:
 
 
 def check_package(name: str) -> None:
-    """Check the names that are used of a package, in those of its modules that are imported.
+    """Checks the names that are used of a package, in those of its modules that are imported.
 
     Raises:
         UpstreamChanged: as `check_class`.
@@ -72,7 +72,7 @@ def check_package(name: str) -> None:
 
 
 def check_packages() -> None:
-    """Check the names that are used of the packages that are always needed.
+    """Checks the names that are used of the packages that are always needed.
 
     Raises:
         UpstreamChanged: as `check_class`.

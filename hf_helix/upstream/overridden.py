@@ -42,7 +42,8 @@ OVERRIDDEN: tuple[Overridden, ...] = (
     ),
     _trainer(
         "get_batch_samples",
-        "keeps the micro-batches of an optimizer step for `training_step`, and compares them over the ranks",
+        "keeps the micro-batches of an optimizer step for `training_step`, compares them over the ranks, and lets the "
+        "engine choose a plan",
         "there would be no window to interleave, and ranks with different data would hang",
     ),
     _trainer(

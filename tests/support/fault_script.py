@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_helix import HelixTrainer
-from hf_helix.checkpoint import atomic as staging
+from hf_helix.checkpoint import atomic
 from hf_helix.checkpoint import draft as saving
 from hf_helix.runtime.executor import Executor
 
@@ -92,7 +92,7 @@ FAULTS: dict[str, Callable[[Rows], None]] = {
     "in a collective": lambda rows: before(dist, "all_reduce", kill, 1),
     "in saving the model": lambda rows: before(saving, "write_slice", kill),
     "in saving states": lambda rows: before(dcp.FileSystemWriter, "write_data", kill),
-    "before its place": lambda rows: before(staging, "publish", kill),
+    "before its place": lambda rows: before(atomic, "publish", kill),
     "in the data": lambda rows: setattr(rows, "reads", 1),
     "no room for the model": lambda rows: before(saving, "write_slice", full),
     "no room for states": lambda rows: before(dcp.FileSystemWriter, "write_data", full),

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from hf_helix.planning.cost import passage_of
+from hf_helix.planning.cost import transfer_key
 from hf_helix.planning.graph.operator import Kind, Part
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Layout
@@ -81,7 +81,7 @@ class Pipeline:
         for number, rank in enumerate(self._ranks):
             for place, each in enumerate(rank.program):
                 if each.operator is not None and each.operator.kind is Kind.PIPELINE:
-                    self._ends.setdefault(passage_of(each), []).append((number, place))
+                    self._ends.setdefault(transfer_key(each), []).append((number, place))
 
     def run(self) -> None:
         """To the end.
@@ -164,7 +164,7 @@ class Pipeline:
         each = self._ranks[number].program[place]
         if each.operator is None or each.operator.kind is not Kind.PIPELINE:
             return True
-        ends = self._ends[passage_of(each)]
+        ends = self._ends[transfer_key(each)]
         assert len(ends) == 2
         return all(at in self._ranks[rank].running or at in self._ended[rank] for rank, at in ends)
 

@@ -21,6 +21,8 @@ from support.tuning_jobs import hasty
 from transformers import TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
+from hf_helix.checkpoint.local_parameter import local_parameters
+from hf_helix.checkpoint.manifest import describe_parameters
 from hf_helix.runtime.grad_reduce import gradient_norm
 
 # Three steps in an epoch of 12 samples: a run of four is interrupted in the first one and goes on into the second.
@@ -59,7 +61,8 @@ def run(folder: str, helix: dict[str, Any] | None, resume: Any = None, **options
 def described(folder: str, helix: dict[str, Any], **options: Any) -> dict[str, Any]:
     """What a checkpoint would say of the parameters."""
     trainer = make(folder, helix, **options)
-    found = trainer._describe().parameters
+    helix = trainer.helix
+    found = describe_parameters(local_parameters(helix.model, helix.runner.stage, helix.mesh), helix.mesh)
     trainer.helix.close()
     return found
 

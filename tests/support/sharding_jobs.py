@@ -17,7 +17,7 @@ from support.tuning_jobs import hasty
 from hf_helix.operators.communication.transport import Recorder
 from hf_helix.operators.weights.kept import kept_flats
 from hf_helix.planning.profile import named_gathers
-from hf_helix.tuning.measure.memory import Tally
+from hf_helix.tuning.measure.memory import LiveBytes
 from hf_helix.tuning.measure.overlap import transports
 from hf_helix.tuning.measure.profiler import measure_profile
 
@@ -133,7 +133,7 @@ def peaks(
     kept += [flat.piece for flat in kept_flats(flats)]
     found = {}
     for name, run in {"window": runner.train_window, "forward": runner.evaluate}.items():
-        with collectives_at_once(runner.executor.streams), Tally(kept) as tally:
+        with collectives_at_once(runner.executor.streams), LiveBytes(kept) as tally:
             run(window)
         found[name] = tally.peak
     trainer.helix.close()

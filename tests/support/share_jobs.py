@@ -115,29 +115,35 @@ def counted(cache: str, costs: dict[Effort, float]) -> Iterator[Counts]:
         yield counts
 
 
+def follow(trainer: Any, name: str, counts: Counts) -> list[tuple[int, int]]:
+    """For every call of a method: how often was measured until its end, and how often it exchanged objects."""
+    usual, calls = getattr(trainer, name), []
+
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        before = len(counts.pickled)
+        found = usual(*args, **kwargs)
+        calls.append((len(counts.measured), len(counts.pickled) - before))
+        return found
+
+    setattr(trainer, name, followed)
+    return calls
+
+
 def train(
     folder: str, share: float, cache: str, training: dict[str, Any], helix: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a run found; for every step, how often was measured until then and objects were exchanged around it."""
+    """What a run found; for every step, how often was measured until then, and objects were exchanged before it and
+    within it."""
     with counted(cache, {QUICK: 0.05, SHORT: 1.2, FULL: 2.4}) as counts:
         helix = {**(helix or {"tp_size": 2}), "tuning_share": share}
         model = {**MODEL, "num_hidden_layers": 2 * helix.get("pp_size", 1)}
         trainer: Any = make_trainer(folder, helix, model=model, data={"lengths": (9,)}, training=training)
-        steps: list[tuple[int, int]] = []
-        usual = trainer.training_step
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            before = len(counts.pickled)
-            found = usual(*args, **kwargs)
-            steps.append((len(counts.measured), len(counts.pickled) - before))
-            return found
-
-        trainer.training_step = step
+        before, within = (follow(trainer, name, counts) for name in ("get_batch_samples", "training_step"))
         trainer.train()
-    steps = steps[:: training["gradient_accumulation_steps"]]
     return {
-        "measured": [count for count, _ in steps],
-        "pickled": [count for _, count in steps],
+        "measured": [count for count, _ in before],
+        "pickled": [count for _, count in before],
+        "pickled_within": [count for _, count in within],
         "in_windows": counts.in_windows,
         "modules": counts.modules,
         "effort": trainer.tuning and trainer.tuning.effort,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from support.models import arguments
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans import search
-from hf_helix.planning.plans.baselines import dhelix as pairing
+from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.planning.profile import Profile, named_operators, rough_profile
 from hf_helix.planning.profile_file import profile_json, save_profile
 from hf_helix.tuning import autotune as tuning
@@ -32,7 +33,7 @@ def hasty() -> Iterator[None]:
     """Plans need not be good: searches of a few steps, and operators timed once. Every `Cluster` works like this."""
     with (
         mock.patch.object(search, "EFFORT", 20_000),
-        mock.patch.object(pairing, "STATES", 100),
+        mock.patch.object(dhelix, "STATES", 100),
         mock.patch.object(profiler, "TRAIN", 2),
     ):
         yield
@@ -115,7 +116,8 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
     def counted(*args: Any, **kwargs: Any) -> Profile:
         if forbidden:
             raise Measured
-        measured.append(1)
+        called = {frame.name for frame in traceback.extract_stack()}
+        measured.append(sorted(called & {"training_step", "get_batch_samples"}))
         return usual(*args, **kwargs)
 
     previous = os.environ["HELIX_CACHE"]
@@ -137,6 +139,7 @@ def tune(folder: str, cache: str, helix: dict[str, Any], forbidden: bool = False
         "plan": trainer.plan.to_json(),
         "rule": trainer.plan.rule,
         "measured": len(measured),
+        "measured_in": measured,
         "said": [line for line in output.getvalue().splitlines() if line.startswith("hf_helix: ")],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "norms": [float(entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry],

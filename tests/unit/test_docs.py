@@ -13,6 +13,7 @@ import pytest
 from support.paths import ROOT
 
 from hf_helix.cli.main import build_parser
+from hf_helix.config import PLANS, HelixConfig
 
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*.md")])
@@ -146,3 +147,11 @@ def test_every_option_is_described() -> None:
             made.options()
     finally:
         made.HelixConfig.__doc__ = documented
+
+
+def test_every_plan_is_described() -> None:
+    table = (ROOT / "docs" / "plans.md").read_text().partition("\n## The rules\n")[2].partition("\n## ")[0]
+    _, *rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)  # the first is the head
+    assert sorted(rows) == sorted(PLANS)
+    described = (HelixConfig.__doc__ or "").partition(" plan: ")[2].partition(" tuning_share: ")[0]
+    assert all(f"`{plan}`:" in described for plan in PLANS)

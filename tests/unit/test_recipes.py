@@ -20,7 +20,7 @@ from support.recipes import ALL_MODELS, LAUNCH, MODELS, README, config_of, row_o
 from transformers import AutoModelForCausalLM
 
 from hf_helix import HelixConfig
-from hf_helix.models.registry import supported_models
+from hf_helix.models.registry import REGISTERED
 
 FILES = sorted(LAUNCH.rglob("*.yaml"))
 PAPER_FILES = sorted((LAUNCH / "paper").glob("*.yaml"))
@@ -103,7 +103,7 @@ def count(model: str) -> Count:
 def test_a_configuration_makes_the_model_it_names(model: str):
     config = config_of(model)
     assert [type(built(model)).__name__] == config.architectures
-    assert config.architectures[0] in supported_models() or model in DERIVED
+    assert config.architectures[0] in REGISTERED or model in DERIVED
     assert f"(models/{model}/config.json)" in README
 
 
@@ -122,7 +122,7 @@ def test_every_family_has_a_small_model():
     small = {config_of(model).architectures[0] for model in ALL_MODELS if model.startswith("tiny-")}
     derived = {config_of(model).architectures[0] for model in DERIVED}
     assert small - derived == set(own_models())
-    assert len(derived - set(supported_models())) == len(DERIVED)
+    assert len(derived - set(REGISTERED)) == len(DERIVED)
     assert all(count(model).total < 1e6 for model in ALL_MODELS if model.startswith("tiny-"))
 
 

@@ -145,7 +145,7 @@ class _Copy:
     def _under(self, rule: str, runner: Runner) -> Runner:
         """The runner under another plan."""
         profile, model = rough_profile(runner.layout), type(self.model).__name__
-        return runner.with_plan(make_plan(rule, profile, model=model, mesh=self.mesh.option_sizes))
+        return runner.with_plan(make_plan(rule, profile, model=model, mesh=self.config.option_sizes))
 
     def _case(self, kind: str, runner: Runner) -> Case:
         """One window. Collective."""

@@ -140,7 +140,7 @@ _COMPARED = {"loss": "loss", "gradient": "gradients", "logits": "logits"}
 
 
 def _by_error(difference: Difference) -> float:
-    """Order by how far above the bar; what is not a number comes last."""
+    """Orders by how far above the bar; what is not a number comes last."""
     return difference.error / difference.bar if difference.error == difference.error else float("inf")
 
 

@@ -26,7 +26,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_AR
 from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 from transformers.utils.logging import get_logger
 
-from hf_helix.checkpoint import atomic as staging
+from hf_helix.checkpoint import atomic
 from hf_helix.checkpoint.local_parameter import LocalParameter, local_parameters
 from hf_helix.checkpoint.manifest import NAME, Manifest, describe_parameters
 from hf_helix.checkpoint.optimizer_state import load_states, save_states
@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 
 OPTIMIZER = "optimizer"  # the folder of the optimizer's states
 GENERATORS = "helix_rng_{}.pt"
-_CHECKPOINT = re.compile(rf"{staging.PREFIX}-(\d+)")
+_CHECKPOINT = re.compile(rf"{atomic.PREFIX}-(\d+)")
 
 
 class CheckpointHooks:
@@ -117,7 +117,7 @@ class CheckpointHooks:
     def _last_checkpoint(self) -> Path:
         """The newest complete checkpoint in `output_dir`."""
         folder = Path(self.args.output_dir or ".")
-        staging.recover(folder, _is_complete)
+        atomic.recover(folder, _is_complete)
         steps = {int(name[1]): path for path in folder.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))}
         for _, path in sorted(steps.items(), reverse=True):
             if (path / NAME).is_file():
@@ -208,11 +208,11 @@ class CheckpointHooks:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Saves as the stock method does, into a folder that gets its place once it is complete. Collective."""
         folder = super()._get_output_dir(trial)  # type: ignore[misc]
-        name = f"{staging.PREFIX}-{self.state.global_step}"
+        name = f"{atomic.PREFIX}-{self.state.global_step}"
         with watched():
             self._health.check()
-            decide_on_rank_0(lambda: staging.recover(Path(folder), _is_complete))
-            self._staging, self._push_waits = os.path.join(folder, staging.STAGING), False
+            decide_on_rank_0(lambda: atomic.recover(Path(folder), _is_complete))
+            self._staging, self._push_waits = os.path.join(folder, atomic.STAGING), False
             aside = Path(self._staging, name)
             try:
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
@@ -223,7 +223,7 @@ class CheckpointHooks:
             except BaseException:
                 if rank() == 0:  # deletes what was written, or publishes it if only the move was missing
                     with contextlib.suppress(OSError):
-                        staging.recover(Path(folder), _is_complete)
+                        atomic.recover(Path(folder), _is_complete)
                 raise
             finally:
                 self._staging = None
@@ -235,13 +235,13 @@ class CheckpointHooks:
     def _note_best(self, folder: str) -> None:
         """Corrects the path of the best checkpoint: the stock method looks for it in the staging folder."""
         best = self.state.best_global_step
-        path = os.path.join(folder, f"{staging.PREFIX}-{best}")
+        path = os.path.join(folder, f"{atomic.PREFIX}-{best}")
         if best and (best == self.state.global_step or os.path.exists(path)):
             self.state.best_model_checkpoint = path
 
     def _publish(self, aside: Path, folder: Path, manifest: Manifest) -> None:
         self.state.save_to_json(os.path.join(aside, TRAINER_STATE_NAME))
-        staging.publish(aside, folder, lambda: manifest.write(aside))
+        atomic.publish(aside, folder, lambda: manifest.write(aside))
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._staging or super()._get_output_dir(trial)  # type: ignore[misc]

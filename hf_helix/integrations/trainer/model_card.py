@@ -32,6 +32,7 @@ from hf_helix.tuning.effort import BASELINE
 from hf_helix.tuning.measure.overlap import Overlap
 from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.tuner import TUNED_MICROBATCHES
+from hf_helix.tuning.verdict import in_ms
 from hf_helix.version import __version__
 
 TAG = "hf_helix"
@@ -40,6 +41,7 @@ PACKAGES = ("torch", "transformers", "accelerate")
 
 # What the stock card says of a model that was trained from random weights: it names no base model.
 _OF_NO_MODEL = "is a fine-tuned version of [](https://huggingface.co/) on"
+# The stock card multiplies the batch of a process by all processes; those that share a batch must count once.
 _TOTALS = re.compile(r"^(- total_(?:train|eval)_batch_size: )(\d+)$", re.MULTILINE)
 
 
@@ -181,19 +183,15 @@ def _timed(run: Run) -> list[str]:
     baseline = next((step for name, step in steps.items() if name.split(" on ")[0] == BASELINE), None)
     lines = ["| plan | a window takes | predicted | gain |", "|---|---:|---:|---:|"]
     for name, step in sorted(steps.items(), key=lambda item: item[1]):
-        predicted = _ms(tuning.predicted[name]) if name in tuning.predicted else ""
+        predicted = in_ms(tuning.predicted[name]) if name in tuning.predicted else ""
         gain = f"{baseline / step:.2f}x" if baseline is not None else ""
-        lines.append(f"| {f'**{name}**' if name == tuning.kept else name} | {_ms(step)} | {predicted} | {gain} |")
+        lines.append(f"| {f'**{name}**' if name == tuning.kept else name} | {in_ms(step)} | {predicted} | {gain} |")
     kept = tuning.overlaps[tuning.kept]
     if tuning.ranks > 1 and not kept.bubble_fraction:
         share = min(1.0, TUNED_MICROBATCHES * run.sizes["pp"] / run.microbatches[0])  # of a step, in that window
-        alone = _ms(kept.computation + share * tuning.gradient_seconds)
+        alone = in_ms(kept.computation + share * tuning.gradient_seconds)
         lines.append(f"| *instead:* data parallelism, if the model fits | | {alone} | |")
     return ["\n".join(lines)]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms"
 
 
 def _launch_yaml(run: Run) -> str:

@@ -191,6 +191,8 @@ class HelixTrainerMixin(WindowHooks, EvaluationHooks, SearchHooks, CheckpointHoo
         return model
 
     # -- the engine ----------------------------------------------------------------------------------------------
+    # What README and recipes call most often, so that users of the Trainer need not know of the engine; all else is
+    # in `trainer.helix`.
 
     @property
     def plan(self) -> Plan:

@@ -5,8 +5,9 @@ Out:  the loss of every micro-batch, and complete gradients.
 Must hold: each call of `training_step` gets the micro-batch that was fetched; a call outside of `train()` is a window
 of one micro-batch; no call returns a loss that was not computed.
 
-`get_batch_samples` keeps the window, the first `training_step` of it hands all of it to the engine, and every call
-returns the loss of its own micro-batch.
+`get_batch_samples`, which the stock loop calls between two steps, keeps the window and lets the engine choose a plan.
+The first `training_step` of the window hands all of it to the engine, and every call returns the loss of its own
+micro-batch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from hf_helix.tuning.cache import export
 _COUNT = "get_model_param_count"
 
 
-class Window:
+class FetchedWindow:
     """The micro-batches of an optimizer step, as they were fetched.
 
     Attributes:
@@ -80,7 +81,7 @@ class WindowHooks:
     helix_config: HelixConfig
     _health: Health
 
-    _window: Window | None = None
+    _window: FetchedWindow | None = None
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         """Prepares as the stock method does.
@@ -107,6 +108,8 @@ class WindowHooks:
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Collects the micro-batches of an optimizer step, and keeps them for `training_step`. Collective.
 
+        If it is time to, plans are measured with them, and one is chosen.
+
         Args:
             epoch_iterator: yields the micro-batches of the epoch.
             num_batches: how many of them make a step.
@@ -122,7 +125,9 @@ class WindowHooks:
             self._health.judge([state for state, *_ in of_ranks])
             self.helix.limits.judge([reach for _, *reach in of_ranks])
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
-        self._window = Window(samples)
+        self._window = FetchedWindow(samples)
+        if samples:
+            self._tune(samples, num_items)
         return samples, num_items
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -169,20 +174,19 @@ class WindowHooks:
             self.optimizer.train()  # schedule-free optimizers have a mode, too
         ready = [self._prepare_inputs(batch) for batch in batches]  # type: ignore[attr-defined]
         step = self.state.global_step
-        if self._window is not None:
-            self._tune(ready, scale, step)
-        else:
-            self.helix.settle_link(ready, scale, step)
+        self.helix.settle_link(ready, scale, step)
         losses = torch.stack(self.helix.train_window(ready, scale, step))
         # Without any label, the loss of every micro-batch is 0 / 0 as in the stock Trainer, and the gradient is zero.
         has_labels = scale.tokens.isfinite()
         self._health.note_losses(losses.where(has_labels, 0.0), step + 1)
         return losses
 
-    def _tune(self, batches: list[Any], scale: LossScale, step: int) -> None:
+    def _tune(self, batches: Sequence[Any], num_items: Any) -> None:
         """Lets the engine choose a plan if it is time to, and prints and writes what it has chosen. Collective."""
+        step = self.state.global_step
         steps_left = self.state.max_steps - step
-        tuning = self.helix.tune(batches, scale, step, steps_left if steps_left > 0 else None)
+        ready = [self._prepare_inputs(batch) for batch in batches]  # type: ignore[attr-defined]
+        tuning = self.helix.tune(ready, self.loss_scale(num_items), step, steps_left if steps_left > 0 else None)
         if tuning is not None and self.args.process_index == 0:
             folder = Path(str(self.args.output_dir), "helix")
             try:

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_helix.models.copies import copy_module
 from hf_helix.models.graph.expert_form import forward_arguments, is_experts
-from hf_helix.models.peft import opened
+from hf_helix.models.peft import unwrapped
 
 DTYPE = torch.bfloat16
 """The type that models are traced in. A value that is cast to it is cast to the type that the model computes in, and
@@ -282,11 +282,11 @@ def _recording(forward: Callable[..., Any], index: int, said: list[Any]) -> Call
 
 def is_projection(module: Any) -> bool:
     """Returns whether a module is a plain linear, perhaps with what PEFT puts around one."""
-    return type(opened(module).copies[0]) in (nn.Linear, Conv1D)
+    return type(unwrapped(module).copies[0]) in (nn.Linear, Conv1D)
 
 
 def _features_out(module: Any) -> int:
-    plain = opened(module).copies[0]
+    plain = unwrapped(module).copies[0]
     return int(plain.nf if isinstance(plain, Conv1D) else plain.out_features)
 
 

@@ -230,8 +230,8 @@ def _routers(module: nn.Module, path: str, recorders: list[Any]) -> Iterator[Rou
 
 def _is_computed_by(function: Any, balance: Balance) -> bool:
     """Returns whether a function computes a load-balancing loss as operators do, by trying it."""
-    dice = torch.Generator().manual_seed(0)
-    layers = [torch.randn(6, balance.num_experts, generator=dice) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    layers = [torch.randn(6, balance.num_experts, generator=generator) for _ in range(2)]
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     parts = torch.stack([part_of(logits, mask.flatten(), balance.choices) for logits in layers])
     loads, probabilities = parts.sum((0, 1)) / (mask.sum() * len(layers))

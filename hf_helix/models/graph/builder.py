@@ -17,7 +17,7 @@ from hf_helix.models.graph.context import GEMM, LIGHT
 from hf_helix.models.graph.draft import Draft
 from hf_helix.models.graph.embedding import lookup_segment
 from hf_helix.models.graph.norms import is_fused
-from hf_helix.models.peft import Opened, unwrap_peft
+from hf_helix.models.peft import Unwrapped, unwrap_peft
 from hf_helix.operators.base import Tensors
 from hf_helix.operators.explicit import Explicit, RmsNorm
 from hf_helix.operators.linears.linear import Linear, Projection
@@ -235,7 +235,9 @@ class Builder(Draft):
         value = self.replicate(f"{name}.gather", value, self.tp)
         return self.segment(name, cross_entropy, value, side=("targets", "loss_scale"))
 
-    def _linears(self, name: str, linears: Sequence[Opened], value: str, outputs: tuple[str, ...]) -> tuple[str, ...]:
+    def _linears(
+        self, name: str, linears: Sequence[Unwrapped], value: str, outputs: tuple[str, ...]
+    ) -> tuple[str, ...]:
         """Adds linears that read one value, and of which each gives one."""
         return self.declare(
             Operator(
@@ -250,7 +252,7 @@ class Builder(Draft):
         )
 
     def _place_linear(
-        self, linear: Opened, matrix: Placement, bias: Placement, *, down: Placement, up: Placement
+        self, linear: Unwrapped, matrix: Placement, bias: Placement, *, down: Placement, up: Placement
     ) -> None:
         """Records how a linear is cut, and how the adapters beside it are."""
         self.place([copy.weight for copy in linear.copies], matrix)
@@ -280,7 +282,7 @@ def _parameters_of(used: Sequence[Used]) -> dict[nn.Parameter, None]:
     return dict.fromkeys(parameter for parameters in found for parameter in parameters)
 
 
-def _linear(linears: Sequence[Opened], adds_bias: bool = True) -> Linear:
+def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:
     """Returns the operator of linears that read one value."""
     return Linear(
         [linear.projection for linear in linears],

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_helix.models.peft import Opened
+from hf_helix.models.peft import Unwrapped
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.segment import Segment
 from hf_helix.operators.unit import cut_bounds
 from hf_helix.operators.vocab_parallel import lookup, noisy
 
 
-def lookup_segment(table: Opened, embedding: nn.Module, tp: Axis, neftune_alpha: float | None) -> Segment:
+def lookup_segment(table: Unwrapped, embedding: nn.Module, tp: Axis, neftune_alpha: float | None) -> Segment:
     """Returns the segment of a lookup.
 
     Args:

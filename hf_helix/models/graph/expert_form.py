@@ -130,11 +130,11 @@ def _check_shapes(module: Any, form: ExpertForm) -> None:
 
 def _check_forward(module: nn.Module, form: ExpertForm) -> None:
     """Raises ValueError unless the module's own forward computes what its form says, on small random weights."""
-    dice = torch.Generator().manual_seed(0)
-    tiny = _tiny(module, form, dice)
-    hidden = torch.randn(TOKENS, getattr(tiny, form.up).shape[1 if form.is_transposed else 2], generator=dice)
-    chosen = torch.stack([torch.randperm(EXPERTS, generator=dice)[:CHOICES] for _ in range(TOKENS)])
-    weights = torch.rand(TOKENS, CHOICES, generator=dice)
+    generator = torch.Generator().manual_seed(0)
+    tiny = _tiny(module, form, generator)
+    hidden = torch.randn(TOKENS, getattr(tiny, form.up).shape[1 if form.is_transposed else 2], generator=generator)
+    chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOICES] for _ in range(TOKENS)])
+    weights = torch.rand(TOKENS, CHOICES, generator=generator)
     with torch.no_grad():
         expected = _by_form(tiny, form, hidden, chosen, weights)
         try:
@@ -147,24 +147,24 @@ def _check_forward(module: nn.Module, form: ExpertForm) -> None:
         raise _refusal(module, f"its forward computes something else than its weights and flags say ({form})")
 
 
-def _tiny(module: nn.Module, form: ExpertForm, dice: torch.Generator) -> Any:
+def _tiny(module: nn.Module, form: ExpertForm, generator: torch.Generator) -> Any:
     """Returns a copy of a module on the CPU in fp32, with random weights, of which those of experts are small."""
     hidden = getattr(module, form.up).shape[1 if form.is_transposed else 2]
     inner = FEATURES // 2 if form.is_gated else FEATURES
     of_experts = {
-        form.up: torch.randn(EXPERTS, FEATURES, hidden, generator=dice) * SCALE * hidden**-0.5,
-        form.down: torch.randn(EXPERTS, hidden, inner, generator=dice),
-        form.up_bias: torch.randn(EXPERTS, FEATURES, generator=dice) * SCALE,
-        form.down_bias: torch.randn(EXPERTS, hidden, generator=dice) * SCALE,
+        form.up: torch.randn(EXPERTS, FEATURES, hidden, generator=generator) * SCALE * hidden**-0.5,
+        form.down: torch.randn(EXPERTS, hidden, inner, generator=generator),
+        form.up_bias: torch.randn(EXPERTS, FEATURES, generator=generator) * SCALE,
+        form.down_bias: torch.randn(EXPERTS, hidden, generator=generator) * SCALE,
     }
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
-        value = of_experts[name] if name in of_experts else torch.rand(parameter.shape, generator=dice) + 0.5
+        value = of_experts[name] if name in of_experts else torch.rand(parameter.shape, generator=generator) + 0.5
         is_swapped = form.is_transposed and name in (form.up, form.down)
         value = value.transpose(1, 2).contiguous() if is_swapped else value
         memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
     for buffer in module.buffers():  # of activations; meta tensors have no values to copy
-        memo[id(buffer)] = (torch.rand(buffer.shape, generator=dice) + 0.5).to(buffer.dtype)
+        memo[id(buffer)] = (torch.rand(buffer.shape, generator=generator) + 0.5).to(buffer.dtype)
     tiny: Any = copy.deepcopy(module, memo)
     if hasattr(tiny, "config"):
         tiny.config._experts_implementation = "eager"  # any other one reads all experts

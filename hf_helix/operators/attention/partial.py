@@ -72,12 +72,20 @@ class Kernel(ABC):
     averages = False
 
     def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
-        """Whether it can compute this."""
+        """Whether it can compute attention of queries like `q` over keys like `k`, seen as `seen` says."""
         return True
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
-        """o and lse."""
+        """Returns o [batch, heads, queries, head_dim] and lse [batch, heads, queries] in fp32.
+
+        Args:
+            q: [batch, heads, queries, head_dim].
+            k: [batch, kv heads, keys, head_dim].
+            v: [batch, kv heads, keys, head_dim of values].
+            seen: which keys each query attends to.
+            scale: what the products of queries and keys are multiplied with.
+        """
 
     @abstractmethod
     def backward(
@@ -91,7 +99,18 @@ class Kernel(ABC):
         seen: AttentionMask,
         scale: float,
     ) -> Tensors:
-        """Gradients of q, k and v, given the output and lse over all keys."""
+        """Returns the gradients of q, k and v, in their shapes.
+
+        Args:
+            gradient: that of the whole output [batch, heads, queries, head_dim].
+            q: as of `forward`.
+            k: as of `forward`, some of the keys or all.
+            v: as of `forward`, for the same keys as `k`.
+            o: the output over all keys, in the shape of `gradient`.
+            lse: the log-sum-exp over all keys [batch, heads, queries].
+            seen: as of `forward`, for these keys.
+            scale: as of `forward`.
+        """
 
 
 class Exact(Kernel):

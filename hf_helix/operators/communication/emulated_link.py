@@ -39,7 +39,7 @@ class Direction:
         self._lock = threading.Lock()
 
     def reserve(self, count: int, seconds: float, now: float) -> float:
-        """Count bytes that occupy this way for so many seconds; returns when the last of them has passed."""
+        """Counts bytes that occupy this way for so many seconds; returns when the last of them has passed."""
         with self._lock:
             self.bytes += count
             self._free = max(self._free, now) + seconds
@@ -71,7 +71,7 @@ class Link:
         self._sleep = sleep
 
     def carry(self, sent: int, received: int, move: Callable[[], object]) -> None:
-        """Run a transfer that all its ranks take part in at the same time.
+        """Runs a transfer that all its ranks take part in at the same time.
 
         Args:
             sent, received: bytes that leave this rank, and that come to it.
@@ -84,13 +84,13 @@ class Link:
             self._wait_until(max(ends))
 
     def send(self, count: int, move: Callable[[], object]) -> None:
-        """Run a transfer to a rank that receives it with `receive`."""
+        """Runs a transfer to a rank that receives it with `receive`."""
         end = self._reserve(self.out, count, self._clock())
         move()
         self._wait_until(end)
 
     def receive(self, count: int, move: Callable[[], object]) -> None:
-        """Run the other end of `send`."""
+        """Runs the other end of `send`."""
         move()
         self._wait_until(self._reserve(self.into, count, self._clock()))
 
@@ -131,7 +131,7 @@ class LinkedTransport(TransportWrapper):
         self._link.carry(sent, received, lambda: run(out, value, *rows))
 
 
-class LinkedPassage(P2PChannel):
+class LinkedChannel(P2PChannel):
     """A way between two ranks of a pipeline over an emulated link."""
 
     def __init__(self, inner: P2PChannel, link: Link) -> None:
@@ -159,7 +159,7 @@ def bare(link: Link | None) -> Iterator[None]:
 
 
 def all_reduce(value: Tensor, group: dist.ProcessGroup, link: Link | None) -> None:
-    """Sum a value over a group, in place; over a link as the ring that moves least."""
+    """Sums a value over a group, in place; over a link as the ring that moves least."""
     if link is None:
         dist.all_reduce(value, group=group)
         return

@@ -44,7 +44,7 @@ class ProcessGroupTransport(Transport):
 
     @abstractmethod
     def _pass_on(self, out: Tensor, value: Tensor, step: int) -> None:
-        """Send a value so many ranks further round the axis, and receive that of the rank as many before."""
+        """Sends a value so many ranks further round the axis, and receives that of the rank as many before."""
 
 
 @final
@@ -116,7 +116,7 @@ class GlooTransport(ProcessGroupTransport):
         _finish(pending)
 
     def _start(self, sent: Sequence[Tensor], arrived: Sequence[Tensor]) -> list[dist.Work | None]:
-        """Send block i to rank i and receive block i from it, for every other rank; empty ones stay where they are."""
+        """Sends block i to rank i and receives block i from it, for every other rank; empty ones are not sent."""
         pending = []
         for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size

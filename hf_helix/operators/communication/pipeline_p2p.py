@@ -30,11 +30,11 @@ class P2PChannel(ABC):
 
     @abstractmethod
     def send(self, value: Tensor, forward: bool) -> None:
-        """Give a value, or (`forward` false) a gradient, to the other rank."""
+        """Gives a value, or (`forward` false) a gradient, to the other rank."""
 
     @abstractmethod
     def receive(self, out: Tensor, forward: bool) -> None:
-        """Fill `out` with what the other rank sends."""
+        """Fills `out` with what the other rank sends."""
 
 
 class GroupChannel(P2PChannel):
@@ -59,7 +59,7 @@ class GroupChannel(P2PChannel):
 
 
 class LaneChannel(P2PChannel):
-    """A passage over groups of its two ranks alone, in which the sender broadcasts.
+    """A channel over groups of its two ranks alone, in which the sender broadcasts.
 
     Args:
         peer: the other rank, in the launcher's group.
@@ -78,20 +78,20 @@ class LaneChannel(P2PChannel):
 
 
 class Transfer(Communication):
-    """One end of a passage.
+    """One end of a channel.
 
     Args:
-        boundary: the number of the passage, that of the stage that it leads out of.
+        boundary: the number of the channel, that of the stage that it leads out of.
         make_buffers: allocates what is received.
     """
 
-    def __init__(self, passage: P2PChannel, boundary: int, make_buffers: MakeBuffers) -> None:
-        self.passage = passage
+    def __init__(self, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers) -> None:
+        self.channel = channel
         self.boundary = boundary
         self.make_buffers = make_buffers
 
     def lane(self, part: Part) -> str:
-        # Each direction of each passage has its own.
+        # Each direction of each channel has its own.
         return f"{self.boundary}{part.value}"
 
     def prepare(self, call: Call, part: Part, *inputs: Tensor) -> tuple[Tensors, Work]:
@@ -103,23 +103,23 @@ class Transfer(Communication):
         return outputs, lambda: self.receive(outputs, forward)
 
     def send(self, values: Sequence[Tensor], forward: bool) -> None:
-        """Give everything that passes here to the other rank."""
+        """Gives everything that passes here to the other rank."""
         for value in values:
-            self.passage.send(value, forward)
+            self.channel.send(value, forward)
 
     def receive(self, outputs: Sequence[Tensor], forward: bool) -> None:
-        """Fill room for everything that passes here."""
+        """Fills room for everything that passes here."""
         for out in outputs:
-            self.passage.receive(out, forward)
+            self.channel.receive(out, forward)
 
 
-def transfer_unit(name: str, passage: P2PChannel, boundary: int, make_buffers: MakeBuffers, values: int = 1) -> Unit:
-    """The unit at one end of a passage: `send` behind stage number `boundary`, or `receive` before the next.
+def transfer_unit(name: str, channel: P2PChannel, boundary: int, make_buffers: MakeBuffers, values: int = 1) -> Unit:
+    """The unit at one end of a channel: `send` behind stage number `boundary`, or `receive` before the next.
 
     Args:
         values: how many pass.
     """
     assert name in (SEND, RECEIVE)
-    transfer = Transfer(passage, boundary, make_buffers)
+    transfer = Transfer(channel, boundary, make_buffers)
     label = f"{name}.{boundary}"
     return Unit(label=label, graphs=transfer_graphs(values)[name], operators={"transfer": transfer}, placements={})

@@ -42,7 +42,14 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange_rows(self, out: Tensor, value: Tensor, arriving: Sequence[int], sent: Sequence[int]) -> None:
-        """The same with blocks of as many rows as listed, rank by rank."""
+        """All-to-all with blocks of unequal length, rank by rank.
+
+        Args:
+            out: what came, in rank order: [sum(arriving), ...].
+            value: the blocks for the ranks, in rank order: [sum(sent), ...].
+            arriving: the rows that come from each rank.
+            sent: the rows that go to each rank.
+        """
 
     @abstractmethod
     def reduce_scatter(self, out: Tensor, value: Tensor) -> None:
@@ -54,7 +61,7 @@ class Transport(ABC):
 
     @abstractmethod
     def shift_back(self, out: Tensor, value: Tensor) -> None:
-        """One step the other way."""
+        """One step round the ring the other way: `value` goes to the rank before, `out` comes from the next."""
 
     def prefers_exchange(self, value: Tensor) -> bool:
         """Whether a reduce-scatter is better done as an exchange and a local sum."""
@@ -208,7 +215,7 @@ class Axis:
     """One dimension of the mesh as operators see it. The transport can be exchanged for a silent one.
 
     Args:
-        kind: of its communication: local where the ranks share a host, else cross-node.
+        kind: of its communication: intra-node where the ranks share a host, otherwise inter-node.
     """
 
     def __init__(self, transport: Transport, kind: Kind = Kind.INTRA_NODE) -> None:

@@ -21,7 +21,13 @@ DEVICES = {"cuda"}
 
 
 def add_to_gradients(weights: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
-    """Add the product of two matrices, whose rows are those of the weights, one after the other."""
+    """Adds a product to the gradients of weights whose rows it holds, one weight after the other.
+
+    Args:
+        weights: [rows, columns] each.
+        left: [rows of all weights, tokens].
+        right: [tokens, columns].
+    """
     whole = _gradient_of(weights)
     if whole is not None:
         add_product(whole, left, right)
@@ -33,7 +39,13 @@ def add_to_gradients(weights: Sequence[Tensor], left: Tensor, right: Tensor) -> 
 
 
 def add_to_bias_gradients(biases: Sequence[Tensor], rows: Tensor, factor: float = 1.0) -> None:
-    """Add the sum of rows, times a factor, whose elements are those of the biases, one after the other."""
+    """Adds the sum of rows, times a factor, to the gradients of biases whose elements it holds, one after the other.
+
+    Args:
+        biases: [features] each.
+        rows: [tokens, features of all biases].
+        factor: what the sum is multiplied with.
+    """
     total = rows.sum(0, dtype=biases[0].dtype)
     if factor != 1:
         total *= factor
@@ -48,14 +60,26 @@ def add_to_bias_gradients(biases: Sequence[Tensor], rows: Tensor, factor: float 
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product of two matrices in a type that may be of higher precision."""
+    """Returns the product of two matrices in a type that may be of higher precision.
+
+    Args:
+        left: [rows, inner].
+        right: [inner, columns].
+        dtype: of the product.
+    """
     if in_one_gemm(left, dtype):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add the product of two matrices, or of two stacks of them, to a total that may be of higher precision."""
+    """Adds the product of two matrices, or of two stacks of them, to a total that may be of higher precision.
+
+    Args:
+        total: [rows, columns], or [stack, rows, columns]; written to.
+        left: [rows, inner], or [stack, rows, inner].
+        right: [inner, columns], or [stack, inner, columns].
+    """
     if total.dtype is left.dtype:
         add: Any = total.baddbmm_ if total.dim() == 3 else total.addmm_
         add(left, right)
@@ -77,7 +101,7 @@ def in_one_gemm(factor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _start(parameters: Sequence[Tensor], gradient: Tensor) -> None:
-    """Give parameters their parts of a gradient that is all of theirs."""
+    """Gives parameters their parts of a gradient that is all of theirs."""
     first = 0
     for parameter in parameters:
         parameter.grad = gradient if len(parameters) == 1 else gradient.narrow(0, first, len(parameter))

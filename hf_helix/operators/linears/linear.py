@@ -191,14 +191,14 @@ class _Gemm:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, transposed: bool) -> _Gemm:
-        """Of one linear."""
+        """Returns the product of one linear."""
         biases = [] if bias is None else [bias]
         trains = weight.requires_grad, bias is not None and bias.requires_grad
         return cls([weight], biases, [weight.shape[1 if transposed else 0]], *trains)
 
     @classmethod
     def joined(cls, gemms: Sequence[_Gemm]) -> _Gemm:
-        """Of several linears of one kind."""
+        """Returns the one product of several linears of one kind that read the same value."""
         weights, biases = [w for gemm in gemms for w in gemm.weights], [b for gemm in gemms for b in gemm.biases]
         trains = gemms[0].trains_weights, gemms[0].trains_biases
         return cls(weights, biases, [size for gemm in gemms for size in gemm.sizes], *trains)

@@ -47,9 +47,13 @@ class LowRank:
         return call.precision.autocast_dtype or self.down.dtype
 
     def add(self, total: Tensor, rows: Tensor, call: Call, mask: Tensor | None, adds_bias: bool) -> None:
-        """Add to what the linear gives.
+        """Adds the adapter's part to what the linear gives.
 
         Args:
+            total: what the linear gives [tokens, features out]; written to.
+            rows: what the linear reads [tokens, features in].
+            call: the micro-batch's call of the linear.
+            mask: what dropout multiplies `rows` with, see `dropout_masks`; None without dropout.
             adds_bias: as of `Linear`.
         """
         dtype = self.dtype(call)
@@ -59,7 +63,14 @@ class LowRank:
             total.add_(call.precision.weights.of((self.bias,), dtype), alpha=self.scaling)
 
     def add_input_gradient(self, total: Tensor, gradient: Tensor, call: Call, mask: Tensor | None) -> None:
-        """Add to the gradient of the rows, from that of the output."""
+        """Adds the adapter's part to the gradient of what the linear reads.
+
+        Args:
+            total: the gradient of `rows` [tokens, features in]; written to.
+            gradient: that of what the linear gives [tokens, features out].
+            call: as of `add`.
+            mask: as of `add`.
+        """
         below, down = self._below(gradient, call), call.precision.weights.of((self.down,), self.dtype(call))
         if mask is None:
             add_product(total, below, down)
@@ -67,7 +78,14 @@ class LowRank:
             total += (below @ down) * mask
 
     def add_weight_gradients(self, rows: Tensor, gradient: Tensor, call: Call, mask: Tensor | None) -> None:
-        """Add to the gradients of the adapter's own weights."""
+        """Adds to the gradients of those of the adapter's own weights that are trained.
+
+        Args:
+            rows: what the linear read [tokens, features in].
+            gradient: that of what the linear gave [tokens, features out].
+            call: as of `add`.
+            mask: as of `add`.
+        """
         rows = _masked(rows.to(self.dtype(call)), mask)
         if self.up.requires_grad:
             add_to_gradients((self.up,), gradient.to(rows.dtype).t(), self._between(rows, call))
@@ -99,7 +117,15 @@ class Adapters(Protocol):
 def dropout_masks(
     call: Call, adapters: Sequence[LowRank], tokens: int, device: torch.device
 ) -> Iterator[Tensor | None]:
-    """What dropout multiplies the rows of each adapter with; the same whenever a call asks."""
+    """Yields what dropout multiplies the rows of each adapter with [tokens, features in]; None for an adapter without
+    dropout. A call gets the same masks whenever it asks.
+
+    Args:
+        call: whose seed the masks are drawn from.
+        adapters: those that are switched on.
+        tokens: how many rows there are.
+        device: where the masks are drawn.
+    """
     generator: torch.Generator | None = None
     for adapter in adapters:
         mask = None

@@ -6,15 +6,16 @@ Must hold: without a capacity, no token is dropped and shapes follow from what t
 a layer how many rows go where; with one, shapes follow from the number of tokens, and the host waits for nothing. Sums
 run in a fixed order: of a token over its choices, of an expert's weights over ranks and tokens.
 
-A row is a token once for each of its choices. The way of the rows, with the names that operators give them:
+A row is a token once for each of its choices. The way of the rows, by the classes of the operators:
 
-    Permute    [tokens, hidden] -> rows sorted by expert, and how many each expert gets (`permutation`)
-    Exchange   to the ranks that hold the experts (all-to-all), which first exchange how many rows there will be
-    Group      sorted by rank, then expert -> by expert alone
-    Experts    grouped GEMMs, with input and weight gradients apart (`grouped_linear`)
-    Group      back
-    Exchange   back
-    Unpermute  weighted sum over a token's choices (`permutation`)
+    Permute         [tokens, hidden] -> rows sorted by expert, and how many each expert gets (`permutation`)
+    ExchangeCounts  how many rows will come from every rank, without a capacity
+    AllToAll        to the ranks that hold the experts
+    SortByExpert    sorted by rank, then expert -> by expert alone
+    experts         grouped GEMMs, with input and weight gradients apart (`grouped_linear`)
+    SortByExpert    back
+    AllToAll        back
+    Unpermute       weighted sum over a token's choices (`permutation`)
 
 With a capacity, every expert gets as many rows from every rank: [experts, capacity, hidden], empty ones zero.
 """
@@ -41,7 +42,14 @@ SHARD_TOKENS = "shard_tokens"
 
 
 def capacity_of(tokens: int, choices: int, experts: int, factor: float) -> int:
-    """Rows that an expert takes of a rank's `tokens`, each of which chooses `choices` of the `experts`."""
+    """Returns the rows that an expert takes of one rank.
+
+    Args:
+        tokens: of the rank.
+        choices: how many experts a token goes to.
+        experts: how many there are, on all ranks.
+        factor: the capacity, in parts of the rows of an expert where all get the same.
+    """
     return math.ceil(factor * tokens * choices / experts)
 
 

@@ -34,7 +34,7 @@ class Reading:
         self._numbers: Any = None
 
     def copy(self, *parts: Tensor) -> None:
-        """Queue the copy of all parts on the current stream."""
+        """Queues the copy of all parts on the current stream."""
         for room, part in zip(self._room, parts, strict=True):
             room.copy_(part, non_blocking=True)
         if self._arrived is not None:

@@ -1,5 +1,8 @@
 """Local search: anneals a schedule with small random changes, most of them on its critical path.
 
+A list schedule takes no choice back, and the best choice for a slot can be a bad one for those after it; this takes
+choices back.
+
 In:   a schedule that can run, its slot clock, and how many activations a rank may hold.
 Out:  a schedule that is no slower.
 Must hold: the result can run, every stage takes the micro-batches in order, and no rank holds more than it may. Equal

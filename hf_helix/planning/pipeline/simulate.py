@@ -74,11 +74,6 @@ class Simulated:
         """Returns the number of fused slots of each rank."""
         return [sum(slot.fused for slot in slots) for slots in self.schedule]
 
-    @property
-    def without_bubble(self) -> float:
-        """Returns the seconds of the busiest rank's work: no order of the same slots is faster."""
-        return max(self.busy)
-
 
 def simulate_schedule(schedule: Schedule, ranks: Sequence[int], costs: Costs) -> Simulated:
     """Runs a schedule on the slot clock.

@@ -223,7 +223,7 @@ def entries(forward: Graph | None, backward: Graph | None) -> dict[str, Operator
 
 
 def validate_order(order: Iterable[str], forward: Graph | None, backward: Graph | None, *, block: object = "") -> None:
-    """Check that `order` is a permutation of the block's operators in which each comes after what it reads.
+    """Checks that `order` is a permutation of the block's operators in which each comes after what it reads.
 
     Args:
         order: the entries; barriers may stand anywhere.

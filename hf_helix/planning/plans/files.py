@@ -22,7 +22,7 @@ KINDS: tuple[type[Plan], ...] = (BlockPlan, PriorityPlan, IntraBatchPlan)
 
 
 def load_plan(path: str | Path, pairs: Mapping[str, GraphPair], *, model: str, mesh: Mapping[str, int]) -> Plan:
-    """Read a plan file and check that it is whole and made for this model and mesh.
+    """Reads a plan file and checks that it is whole and made for this model and mesh.
 
     Args:
         path: the file.

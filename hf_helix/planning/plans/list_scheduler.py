@@ -191,7 +191,7 @@ class ListScheduler:
         return found
 
     def _choose(self, rank: _Rank, arrives: list[float], weight: list[float], left: list[float]) -> None:
-        """Note what a rank issues next and when it can begin: nothing where all that it could issue must allocate."""
+        """Notes what a rank issues next and when it can begin: nothing where all that it could issue must allocate."""
         if rank.moving:
             few = rank.moving
             rank.chosen = min(few, key=lambda i: (arrives[i] + weight[i], i)) if len(few) > 1 else few[0]
@@ -252,14 +252,14 @@ class _Rank:
     behind: list[tuple[int, bool]] = field(default_factory=list)
 
     def add(self, place: int, computes: bool) -> None:
-        """Note an instruction that it could issue from now on."""
+        """Notes an instruction that it could issue from now on."""
         if place >= self.gate:
             self.behind.append((place, computes))
         else:
             (self.computing if computes else self.moving).append(place)
 
     def close(self, gates: list[tuple[int, int]]) -> None:
-        """Keep back what comes behind gates.
+        """Keeps back what comes behind gates.
 
         Args:
             gates: of each, the place behind it, and how many instructions come before it.
@@ -268,7 +268,7 @@ class _Rank:
         self.open()
 
     def open(self) -> None:
-        """Let pass what comes before the next gate."""
+        """Lets pass what comes before the next gate."""
         self.gate, self.opens = self.gates.pop() if self.gates else (sys.maxsize, -1)
         behind, self.behind = self.behind, []
         for place, computes in behind:

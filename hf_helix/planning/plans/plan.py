@@ -66,7 +66,7 @@ class Plan(ABC):
 
         Args:
             schedule: the window.
-            layout: what the ranks hold, with the graphs that `graphs_for` gives.
+            layout: what the ranks hold, with the graphs of the operators that the plan orders, see `profile_for`.
             slots_ahead: how many slots before the one that reads it a receive is issued, where the plan does not say.
             rank: the only one whose order is asked for; None for all.
             gates: of each rank, slots that it begins only once it has issued all that comes before them; a plan that
@@ -89,16 +89,20 @@ class Plan(ABC):
     ) -> Self:
         """The plan of what a file holds under `KEY`, checked against the model's graphs.
 
+        Args:
+            data: what the file holds under `KEY`.
+            pairs: the graphs of the model's units.
+            rule: the name of the rule that made the plan.
+            model: the model's class.
+            mesh: the sizes of the mesh, by the names of their options.
+            graphs: the fingerprint of `pairs`, see `graphs_digest`.
+
         Raises:
             AttributeError, KeyError, TypeError, ValueError: the data is damaged.
         """
 
-    def graphs_for(self, pairs: Mapping[str, GraphPair]) -> Mapping[str, GraphPair]:
-        """The graphs whose operators the plan orders: by default the model's own."""
-        return pairs
-
     def profile_for(self, profile: Profile) -> Profile:
-        """The times of the operators that the plan orders, from those of the model's own graphs."""
+        """The times of the operators that the plan orders, with their graphs, from those of the model's own graphs."""
         return profile
 
     def to_json(self) -> str:
@@ -107,7 +111,7 @@ class Plan(ABC):
         return format_json({**data, "graphs": self.graphs, self.KEY: self.data()}) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file that `HelixConfig(plan=path)` takes."""
+        """Writes the plan to a file that `HelixConfig(plan=path)` takes."""
         Path(path).write_text(self.to_json())
 
 
@@ -117,7 +121,7 @@ def graphs_digest(pairs: Mapping[str, GraphPair]) -> str:
 
 
 def check_known(found: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise ValueError for the first name that a model does not have.
+    """Raises ValueError for the first name that a model does not have.
 
     Args:
         found: what a file names.

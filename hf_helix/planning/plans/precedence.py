@@ -65,7 +65,7 @@ class Precedence:
             self._keep_step(strands, layout, passes)
 
     def _keep_order(self, layout: Layout) -> set[UnitPass]:
-        """Add ordering edges that are not data dependencies: gradient accumulation and transfers follow the schedule's
+        """Adds ordering edges that are not data dependencies: gradient accumulation and transfers follow the schedule's
         order of micro-batches.
 
         Returns:
@@ -97,7 +97,7 @@ class Precedence:
         return passes
 
     def _follow(self, strand: Strand, layout: Layout, passes: Collection[UnitPass]) -> None:
-        """Add the edges by which a strand goes from unit to unit.
+        """Adds the edges by which a strand goes from unit to unit.
 
         It enters a unit once it has left the last but one, a layer once it has left the layer before: the next
         micro-batch's embedding may begin beside the head, but two layers of a strand are never under way at once. Where
@@ -122,7 +122,7 @@ class Precedence:
                     self.action[instruction], self.ahead[instruction] = number, ahead
 
     def _keep_step(self, slots: Sequence[Slot], layout: Layout, passes: Collection[UnitPass]) -> None:
-        """Add the edges by which a slot begins once all but the last one before it have ended."""
+        """Adds the edges by which a slot begins once all but the last one before it have ended."""
         for place, slot in enumerate(slots):
             for action in slot.actions:
                 first = _unit_passes(action, layout)[:1]  # a rank by itself may have a chunk without units
@@ -132,7 +132,7 @@ class Precedence:
                             self._enter_after(first[0], last[0])
 
     def _enter_after(self, unit_pass: UnitPass, earlier: UnitPass) -> None:
-        """Add the edges by which a unit begins once the strand has left an earlier one and that is recomputed.
+        """Adds the edges by which a unit begins once the strand has left an earlier one and that is recomputed.
 
         Otherwise a deferred weight gradient and a new layer could each wait for memory held by the other.
         """

@@ -89,7 +89,7 @@ def _priorities_from(data: Any, pairs: Mapping[str, GraphPair]) -> Priorities:
 
 
 def _check_entries(unit: str, found: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise ValueError where a unit's operators are not those of its graphs."""
+    """Raises ValueError where a unit's operators are not those of its graphs."""
     strange = sorted(found.keys() - known.keys())
     missing = [entry for entry in known if entry not in found]
     if strange:

@@ -1,9 +1,9 @@
-"""The rules that make plans, by the names that `HelixConfig(plan=...)` takes: the one list of them.
+"""The rules that make plans, by the names that `HelixConfig(plan=...)` takes.
 
 In:   a rule's name and a profile.
 Out:  a plan.
 Must hold: every rule makes its plan from the profile alone, so a plan can be made where no model is. The names are
-those of `hf_helix.config.RULES`, in that order.
+those of `hf_helix.config.RULES`, in that order: options are checked where planning may not be imported.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hf_helix import config
 from hf_helix.planning.cost import Timeline, simulate, work_of
 from hf_helix.planning.instructions import Instruction
+from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Schedule
 from hf_helix.planning.plans.baselines.dhelix import dhelix
 from hf_helix.planning.plans.baselines.intra_batch import IntraBatchPlan
@@ -25,7 +26,7 @@ from hf_helix.planning.plans.plan import Plan, graphs_digest
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.search import Progress, greedy, search, usual_schedule
 from hf_helix.planning.plans.sequential import sequential
-from hf_helix.planning.profile import Profile
+from hf_helix.planning.profile import Profile, rough_profile
 from hf_helix.planning.program import build_programs
 
 
@@ -100,7 +101,9 @@ RULES: Mapping[str, Rule] = {
         Rule("search", _by_priorities(_search), needs_profile=True),
     )
 }
-assert tuple(RULES) == config.RULES, "hf_helix.config names the rules for those who may not import them"
+assert tuple(RULES) == config.RULES, (
+    f"a rule needs its name in hf_helix.config.RULES, too, in the same order: {tuple(RULES)} here, {config.RULES} there"
+)
 
 
 def runs_one_strand(name: str) -> bool:
@@ -133,6 +136,17 @@ def make_plan(
         KeyError: no rule has this name.
     """
     return RULES[rule].make(Request(rule, profile, model, mesh, schedule, progress, searching))
+
+
+def baseline_plan(layout: Layout, *, model: str, mesh: Mapping[str, int]) -> Plan:
+    """The plan `sequential`: one strand at a time, which every rank makes alike and without a measurement.
+
+    Args:
+        layout: what the ranks hold, with its graphs.
+        model: as of `make_plan`.
+        mesh: as of `make_plan`.
+    """
+    return make_plan("sequential", rough_profile(layout), model=model, mesh=mesh)
 
 
 def predict_plan(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[list[Instruction], Timeline]:

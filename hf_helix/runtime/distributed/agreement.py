@@ -39,7 +39,7 @@ def all_gather_object(mine: T, ranks: Sequence[int] | None = None) -> list[T]:
 
 
 def check_same_on_all_ranks(text: str, what: str) -> None:
-    """Compare a text over all ranks. Collective.
+    """Compares a text over all ranks. Collective.
 
     Raises:
         ValueError: on every rank, naming the ranks and the first line that differs.
@@ -56,7 +56,7 @@ def check_same_on_all_ranks(text: str, what: str) -> None:
 
 
 def agree_on_success(error: Exception | None) -> None:
-    """Raise on every rank if any has an error. Collective.
+    """Raises on every rank if any has an error. Collective.
 
     Raises:
         Exception: this rank's own error.
@@ -112,7 +112,7 @@ def decide_on_rank_0(decide: Callable[[], T]) -> T:
 
 
 def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Compare the token ids of a window over the ranks that share it. Collective.
+    """Compares the token ids of a window over the ranks that share it. Collective.
 
     Raises:
         ValueError: on every rank of the group, if their batches differ in number, shape or content.
@@ -134,7 +134,7 @@ def agree_on_window(inputs: Sequence[Tensor], group: dist.ProcessGroup | None) -
 
 
 def agree_on_number(count: int, device: torch.device, states: Tensor | None = None) -> list[list[int]]:
-    """Compare the number of micro-batches of a window over all ranks. Collective.
+    """Compares the number of micro-batches of a window over all ranks. Collective.
 
     Args:
         states: whole numbers that the ranks tell each other on this occasion, as many on every rank.

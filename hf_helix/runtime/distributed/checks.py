@@ -14,7 +14,7 @@ import torch
 
 
 def check_joined(world: int) -> None:
-    """Raise ValueError if the launcher started several processes and this one counts a world of one."""
+    """Raises ValueError if the launcher started several processes and this one counts a world of one."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and world == 1:
         by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ  # `accelerate launch` sets it
@@ -26,7 +26,7 @@ def check_joined(world: int) -> None:
 
 
 def check_link(link: str, device: torch.device, world: int) -> None:
-    """Raise ValueError where there is nothing that a link could be emulated for."""
+    """Raises ValueError where there is nothing that a link could be emulated for."""
     if device.type == "cuda":
         raise ValueError(
             f"link={link!r} emulates a link for runs on CPU, whose transfers wait in threads of their own; this run is "

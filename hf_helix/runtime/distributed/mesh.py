@@ -277,7 +277,7 @@ def _device_mesh(device: torch.device, dp_size: int, shared: int) -> DeviceMesh:
 
 
 def connect(mesh: Mesh) -> None:
-    """Make the communicators of all groups, by the smallest operation of every sort that each of them is there for.
+    """Makes the communicators of all groups, by the smallest operation of every sort that each of them is there for.
 
     All ranks go through the groups in one order, and wait for the device once, at the end.
     """

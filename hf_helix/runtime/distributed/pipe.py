@@ -1,7 +1,7 @@
 """The pipeline as one of its ranks sees it: its ranks, its groups, and the ways between them.
 
 In:   rows of ranks, and the backend that carries tensors between them.
-Out:  a passage between any two virtual stages on neighbouring ranks.
+Out:  a channel between any two virtual stages on neighbouring ranks.
 Must hold: no way waits for another, and on each of them both ends communicate in the schedule's order.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hf_helix.operators.communication.emulated_link import Link, LinkedPassage
+from hf_helix.operators.communication.emulated_link import Link, LinkedChannel
 from hf_helix.operators.communication.pipeline_p2p import GroupChannel, LaneChannel, P2PChannel
 from hf_helix.runtime.distributed import groups
 
@@ -56,7 +56,7 @@ class Pipe:
         """The same ranks and groups, with everything going over a link."""
         return Pipe(self.ranks, self.group, self.lanes, link)
 
-    def passage(self, boundary: int, peer: int, outward: bool) -> P2PChannel:
+    def channel(self, boundary: int, peer: int, outward: bool) -> P2PChannel:
         """This rank's end of the way between virtual stages `boundary` and `boundary` + 1.
 
         Args:
@@ -66,15 +66,15 @@ class Pipe:
         source, target = (self.rank, peer) if outward else (peer, self.rank)
         ways = Lane(source, target, False), Lane(target, source, True)
         lanes: Mapping[Any, dist.ProcessGroup] = self.lanes
-        passage: P2PChannel
+        channel: P2PChannel
         if ways[0] in lanes:
-            passage = LaneChannel(self.ranks[peer], lanes[ways[0]], lanes[ways[1]])
+            channel = LaneChannel(self.ranks[peer], lanes[ways[0]], lanes[ways[1]])
         else:
-            passage = GroupChannel(self.ranks[peer], lanes[source % 2], lanes[target % 2], boundary)
-        return passage if self._link is None else LinkedPassage(passage, self._link)
+            channel = GroupChannel(self.ranks[peer], lanes[source % 2], lanes[target % 2], boundary)
+        return channel if self._link is None else LinkedChannel(channel, self._link)
 
     def connect(self, one: torch.Tensor) -> None:
-        """Make the communicators of NCCL, see the function `connect`.
+        """Makes the communicators of NCCL, see the function `connect`.
 
         Args:
             one: a tensor of one element.

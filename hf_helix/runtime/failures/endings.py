@@ -82,7 +82,7 @@ def claim(description: str) -> str:
 
 
 def finish(limit: float) -> None:
-    """Wait until the rank that says its error whole has done so: when the first rank ends, torchrun ends the others.
+    """Waits until the rank that says its error whole has done so: when the first rank ends, torchrun ends the others.
 
     Args:
         limit: seconds to wait at most.
@@ -105,7 +105,7 @@ def _shared_folder() -> Path | None:
 
 
 def record(sentence: str, late: bool = False) -> None:
-    """Write torch's error file.
+    """Writes torch's error file.
 
     Args:
         sentence: what the launcher's summary shows for this rank.
@@ -127,7 +127,7 @@ def say_line(rank: int, because: str) -> None:
 
 
 def say_whole(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> str:
-    """Print an error as the rank does that it arose on.
+    """Prints an error as the rank does that it arose on.
 
     Args:
         show: the exception hook that would be called otherwise.

@@ -16,7 +16,7 @@ SOUND, LOSS, GRADIENT = 0, 1, 2
 
 
 class Health:
-    """Of the step that was last taken."""
+    """What this rank has found in the step that was last taken: whether its losses and the gradient were finite."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,7 +25,7 @@ class Health:
         self._step = 0
 
     def note_losses(self, losses: Tensor, step: int) -> None:
-        """Of this rank's window in a step, which counts from 1."""
+        """Keeps the losses of this rank's window, until the next are noted. Steps count from 1."""
         self._losses, self._norm, self._step = losses.detach(), None, step
 
     def note_norm(self, norm: Tensor | float) -> None:
@@ -41,7 +41,7 @@ class Health:
         return found
 
     def check(self) -> None:
-        """Compare over all ranks, now. Collective.
+        """Compares over all ranks, now. Collective.
 
         Raises:
             FloatingPointError: on every rank, see `judge`.
@@ -54,7 +54,7 @@ class Health:
         self.judge([int(state) for state in found])
 
     def judge(self, states: list[int]) -> None:
-        """Raise if a rank has found something.
+        """Raises if a rank has found something.
 
         Args:
             states: of every rank.

@@ -98,7 +98,7 @@ class Watch:
             self._in_step = before
 
     def report(self, why: str, follows: bool = False) -> str:
-        """Tell the other ranks why this one ends, and wait until they have said their line.
+        """Tells the other ranks why this one ends, and waits until they have said their line.
 
         Args:
             why: this rank's own error, or the rank that it has found to blame. Without the latter, ranks that notice a
@@ -119,7 +119,7 @@ class Watch:
         return first
 
     def close(self) -> None:
-        """Stop watching; this rank leaves in good order."""
+        """Stops watching; this rank leaves in good order."""
         self._stop.set()
         self._thread.join(2 * SHORTEST)
         with contextlib.suppress(Exception):
@@ -139,7 +139,7 @@ class Watch:
                 self._end(failure)
 
     def _round(self) -> str:
-        """Give a sign of life and look for those of others, in two requests; returns why this rank must end."""
+        """Gives a sign of life and looks for those of others, in two requests; returns why this rank must end."""
         self._beat()
         failure = self._look(self._watched, DEAD_AFTER, self._seen)
         if failure and not self._failure:
@@ -211,7 +211,7 @@ class Watch:
         return None
 
     def _end(self, failure: str) -> None:
-        """Give the main thread time to raise the error itself and to say it, then end the process."""
+        """Gives the main thread time to raise the error itself and to say it, then ends the process."""
         if self._stop.wait(GRACE) or (_failed and self._stop.wait(GRACE)):
             return
         self._say(failure)
@@ -266,7 +266,7 @@ def collective(function: F) -> F:
 
 
 def install_hook() -> None:
-    """Say errors as `endings` does. Other exception hooks stay in use; what is installed twice acts once."""
+    """Says errors as `endings` does. Other exception hooks stay in use; what is installed twice acts once."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -281,7 +281,7 @@ def install_hook() -> None:
 
 
 def _say_end(error: BaseException, trace: TracebackType | None, show: Callable[..., object]) -> None:
-    """Say why this rank ends: whole where nobody else does, and else in a line."""
+    """Says why this rank ends: whole where nobody else does, and else in a line."""
     number = _watch.rank if _watch is not None else int(os.environ.get("RANK", "0"))
     culprit = _culprit_of(error)
     if culprit:
@@ -299,7 +299,7 @@ def _say_end(error: BaseException, trace: TracebackType | None, show: Callable[.
 
 
 def _follow(number: int, culprit: str) -> None:
-    """End this rank because of another, which has the word after it."""
+    """Ends this rank because of another, which has the word after it."""
     if _watch is None or not _watch.has_spoken:
         endings.say_line(number, culprit)
     endings.record(culprit, late=True)

@@ -27,7 +27,7 @@ _PREFIX = "hf_helix/start"
 
 
 def separate_starts() -> None:
-    """Put what the ranks of this start tell each other under names of their own.
+    """Puts what the ranks of this start tell each other under names of their own.
 
     This replaces torch's handler of `env://`, since `register_rendezvous_handler` refuses to, and is called on import:
     training arguments and the Accelerator make the process group before anything of ours is called.

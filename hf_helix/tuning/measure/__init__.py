@@ -4,6 +4,7 @@ profiler        every operator of a model, alone and beside others: a `Profile`
 bench           one operator, or two beside each other, again and again
 transfer_times  what ranks of a pipeline send each other
 sum_times       sums of gradients over ranks
+gather_times    gathers of weights that a window has once
 timing          what runs of a program, and when; holds a GPU until the host has issued it
 overlap         a window under each of several plans, its computation alone, its communication alone
 memory          the most bytes that a window has alive

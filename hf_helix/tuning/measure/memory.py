@@ -24,7 +24,7 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.measure.overlap import forget_gradients
 
 
-class Tally(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of every storage that an operator returns, from then until it is freed. Meta tensors have none.
 
     Args:
@@ -78,7 +78,7 @@ def peak_bytes(runner: Runner, window: Sequence[MicroBatch]) -> int:
             held += [parameter] if parameter.grad is None else [parameter, parameter.grad]
         for side in sides:
             held += [value for value in side.values() if isinstance(value, Tensor)]
-        with Tally(held) as tally:
+        with LiveBytes(held) as tally:
             runner.train_window(window)
         return tally.peak
     finally:

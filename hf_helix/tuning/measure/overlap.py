@@ -39,8 +39,8 @@ class Overlap:
         step: the window as it runs.
         computation: the same without collectives; ranks of a pipeline still wait for each other.
         communication: its collectives one after the other, without any computation.
-        busiest: those of the busiest axis alone, and the sums of gradients; local and cross-node communication may run
-            side by side.
+        busiest: those of the busiest axis alone, and the sums of gradients; intra-node and inter-node communication may
+            run side by side.
         overlapped_fraction: communication time that ran beside computation / communication time, from a trace.
         tokens: tokens of the window, over all data-parallel ranks.
         bytes_moved: what a rank sends in the window, the sums of gradients at its end left out.

@@ -328,10 +328,10 @@ def test_random_weights_depend_on_no_layout_and_are_spread_as_the_models_own(
 
 def test_a_model_that_draws_from_outside_of_its_layers_is_refused() -> None:
     """Were it drawn layer by layer, it would start from other weights than its own."""
-    from hf_helix.checkpoint.random_weights import check_pieces, pieces_of
+    from hf_helix.checkpoint.random_weights import check_pieces, modules_drawn_apart
 
     model = outline("llama", {})
-    pieces = pieces_of(model, model.model.layers)
+    pieces = modules_drawn_apart(model, model.model.layers)
     assert "model.layers.2" in pieces
     assert "lm_head" in pieces
     check_pieces(model, pieces)

@@ -17,8 +17,7 @@ from support.cluster import JobFailed
 from support.derived_models import HOME
 from support.resume_jobs import make, push, run, state_of
 
-from hf_helix.checkpoint import atomic as staging
-from hf_helix.checkpoint import manifest
+from hf_helix.checkpoint import atomic, manifest
 from hf_helix.checkpoint.local_parameter import LocalParameter, Stretch
 from hf_helix.checkpoint.optimizer_state import load_states, save_states
 from hf_helix.operators.unit import Placement
@@ -624,7 +623,7 @@ def test_killed_while_it_takes_its_place(
 
     if replaces:
         (checkpoint(tmp_path / "checkpoint-3", "old") / "mark").touch()
-    new = checkpoint(tmp_path / staging.STAGING / "checkpoint-3", "new")
+    new = checkpoint(tmp_path / atomic.STAGING / "checkpoint-3", "new")
     calls = iter(range(100))
 
     def dying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -641,12 +640,12 @@ def test_killed_while_it_takes_its_place(
         mark = dying((new / "mark").touch)
         was_killed = False
         try:
-            staging.publish(new, tmp_path, mark)
+            atomic.publish(new, tmp_path, mark)
         except Killed:
             was_killed = True
     assert was_killed == (number < 3 + replaces)
-    staging.recover(tmp_path, complete)
-    assert not (tmp_path / staging.STAGING).exists()
+    atomic.recover(tmp_path, complete)
+    assert not (tmp_path / atomic.STAGING).exists()
     if number == 0 and not replaces:
         assert list(tmp_path.iterdir()) == []
     else:

@@ -26,7 +26,7 @@ from hf_helix.checkpoint import safetensors_file
 from hf_helix.checkpoint.safetensors_file import FileLayout, write_slice
 from hf_helix.operators.unit import Placement
 from hf_helix.operators.weights.kept import kept_flats
-from hf_helix.tuning.measure.memory import Tally
+from hf_helix.tuning.measure.memory import LiveBytes
 
 # What the ranks run
 
@@ -44,7 +44,7 @@ def save(folder: str, cases: dict[str, dict[str, Any]], apart: bool = False) -> 
             model = tiny(case["family"], **case.get("changes", {}))
             trainer = HelixTrainer(model=model, args=arguments(name), helix_config=HelixConfig(**case["helix"]))
             pieces = [flat.piece for flat in kept_flats(trainer.helix.runner.stage.flats)]
-            counter = Tally([*model.parameters(), *pieces])
+            counter = LiveBytes([*model.parameters(), *pieces])
             with counted() as written, counter:
                 trainer.helix.save_pretrained(name, case.get("size"))
             found[name] = {"written": sum(written), "peak": counter.peak}

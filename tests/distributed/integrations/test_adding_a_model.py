@@ -20,7 +20,7 @@ from support.parity import check, references
 from support.paths import ROOT
 from transformers import AutoModelForCausalLM, Starcoder2Config
 
-from hf_helix.models.registry import supported_models
+from hf_helix.models.registry import REGISTERED
 
 # What the ranks run
 
@@ -101,7 +101,7 @@ def test_the_class_that_nobody_declared_trains(cluster_of: Any, tmp_path: Path) 
     cluster_of(2).run(train, folder=str(tmp_path))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(saved).__name__ == "Gemma3ForCausalLM"
-    assert "Gemma3ForCausalLM" not in supported_models()
+    assert "Gemma3ForCausalLM" not in REGISTERED
 
 
 @pytest.mark.slow

@@ -120,14 +120,14 @@ def pass_on(pp_size: int) -> list[list[float]]:
     ranks = stage_ranks(FOLD, pp_size)
 
     def both(boundary: int, peer: int, outward: bool) -> None:
-        passage = pipe.passage(boundary, peer, outward)
+        channel = pipe.channel(boundary, peer, outward)
         for number in range(3):
             value, arrived = torch.tensor([100.0 * boundary + 10 * number + outward]), torch.empty(1)
             for sends in (outward, not outward):
                 if sends:
-                    passage.send(value, forward=outward)
+                    channel.send(value, forward=outward)
                 else:
-                    passage.receive(arrived, forward=not outward)
+                    channel.receive(arrived, forward=not outward)
             found.setdefault((boundary, outward), []).append(arrived.item())
 
     for boundary, (source, target) in enumerate(pairwise(ranks)):

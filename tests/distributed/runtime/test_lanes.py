@@ -73,9 +73,9 @@ def kinds_of_mesh(sizes: dict[str, int]) -> dict[str, Any]:
     """What a mesh of NCCL is made of."""
     with as_on_nccl():
         made = mesh.build_mesh(device="cpu", **sizes)
-        passage = made.pipe.passage(0, 1 - made.pipe.rank, made.pipe.rank == 0)
+        channel = made.pipe.channel(0, 1 - made.pipe.rank, made.pipe.rank == 0)
     return {
-        "lanes": isinstance(passage, LaneChannel),
+        "lanes": isinstance(channel, LaneChannel),
         "plain": not isinstance(made.tp.transport, GlooTransport),
         "members": [dist.get_process_group_ranks(group) for group in made.pipe.lanes.values()],
     }

@@ -9,7 +9,7 @@ from support.jobs import _microbatches, make_trainer
 from support.pipeline_jobs import runner_of
 from torch import Tensor
 
-from hf_helix.tuning.measure.memory import Tally
+from hf_helix.tuning.measure.memory import LiveBytes
 
 LAYERS = 5
 
@@ -25,7 +25,7 @@ def window_memory(folder: str, plan: str, layers: int, num_microbatches: int) ->
     runner.train_window(window)  # makes the gradients
     kept = [t for p in trainer.model.parameters() for t in (p, p.grad) if t is not None]
     kept += [t for batch in window for t in batch.prepare().values() if isinstance(t, Tensor)]
-    with Tally(kept) as counter:
+    with LiveBytes(kept) as counter:
         runner.train_window(window)
     return counter.peak
 

@@ -56,6 +56,10 @@ def test_the_fastest_plan_is_kept(kept: Any) -> None:
     assert json.loads(kept[1]["auto"]["plan"])["rule"] == found["kept"]
 
 
+def test_plans_are_measured_before_the_step(kept: Any) -> None:
+    assert [found["measured_in"] for found in kept[1].values()] == [[["get_batch_samples"]]] * 2
+
+
 def test_measuring_leaves_no_trace_in_the_results(kept: Any, cluster_of: Any, tmp_path: Path) -> None:
     """The same bits as a run that measures nothing, dropout included; only tiles may round differently."""
     plain = tune(cluster_of(2), tmp_path, "sequential")

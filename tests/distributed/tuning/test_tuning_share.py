@@ -77,10 +77,12 @@ def test_a_run_that_can_afford_more_measures_anew(tuned: Any, cluster_of: Any, t
 
 def test_steps_exchange_no_objects(plain: Any, cluster_of: Any, tmp_path: Path) -> None:
     """Where one micro-batch a step never lets `auto` measure, none at all. Otherwise the first step says what the case
-    is, and after 2, 4, ... steps rank 0 says what the rest of the run is worth; both before the window is trained."""
+    is, and after 2, 4, ... steps rank 0 says what the rest of the run is worth; both before `training_step`."""
     alone = run(cluster_of(2), tmp_path, share=0.05, gradient_accumulation_steps=1)
     assert alone["pickled"] == [0] * 5
     assert plain["pickled"][1:] == [0, 1, 0, 1]
+    assert alone["pickled_within"] == [0] * 5
+    assert plain["pickled_within"] == [0] * 10
     assert alone["in_windows"] == plain["in_windows"] == [0] * 5
 
 

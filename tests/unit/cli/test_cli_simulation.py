@@ -14,7 +14,7 @@ from hf_helix.cli.doctor import parse_count
 from hf_helix.cli.main import main
 from hf_helix.config import HelixConfig
 from hf_helix.planning.plans import search
-from hf_helix.planning.plans.baselines import dhelix as pairing
+from hf_helix.planning.plans.baselines import dhelix
 
 TINY = ROOT / "recipes" / "models" / "tiny-llama"
 
@@ -134,7 +134,7 @@ def test_counts():
 
 def test_simulate_shows_all_plans_and_draws(small: Path, capsys: Any, tmp_path: Path, monkeypatch: Any):
     monkeypatch.setattr(search, "EFFORT", 2000)  # plans need not be good
-    monkeypatch.setattr(pairing, "STATES", 30)
+    monkeypatch.setattr(dhelix, "STATES", 30)
     picture = tmp_path / "window.svg"
     options = ["--tp_size", 2, "--microbatches", 4, "--plan", "all", "--output", picture]
     main(words_of("simulate", small, *options))

@@ -32,8 +32,8 @@ def call(length: int = 4) -> Call:
     return Call({"ids": torch.zeros(length, 2)}, 0, True)
 
 
-def transfer(passage: P2PChannel, boundary: int = 0) -> Transfer:
-    return Transfer(passage, boundary, lambda side: (torch.full((*side["ids"].shape, 3), -1.0),))
+def transfer(channel: P2PChannel, boundary: int = 0) -> Transfer:
+    return Transfer(channel, boundary, lambda side: (torch.full((*side["ids"].shape, 3), -1.0),))
 
 
 @pytest.mark.parametrize(("part", "forward"), [(Part.F, True), (Part.B, False)])

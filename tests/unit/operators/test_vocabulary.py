@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_helix.operators import vocab_parallel as vocabulary
+from hf_helix.operators import vocab_parallel
 from hf_helix.operators.base import Call, explicit_gradients
 from hf_helix.operators.unit import cut_bounds
 from hf_helix.operators.vocab_parallel import IGNORED, TokenStatistics, cross_entropy, lookup, noisy
@@ -130,7 +130,7 @@ def test_chunks_and_memory(dtype: torch.dtype, smoothing: float, monkeypatch: py
     """Token by token the bits are the same; in fp32 there is a chunk, and the gradient may take the logits' place."""
     logits, labels = logits_and_labels(dtype, scale=3.0)
     loss, gradient = in_slices(logits, labels, 1, smoothing)
-    monkeypatch.setitem(vocabulary.CHUNK, "cpu", 4 * VOCABULARY)
+    monkeypatch.setitem(vocab_parallel.CHUNK, "cpu", 4 * VOCABULARY)
     for overwrites in (False, True):
         with Largest() as largest:
             found = in_slices(logits, labels, 1, smoothing, overwrites)

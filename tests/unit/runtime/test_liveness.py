@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from hf_helix.runtime.failures import heartbeat as liveness
+from hf_helix.runtime.failures import heartbeat
 
 
 class Ended(Exception):
@@ -22,10 +22,10 @@ def test_the_last_word_does_not_go_into_a_replaced_stderr(monkeypatch, capfd) ->
     def end(status: int) -> None:
         raise Ended
 
-    watch = liveness.Watch.__new__(liveness.Watch)
+    watch = heartbeat.Watch.__new__(heartbeat.Watch)
     watch.rank = 0
     watch._stop = threading.Event()
-    monkeypatch.setattr(liveness, "GRACE", 0.01)
+    monkeypatch.setattr(heartbeat, "GRACE", 0.01)
     monkeypatch.setattr(os, "_exit", end)
     seen = sys.stderr
     monkeypatch.setattr(sys, "stderr", io.StringIO())

@@ -31,7 +31,7 @@ class FakePipe(Pipe):
         self.ranks, self.size, self.rank = list(range(size)), size, rank
         self.ways: list[tuple[int, int, bool]] = []
 
-    def passage(self, boundary: int, peer: int, outward: bool) -> Any:
+    def channel(self, boundary: int, peer: int, outward: bool) -> Any:
         self.ways.append((boundary, peer, outward))
         return SimpleNamespace(boundary=boundary)
 
@@ -116,7 +116,7 @@ def test_every_way_has_an_end_on_each_side(placement: str, size: int) -> None:
         found |= {(boundary, rank, peer, outward) for boundary, peer, outward in pipe.ways}
         for index, transfer in stage.transfers():
             assert stage.layout.units[index] in (SEND, RECEIVE)
-            assert transfer.passage.boundary == transfer.boundary  # type: ignore[attr-defined]
+            assert transfer.channel.boundary == transfer.boundary  # type: ignore[attr-defined]
     ends = {(b, ranks[b], ranks[b + 1], True) for b in crossing} | {
         (b, ranks[b + 1], ranks[b], False) for b in crossing
     }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from hf_helix.runtime.failures import heartbeat as liveness
+from hf_helix.runtime.failures import heartbeat
 from hf_helix.runtime.failures.heartbeat import Watch
 
 ROUNDS = 3
@@ -67,13 +67,13 @@ def test_two_requests_a_rank_and_round(world: int, over_tcp: bool, server: HashS
 
 @pytest.mark.parametrize(("world", "seconds"), [(2, 0.5), (128, 0.5), (256, 1.0), (1024, 4.0), (4096, 4.0)])
 def test_many_ranks_send_signs_of_life_more_rarely(world: int, seconds: float) -> None:
-    assert liveness.interval_of(world) == seconds < liveness.GRACE
+    assert heartbeat.interval_of(world) == seconds < heartbeat.GRACE
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank is dead when it was silent between two looks."""
-    monkeypatch.setattr(liveness, "DEAD_AFTER", 0.0)
+    monkeypatch.setattr(heartbeat, "DEAD_AFTER", 0.0)
 
 
 @pytest.mark.parametrize("dead", [0, 2])

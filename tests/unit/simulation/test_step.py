@@ -11,7 +11,7 @@ from support.on_paper import LLAMA, case_of, cluster_with, on_meta
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.pipeline import local_search
-from hf_helix.planning.plans.baselines import dhelix as pairing
+from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.step import layout_of, simulate_step
 
@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and schedules need not be good."""
-    monkeypatch.setattr(pairing, "STATES", 100)
+    monkeypatch.setattr(dhelix, "STATES", 100)
     monkeypatch.setattr(local_search, "TRIALS", 2000)
 
 

@@ -159,7 +159,7 @@ class _Block:
         return max(free)
 
     def issue(self, i: int, free: list[float], ends: dict[int, float]) -> None:
-        """Note when the operator can end at the earliest, in `ends`, and when each stream is free: the step of `bound`
+        """Notes when the operator can end at the earliest, in `ends`, and when each stream is free: the step of `bound`
         by which the search prunes."""
         stream = self.streams[i]
         start = max(free[COMPUTE], free[stream])  # communication, too, waits for all computation before it

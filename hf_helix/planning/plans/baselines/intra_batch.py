@@ -67,12 +67,8 @@ class IntraBatchPlan(BlockPlan):
         orders = orders_of(order_block, tile_profile(profile, tiles))
         return cls(rule, model, dict(mesh), graphs_digest(profile.layout.graphs), orders, tiles)
 
-    def graphs_for(self, pairs: Mapping[str, GraphPair]) -> Mapping[str, GraphPair]:
-        """The graphs with their collectives cut into tiles."""
-        return tile_pairs(pairs, self.tiles)
-
     def profile_for(self, profile: Profile) -> Profile:
-        """The times of the tiles, derived from those of the whole operators."""
+        """The times and graphs of the tiles, derived from those of the whole operators."""
         return tile_profile(profile, self.tiles)
 
     def data(self) -> Any:

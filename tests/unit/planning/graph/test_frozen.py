@@ -98,7 +98,7 @@ def test_every_rule_plans_without_weight_gradients(rule: str, monkeypatch: pytes
     profile = rough_profile(replace(layout, units=units))
     assert not [op for (unit, _), op in named_operators(profile.layout) if unit == "layer.2" and op.part is Part.W]
     plan = make_plan(rule, profile, model="m", mesh={"tp_size": 2})
-    layout = replace(profile.layout, graphs=plan.graphs_for(profile.layout.graphs))
+    layout = plan.profile_for(profile).layout
     (program,) = build_programs(build_schedule("folded_1f1b", 1, 3), layout, plan)
     validate_program(program, [(len(units) - 1, "d.loss")])
 

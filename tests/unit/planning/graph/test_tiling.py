@@ -204,8 +204,9 @@ def test_every_tile_of_a_microbatch_adds_up_before_the_next(rule: str) -> None:
 def tiled_window(rule: str, tiles: int) -> tuple[list[Instruction], list[Instruction]]:
     """A window of one rank under a plan of tiles, and the window before it was ordered."""
     layout = layout_of(LLAMA, 3)
-    plan = IntraBatchPlan.of_tiles(rule, ORDER_BLOCK[rule], profile_of(layout), model="m", mesh={}, tiles=tiles)
-    layout = replace(layout, graphs=plan.graphs_for(layout.graphs))
+    profile = profile_of(layout)
+    plan = IntraBatchPlan.of_tiles(rule, ORDER_BLOCK[rule], profile, model="m", mesh={}, tiles=tiles)
+    layout = plan.profile_for(profile).layout
     (program,) = plan.programs(schedule_of(4), layout)
     return operators_of(program), window_instructions(schedule_of(4), layout)
 

@@ -14,7 +14,7 @@ from hf_helix.planning.graph.operator import Graph, Kind, Operator, Part
 from hf_helix.planning.graph.pair import GraphPair
 from hf_helix.planning.instructions import BARRIER_INSTRUCTION, unit_instructions
 from hf_helix.planning.layout import Layout
-from hf_helix.planning.plans.baselines import dhelix as pairing
+from hf_helix.planning.plans.baselines import dhelix as dhelix_module
 from hf_helix.planning.plans.baselines.dhelix import dhelix
 from hf_helix.planning.plans.block_plan import BARRIER, Order, all_blocks, entries, validate_order
 from hf_helix.planning.plans.sequential import sequential
@@ -123,7 +123,7 @@ class Space:
         left = {s: [e for e in chain if e not in issued] for s, chain in self.chains.items()}
         if len(issued) == len(self.operators):
             yield ()
-        for a, b in itertools.product(range(pairing.SEGMENT + 1), repeat=2):
+        for a, b in itertools.product(range(dhelix_module.SEGMENT + 1), repeat=2):
             if a > len(left["F"]) or b > len(left["B"]):
                 continue
             segments = left["F"][:a], left["B"][:b]
@@ -135,8 +135,8 @@ class Space:
             for chosen in powerset(ready):
                 waiting = len(ready) - len(chosen)
                 if (
-                    len(late.intersection(chosen)) <= pairing.MOVED
-                    and waiting <= pairing.PENDING
+                    len(late.intersection(chosen)) <= dhelix_module.MOVED
+                    and waiting <= dhelix_module.PENDING
                     and (a or b or chosen)
                 ):
                     for group in self.merges(segments, chosen, issued):
@@ -189,7 +189,7 @@ def test_no_order_of_the_space_is_faster(
     seed: int, limits: tuple[int, int, int], slowed: bool, monkeypatch: pytest.MonkeyPatch
 ):
     for name, value in zip(("SEGMENT", "MOVED", "PENDING"), limits, strict=True):
-        monkeypatch.setattr(pairing, name, value)
+        monkeypatch.setattr(dhelix_module, name, value)
     dice = random.Random(seed)
     units = {"f": small_unit("f", dice, 3), "b": small_unit("b", dice, 3)}
     forward, backward = units["f"].forward, units["b"].backward
@@ -265,7 +265,7 @@ def test_the_bound_is_the_cost_function_without_contention(slowed: bool):
     profile = profile_of(units, rng if slowed else None)
     free = replace(profile, pairs={})
     forward, backward = units["layer"].forward, units["layer"].backward
-    block = pairing._Block(forward, backward, profile)
+    block = dhelix_module._Block(forward, backward, profile)
     for _ in range(30):
         strands = [[i for i, entry in enumerate(block.entries) if entry[0] == letter] for letter in "BF"]
         order = []
@@ -281,7 +281,7 @@ def test_the_bound_is_the_cost_function_without_contention(slowed: bool):
 def test_a_long_block_keeps_fewer_weight_gradients_waiting(monkeypatch: pytest.MonkeyPatch):
     layer, profile = llama()["layer"], profile_of(llama())
     free = seconds(dhelix(layer.forward, layer.backward, profile), layer.forward, layer.backward, profile)
-    monkeypatch.setattr(pairing, "STATES", 1)
+    monkeypatch.setattr(dhelix_module, "STATES", 1)
     order = dhelix(layer.forward, layer.backward, profile)
     validate_order(order, layer.forward, layer.backward)
     assert seconds(order, layer.forward, layer.backward, profile) >= free

@@ -1,0 +1,102 @@
+"""What messages, docstrings and pages call `Class.name` exists: a user who is told to call it finds it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import hf_helix
+
+PACKAGE = Path(hf_helix.__file__).parent
+HOME = PACKAGE.parent
+PAGES = [HOME / "README.md", HOME / "CONTRIBUTING.md", *sorted((HOME / "docs").glob("*.md"))]
+
+NAMED = re.compile(r"(?<![\w.])([A-Z]\w+)\.([a-z]\w+)")
+PLAIN_BASES = {"ABC", "Protocol", "Enum", "IntEnum", "StrEnum", "Generic", "NamedTuple", "object"}
+
+
+@functools.cache
+def parsed() -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py"))]
+
+
+@functools.cache
+def classes() -> dict[str, list[ast.ClassDef]]:
+    """The classes of the package by name; files may have classes of one name."""
+    found: dict[str, list[ast.ClassDef]] = {}
+    for _, module in parsed():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def own_names(node: ast.ClassDef) -> set[str]:
+    """What a class has by its own lines: methods, fields, and what its methods set on `self`."""
+    body = [part for line in node.body for part in ([line] if isinstance(line, ast.FunctionDef) else ast.walk(line))]
+    names = {part.name for part in body if isinstance(part, ast.FunctionDef)}
+    names |= {part.id for part in body if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    return names | {
+        part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+    }
+
+
+def names_of(name: str, known: Mapping[str, list[ast.ClassDef]]) -> set[str] | None:
+    """What the classes of a name have, with their bases; None where a class or a base is of another package."""
+    if name not in known:
+        return None
+    names = set().union(*map(own_names, known[name]))
+    for base in (base for node in known[name] for base in node.bases):
+        base = base.value if isinstance(base, ast.Subscript) else base
+        called = base.id if isinstance(base, ast.Name) else base.attr if isinstance(base, ast.Attribute) else ""
+        if called in PLAIN_BASES:
+            continue
+        inherited = names_of(called, known)
+        if inherited is None:
+            return None
+        names |= inherited
+    return names
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Every string of the package with its place, docstrings among them, and the lines of every page."""
+    for path, module in parsed():
+        for node in ast.walk(module):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield f"{path.relative_to(HOME)}:{node.lineno}", node.value
+    for page in PAGES:
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            yield f"{page.relative_to(HOME)}:{number}", line
+
+
+def missing(text: str, known: Mapping[str, list[ast.ClassDef]]) -> list[str]:
+    """The names `Class.name` of a text, of classes of this package, that the class does not have."""
+    found = []
+    for class_name, name in NAMED.findall(text):
+        names = names_of(class_name, known)
+        if names is not None and name not in names:
+            found.append(f"{class_name}.{name}")
+    return found
+
+
+def test_names_in_messages_and_pages_exist():
+    known = classes()
+    assert [f"{place}: {name}" for place, text in texts() for name in missing(text, known)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("declare it with Builder.local", ["Builder.local"]),
+        ("declare it with Builder.segment or Builder.add", []),
+        ("`Engine.tuning` and `Engine.tuned`", ["Engine.tuned"]),
+        ("Tensor.backward and torch.Builder.local are not ours", []),
+    ],
+)
+def test_the_scan_finds(text: str, names: list[str]):
+    assert missing(text, classes()) == names
