@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,6 +22,16 @@ os.environ["HELIX_CACHE"] = tempfile.mkdtemp(prefix="hf_helix-cache-")  # what o
 # How many cases a test of properties takes: `make test` the same ones every time, `make fuzz` others.
 settings.register_profile("ci", settings.get_profile("ci"), max_examples=25)
 settings.register_profile("default", max_examples=200, deadline=None)
+
+
+# Torch, Transformers and the tests themselves are a million objects that live as long as the session: the garbage
+# collector would look through all of them again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

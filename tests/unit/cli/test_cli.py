@@ -170,7 +170,7 @@ SUFFIXES = [".svg", pytest.param(".png", marks=pytest.mark.slow)]  # report/test
 def test_pictures(suffix: str, file: Path, tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     plan_file("intra_batch", tmp_path / "plan.json")
-    run("show", tmp_path / "plan.json", "--profile", file, "--output", tmp_path / f"plan{suffix}")
+    run("show", tmp_path / "plan.json", "--profile", file, "--microbatches", 2, "--output", tmp_path / f"plan{suffix}")
     assert capsys.readouterr().out == f"{tmp_path}/plan{suffix}\n"
     run("show", file, "--output", tmp_path / f"oef{suffix}")
     assert capsys.readouterr().out == f"{tmp_path}/oef{suffix}\n{tmp_path}/oef-breakdown{suffix}\n"
@@ -235,13 +235,13 @@ def test_times_of_the_command_line_are_used(capsys: Any) -> None:
 
 
 def test_schedules_are_compared(capsys: Any) -> None:
-    run("show", "--schedule", "all", "--pp", 4, "--microbatches", 8, "--gain", 1.4)
+    run("show", "--schedule", "all", "--pp", 3, "--microbatches", 6, "--gain", 1.4)
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["schedule", "time", "bubble", "fused"]
     assert [row.split()[0] for row in rows] == ["folded_1f1b", "dualpipe_v", "1f1b", "auto"]
     times = {row.split()[0]: float(row[24:34].replace(",", "")) for row in rows}
     assert min(times, key=lambda name: times[name]) == "auto"
-    run("show", "--schedule", "auto", "--pp", 4, "--microbatches", 8, "--gain", 1.4)
+    run("show", "--schedule", "auto", "--pp", 3, "--microbatches", 6, "--gain", 1.4)
     title = capsys.readouterr().out.splitlines()[0]
     assert title.startswith("auto (")
     assert float(title.rpartition(" ")[2]) == pytest.approx(times["auto"], abs=0.01)

@@ -79,6 +79,7 @@ def test_results_are_those_without(family: str) -> None:
     check(train(model, compile=True), plain)
 
 
+@pytest.mark.slow
 def test_layers_share_a_compilation_and_shapes_do_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, rope, activation, and of the loss three: each once, and once more when a second shape comes.
 
@@ -112,7 +113,7 @@ def test_generated_code(family: str, autocast_dtype: torch.dtype | None, monkeyp
     assert found[1] <= max(1e-4, 2 * plain[1])
 
 
-@pytest.mark.parametrize("overwrites", [True, False])
+@pytest.mark.parametrize("overwrites", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_loss_of_several_chunks(overwrites: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk is written, of the first shape and of later ones."""
     monkeypatch.setitem(CHUNK, "cpu", 16 * 64)

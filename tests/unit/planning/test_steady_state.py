@@ -163,7 +163,7 @@ def test_plans_of_blocks_are_those_of_the_whole_window(name: str, num_ranks: int
     assert predict_seconds(plan, profile, schedule) == pytest.approx(expected, rel=1e-9)
 
 
-LARGEST = (4, "dualpipe_v")
+LARGEST = (3, "dualpipe_v")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -43,9 +44,13 @@ def linears(ranks: int) -> Mapping[tuple[str, str], float]:
     return {name: count / ranks for name, count in found.items()}
 
 
+Count = Callable[..., Amounts]
+
+
 @pytest.fixture(scope="module")
-def llama() -> Any:
-    return on_meta()
+def count() -> Count:
+    """`counted` of a small Llama, on a layout of these options; each layout once."""
+    return functools.cache(functools.partial(counted, on_meta(), BATCH, LENGTH))
 
 
 LAYOUTS = {
@@ -60,8 +65,8 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(("options", "ranks"), LAYOUTS.values(), ids=LAYOUTS)
-def test_linears_compute_what_their_shapes_say(options: dict[str, Any], ranks: int, llama: Any):
-    amounts = counted(llama, BATCH, LENGTH, **options)
+def test_linears_compute_what_their_shapes_say(options: dict[str, Any], ranks: int, count: Count):
+    amounts = count(**options)
     for (unit, name), expected in linears(ranks).items():
         for entry in (f"F.{name}", f"B.{name}.I", f"B.{name}.W"):
             assert flops(amounts, unit, entry) == expected, entry
@@ -74,15 +79,15 @@ def test_linears_compute_what_their_shapes_say(options: dict[str, Any], ranks: i
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_attention_computes_half_of_the_products_under_a_causal_mask(tp: int, llama: Any):
-    amounts = counted(llama, BATCH, LENGTH, tp_size=tp)
+def test_attention_computes_half_of_the_products_under_a_causal_mask(tp: int, count: Count):
+    amounts = count(tp_size=tp)
     product = linear(LENGTH, LENGTH, HEAD) * BATCH * HEADS / tp / 2
     assert flops(amounts, "layer", "F.attention", ATTENTION) == 2 * product
     assert flops(amounts, "layer", "B.attention", ATTENTION) == 5 * product, "backward computes one of them again"
 
 
-def test_the_parts_of_ring_attention_are_those_of_the_whole(llama: Any):
-    amounts = counted(llama, BATCH, LENGTH, cp_size=2)
+def test_the_parts_of_ring_attention_are_those_of_the_whole(count: Count):
+    amounts = count(cp_size=2)
     names = [name for unit, name in amounts.operators if unit == "layer"]
     product = linear(LENGTH, LENGTH, HEAD) * BATCH * HEADS / 2
     for letter, products in (("F", 2), ("B", 5)):
@@ -91,14 +96,14 @@ def test_the_parts_of_ring_attention_are_those_of_the_whole(llama: Any):
         assert len([count for count in counts if count]) == 2, "a block of its own keys, and one of the other rank's"
 
 
-def test_attention_is_computed_again_under_selective_recomputation(llama: Any):
-    amounts = counted(llama, BATCH, LENGTH, recompute="selective")
+def test_attention_is_computed_again_under_selective_recomputation(count: Count):
+    amounts = count(recompute="selective")
     again = flops(amounts, "layer", "B.attention.again", ATTENTION)
     assert again == flops(amounts, "layer", "F.attention", ATTENTION) > 0
 
 
-def test_half_precision_moves_half_the_bytes(llama: Any):
-    whole, half = counted(llama, tp_size=2), counted(llama, tp_size=2, bf16=True)
+def test_half_precision_moves_half_the_bytes(count: Count):
+    whole, half = count(tp_size=2), count(tp_size=2, bf16=True)
 
     def of(amounts: Amounts, entry: str) -> tuple[int, int]:
         found = amounts.operators["layer", entry]
@@ -112,9 +117,9 @@ def test_half_precision_moves_half_the_bytes(llama: Any):
     assert copied == 2 * (half.weights["layer"].trained - 2 * HIDDEN), "of all weights but those of the two norms"
 
 
-def test_every_operator_computes_or_sends_or_says_that_it_does_nothing(llama: Any):
+def test_every_operator_computes_or_sends_or_says_that_it_does_nothing(count: Count):
     for options in ({"tp_size": 2}, {"cp_size": 2, "recompute": "full"}):
-        amounts = counted(llama, **options)
+        amounts = count(**options)
         kinds = {name: op.kind for name, op in named_operators(amounts.layout)}
         assert amounts.operators.keys() == kinds.keys()
         for name, found in amounts.operators.items():
@@ -129,29 +134,30 @@ def test_every_operator_computes_or_sends_or_says_that_it_does_nothing(llama: An
         assert sum(found.delta for found in amounts.operators.values()) == pytest.approx(0, abs=4096)
 
 
-def test_bytes_of_collectives_are_those_of_their_shapes(llama: Any):
-    amounts = counted(llama, BATCH, LENGTH, tp_size=2)
+def test_bytes_of_collectives_are_those_of_their_shapes(count: Count):
+    amounts = count(tp_size=2)
     handed_on = TOKENS * HIDDEN * 4 // 2
     assert amounts.handed_on == handed_on
     for entry, method in (("F.attn.gather", "all_gather"), ("F.mlp.scatter", "reduce_scatter")):
         (sent,) = amounts.operators["layer", entry].transfers
         assert (sent.axis, sent.method, sent.bytes) == ("tp", method, handed_on), "half of the tokens, to one other"
-    ring = counted(llama, BATCH, LENGTH, cp_size=2)
+    ring = count(cp_size=2)
     (sent,) = ring.operators["layer", "F.attention.ring1"].transfers
     assert (sent.axis, sent.method, sent.bytes) == ("cp", "shift", 2 * TOKENS // 2 * KV_HEADS * HEAD * 4)
 
 
-def test_weights_are_those_of_a_rank(llama: Any):
+def test_weights_are_those_of_a_rank(count: Count):
     layer = QKV * HIDDEN + HIDDEN * HEADS * HEAD + 3 * HIDDEN * MLP
     for tp in (1, 2):
-        found = counted(llama, tp_size=tp).weights
+        found = count(tp_size=tp).weights
         assert found["layer"].trained == layer // tp + 2 * HIDDEN
         assert found["embedding"].trained == VOCABULARY * HIDDEN // tp
         assert found["head"].trained == VOCABULARY * HIDDEN // tp + HIDDEN
         assert not any(each.frozen or each.experts for each in found.values())
 
 
-def test_the_model_is_as_before(llama: Any):
+def test_the_model_is_as_before():
+    llama = on_meta()
     before = {name: (p, p.data_ptr(), p.shape, p.grad) for name, p in llama.named_parameters()}
     buffers = {name: (buffer, buffer.shape) for name, buffer in llama.named_buffers()}
     counted(llama, tp_size=2, recompute="full", bf16=True)
@@ -232,10 +238,10 @@ SHARDED: dict[str, Any] = {"shard_parameters": True, "dp_size": 2}
 
 
 @pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"bf16": True}, {"recompute": "full"}], ids=str)
-def test_weights_that_are_spread_are_gathered_forward_and_again_in_backward(options: dict[str, Any], llama: Any):
+def test_weights_that_are_spread_are_gathered_forward_and_again_in_backward(options: dict[str, Any], count: Count):
     """What products alone read in their type, norms and the table of embeddings in fp32; over more ranks each sends
     nearly all of it."""
-    amounts = counted(llama, BATCH, LENGTH, **options, **SHARDED)
+    amounts = count(**options, **SHARDED)
     assert amounts.spread == {"copies": 2, "expert_copies": 2}
     gathers = {
         name: found.transfers
@@ -261,8 +267,8 @@ def test_weights_that_are_spread_are_gathered_forward_and_again_in_backward(opti
 
 
 @pytest.mark.parametrize("options", [{"tp_size": 2}, {"bf16": True}, {"recompute": "full"}], ids=str)
-def test_spreading_weights_changes_nothing_else(options: dict[str, Any], llama: Any):
-    plain, spread = counted(llama, **options), counted(llama, **options, **SHARDED)
+def test_spreading_weights_changes_nothing_else(options: dict[str, Any], count: Count):
+    plain, spread = count(**options), count(**options, **SHARDED)
     assert spread.weights == plain.weights
     assert spread.gradients == plain.gradients
     for name, found in plain.operators.items():

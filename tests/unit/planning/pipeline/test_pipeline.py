@@ -225,7 +225,7 @@ def chosen(num_ranks: int, num_microbatches: int, costs: Costs, **options: int) 
     [
         pytest.param(costs, num_ranks, id=f"{name}-{num_ranks}", marks=[pytest.mark.slow] * (num_ranks > most))
         for name, costs in SETS.items()
-        for most in [4 if name == "the paper's gain" else 2]
+        for most in [3 if name == "the paper's gain" else 2]
         for num_ranks in range(1, 9)
     ],
 )

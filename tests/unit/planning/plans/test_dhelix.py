@@ -203,7 +203,8 @@ def test_no_order_of_the_space_is_faster(
 
 
 @pytest.mark.parametrize(
-    ("transfer", "slowed"), [(2.0, False), (8.0, False), (8.0, True), pytest.param(2.0, True, marks=pytest.mark.slow)]
+    ("transfer", "slowed"),
+    [(2.0, False), (8.0, False), *(pytest.param(each, True, marks=pytest.mark.slow) for each in (2.0, 8.0))],
 )
 def test_every_block_gets_a_valid_order_that_is_never_slower_than_sequential(transfer: float, slowed: bool):
     units = llama(transfer)
@@ -285,3 +286,8 @@ def test_a_long_block_keeps_fewer_weight_gradients_waiting(monkeypatch: pytest.M
     order = dhelix(layer.forward, layer.backward, profile)
     validate_order(order, layer.forward, layer.backward)
     assert seconds(order, layer.forward, layer.backward, profile) >= free
+    slowed = profile_of(llama(), random.Random(0))
+    order = dhelix(layer.forward, layer.backward, slowed)
+    validate_order(order, layer.forward, layer.backward)
+    plain = seconds(sequential(layer.forward, layer.backward, slowed), layer.forward, layer.backward, slowed)
+    assert seconds(order, layer.forward, layer.backward, slowed) <= plain * (1 + 1e-9)
