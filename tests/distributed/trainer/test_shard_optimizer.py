@@ -26,6 +26,7 @@ CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
 BF16 = {"bf16": True}
 TIED = {"tie_word_embeddings": True}
 BIASED = {"attention_bias": True, "mlp_bias": True}
+SCHEDULE_FREE = {**CLIPPED, "optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "save_strategy": "epoch"}
 SLOW = pytest.mark.slow
 
 WINDOWS: dict[str, WindowCase] = {
@@ -70,6 +71,7 @@ def test_windows_are_those_of_whole_gradients(case: str, cluster_of: Any, tmp_pa
 
 TRAININGS: dict[str, TrainingCase] = {
     "llama": (2, {}, {"training": CLIPPED}),
+    "llama, other weights in evaluation": (2, {}, {"training": SCHEDULE_FREE}),
     "llama tied, decayed": (2, {}, {"model": TIED, "training": {**CLIPPED, "weight_decay": 0.1}}),
     "llama tp2": (4, {"tp_size": 2}, {"training": CLIPPED}),
     "llama tp2, in tiles": (4, {"tp_size": 2, "plan": "intra_batch"}, {"training": CLIPPED}),
