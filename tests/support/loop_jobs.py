@@ -28,6 +28,7 @@ def follow(
     weights: str | None = None,
     kind: str = "AdamW",
     later: str = "",
+    windows_of_step: int = 1,
 ) -> dict[str, Any]:
     """Two epochs: losses, norms and learning rates by step, evaluation of every sample, and the model saved.
 
@@ -38,6 +39,7 @@ def follow(
         weights: a folder that the model starts from, on the meta device before.
         kind: the class of the optimizer.
         later: a module whose parameters the optimizer is given once everything is prepared.
+        windows_of_step: windows whose gradients add up before the optimizer steps.
     """
     plugin = None if helix is None else HelixPlugin(HelixConfig(cache=False, plan="greedy", **helix))
     all_made = made(plugin, accumulate * dp_size, count, weights, kind, later)
@@ -50,8 +52,10 @@ def follow(
     found: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
     for _ in range(2):
         windows = model.windows(loader) if plugin else stock_windows(loader, accelerator.gradient_accumulation_steps)
-        for window in windows:
+        for place, window in enumerate(windows, 1):
             found["losses"].append(float(train(window)))
+            if place % windows_of_step:
+                continue
             found["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
             for _ in range(1 if plugin else dp_size):

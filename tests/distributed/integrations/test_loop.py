@@ -25,10 +25,10 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def run(
-        count: int, accumulate: int, dp_size: int, kind: str = "AdamW", later: str = ""
+        count: int, accumulate: int, dp_size: int, kind: str = "AdamW", **options: Any
     ) -> tuple[dict[str, Any], Path]:
         folder = tmp_path_factory.mktemp("stock")
-        return loop_jobs.follow(str(folder), None, count, accumulate, dp_size, kind=kind, later=later), folder
+        return loop_jobs.follow(str(folder), None, count, accumulate, dp_size, kind=kind, **options), folder
 
     return run
 
@@ -101,6 +101,16 @@ def test_a_group_of_parameters_that_comes_later(option: str, cluster_of: Any, tm
     helix = {option: True} if option else {}
     for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix=helix, **options):
         np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW)])
+def test_gradients_of_two_windows_add_up(option: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
+    options = {"count": 16, "accumulate": 1, "windows_of_step": 2}
+    wanted, _ = stock(16, 1, 2, windows_of_step=2)
+    for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix={option: True}, **options):
+        assert len(found["losses"]) == 2 * len(found["norms"]) > 4
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -99,6 +99,10 @@ WINDOWS: dict[str, WindowCase] = {
     "llama dp4": (4, {}, {}, {}),
     "gemma3": (2, {}, {"family": f"{HOME}gemma3"}, {}),
     "bf16 weights": (2, {}, {"dtype": "bfloat16"}, {}),
+    "qwen3_moe": (2, {}, {"family": "qwen3_moe"}, {}),
+    "qwen3_moe bf16": (2, {}, {"family": "qwen3_moe"}, BF16),
+    "llama with dropout": (2, {}, {"attention_dropout": 0.3}, {}),
+    "llama with NEFTune, recomputed": (2, {"recompute": "full"}, {}, {"neftune_noise_alpha": 5.0}),
 }
 QUICK = (
     "llama",
@@ -125,12 +129,15 @@ TRAININGS: dict[str, TrainingCase] = {
     "llama tp2": (4, {"tp_size": 2}, {"training": CLIPPED}),
     "llama tp2, in tiles": (4, {"tp_size": 2, "plan": "intra_batch"}, {"training": CLIPPED}),
     "mixtral": (2, {}, {"model": {"family": "mixtral"}, "training": CLIPPED}),
+    "llama dp4": (4, {}, {"training": CLIPPED}),
+    "llama, recomputed": (2, {}, {"training": {**CLIPPED, "gradient_checkpointing": True}}),
+    "llama, smoothed labels": (2, {}, {"training": {**CLIPPED, "label_smoothing_factor": 0.2}}),
 }
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[SLOW] * (name != "llama")) for name in TRAININGS])
 def test_training_equals_stock_data_parallelism(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer on two processes (DDP)."""
+    """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer with DDP."""
     check_training(cluster_of, stock, tmp_path, SHARDED, TRAININGS[case])
 
 
