@@ -41,7 +41,7 @@ def whole(cluster_of: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 
 def goes_on(found: dict[str, Any], expected: dict[str, Any], *, exactly: bool = False, rounding: float = 1e-5) -> None:
-    """All steps are there, the first of them from the checkpoint. Losses differ by `rounding` at most, or not at all."""
+    """All steps are there, the first of them from the checkpoint; losses differ by `rounding`, or by nothing."""
     error = 0 if exactly else rounding
     assert found["losses"].keys() == expected["losses"].keys()
     assert found["rates"] == expected["rates"]
