@@ -194,6 +194,7 @@ def test_a_rank_keeps_weights_and_its_part_of_the_rest(
         assert start == weights + masters + stand_ins
         assert after == start + sum(4 * length // over for length in lengths)
         assert stepped == start + 8 * rank["elements"]
+        assert rank["spared"] == 12 * sum(lengths) - (weights + masters + sum(8 * length // over for length in lengths))
 
 
 @pytest.mark.parametrize("training", [pytest.param({}, marks=SLOW), BF16], ids=str)
@@ -219,6 +220,7 @@ def test_what_a_window_sends(ranks: int, training: dict[str, Any], count: int, c
     for found in cluster_of(ranks).run(sharding_jobs.sent, **job):
         d = found["ranks"]
         assert d == ranks
+        assert found["summed"] == sum(4 * length * (d - 1) // d for _, length, _ in found["flats"])
         assert found["sent"] == sum((4 + size) * length * (d - 1) // d for _, length, size in found["flats"])
         assert [name for name, _ in found["moved"]] == ["all_gather"] * len(found["flats"]) + ["exchange"] * len(
             found["flats"]

@@ -196,6 +196,7 @@ def test_a_rank_keeps_its_part(
         assert start == share + stand_ins
         assert after == 2 * share + stand_ins
         assert stepped == share + stand_ins + 8 * rank["elements"]
+        assert rank["spared"] == 3 * (over - 1) * share
 
 
 @pytest.mark.parametrize("training", [{}, pytest.param(BF16, marks=SLOW)], ids=str)
@@ -228,6 +229,7 @@ def test_what_a_window_sends(ranks: int, training: dict[str, Any], count: int, c
         weights = count * (everything + sum(layers)) * (d - 1) // d
         gradients = sum(4 * length for _, length, _ in found["flats"]) * (d - 1) // d
         assert found["sent"] == weights + gradients
+        assert found["summed"] == gradients
         assert found["gathered"] == weights
         halved = [length for _, length, size in found["flats"] if size == 2]
         assert bool(halved) == bool(training)
