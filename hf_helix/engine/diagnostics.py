@@ -119,7 +119,7 @@ class Diagnostics:
         """
         window = self._window_to_repeat("trace")
         with watched():
-            spans = all_gather_object(trace_window(self.runner, window, complete=self.mesh.dp_size > 1).spans)
+            spans = all_gather_object(trace_window(self.runner, window, complete=bool(self.runner.layout.sums)).spans)
         if rank() == 0:
             write_perfetto(path, spans)
 

@@ -108,6 +108,8 @@ class Engine(Diagnostics):
         say_random_start(model, options.weights, options.seed)
         say_better_layout(base, mesh)
         self.runner, self._called = build_runner(model, config, mesh, modes, options, self._choose_plan)
+        self._parameters = tuple(model.parameters())
+        self._trained_then: list[bool] = []  # which of them the last window trained
         self.graphs = self._make_graphs()
         self._refuse_direct_use(instead)
 
@@ -226,9 +228,11 @@ class Engine(Diagnostics):
 
     def _checked_window(self, batches: Sequence[Mapping[str, Any]], scale: LossScale, step: int) -> list[MicroBatch]:
         """The micro-batches of a window that can be trained. Collective."""
-        if not self.last_window:
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if trained != self._trained_then:
             check_trained(self.model, self.runner.stage, self._trains)
-            self._check_forwards_again()
+            self._trained_then = trained
+        self._check_forwards_again()
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
         self.model.train()

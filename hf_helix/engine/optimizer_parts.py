@@ -8,9 +8,11 @@ with (Adagrad), cut and spread as their parameters are.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.stage import Stage
@@ -38,15 +40,18 @@ def cut_states(optimizer: Any, stage: Stage, mesh: Mesh) -> None:
 
 
 def step_shards(optimizer: Any, stage: Stage) -> None:
-    """Lets an optimizer step this rank's parts of the parameters that are spread, in place of these.
+    """Lets an optimizer step this rank's parts of the parameters that are spread, in place of these; also of those that
+    it is given later.
 
     Args:
         optimizer: of the model's parameters, or of these parts already.
         stage: what this rank holds of the model.
     """
     shards = stage.shards
-    if not any(parameter in shards for group in optimizer.param_groups for parameter in group["params"]):
-        return  # nothing is spread, or it steps the parts already
+    if not shards:
+        return
+    optimizer.register_step_post_hook(lambda *_: stage.outdate_weights())
+    optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)
     for group in optimizer.param_groups:
         group["params"] = [shards.get(parameter, parameter) for parameter in group["params"]]
     counters = {
@@ -62,4 +67,21 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
                 optimizer.state[shard] = {
                     key: state if key in counters else flat.part_of(state, parameter) for key, state in states
                 }
-    optimizer.register_step_post_hook(lambda *_: stage.outdate_weights())
+
+
+def _add_shards(add: Any, shards: Mapping[nn.Parameter, nn.Parameter], param_group: dict[str, Any]) -> None:
+    """Does what `add_param_group` of an optimizer does, with this rank's parts of the parameters that are spread.
+
+    Args:
+        add: the method itself.
+        shards: see `Stage.shards`.
+        param_group: as for the method: options and `params`, which may come with their names.
+    """
+    given = param_group["params"]
+    if not isinstance(given, set):  # the method refuses sets
+        given = [given] if isinstance(given, Tensor) else given
+        given = [
+            (each[0], shards.get(each[1], each[1])) if isinstance(each, tuple) else shards.get(each, each)
+            for each in given
+        ]
+    add({**param_group, "params": given})

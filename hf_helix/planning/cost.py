@@ -109,15 +109,30 @@ class Work:
         seconds = [each * pace if at == COMPUTE else each for each, at in zip(self.seconds, self.streams, strict=True)]
         return replace(self, seconds=seconds)
 
+    def loads_of(self, rank: int) -> dict[Kind, float]:
+        """Seconds of work on each stream of a pipeline rank."""
+        totals = [0.0] * len(STREAMS)
+        for place, stream in enumerate(self.streams):
+            if self.rank(place) == rank:
+                totals[stream] += self.seconds[place]
+        return dict(zip(STREAMS, totals, strict=True))
+
     def loads(self) -> dict[Kind, float]:
         """Seconds of work on each stream of the rank that has most."""
-        totals: dict[tuple[int, int], float] = {}
-        for place, key in enumerate(zip(self.ranks or [0] * len(self), self.streams, strict=True)):
-            totals[key] = totals.get(key, 0.0) + self.seconds[place]
-        return {
-            kind: max((seconds for (_, stream), seconds in totals.items() if stream == number), default=0.0)
-            for number, kind in enumerate(STREAMS)
-        }
+        ranks = [self.loads_of(rank) for rank in sorted(set(self.ranks)) or [0]]
+        return {kind: max(loads[kind] for loads in ranks) for kind in STREAMS}
+
+
+def busiest_link(loads: Iterable[tuple[str, float]]) -> float:
+    """Seconds that communication takes at least: what goes over one link adds up, and links carry side by side.
+
+    Args:
+        loads: the name of a link, and seconds of communication over it; a link may come several times.
+    """
+    totals: dict[str, float] = {}
+    for link, seconds in loads:
+        totals[link] = totals.get(link, 0.0) + seconds
+    return max(totals.values(), default=0.0)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,11 @@ Name = tuple[str, str]
 and gathers of weights belong to no unit; they are called ("gradients", "B.sum.0"), ("weights", "F.gather.0") and so on,
 as the layout numbers them."""
 
+EMULATED_LINK = "emulated_link"
+SUMS_OVER = "gradient_sums"
+"""What `Profile.about` calls the speed of the emulated link, as text, and the kind of communication whose links sums of
+gradients and gathers of weights go over."""
+
 GATHER_COST = 8.0
 """Of a gather of weights, by that of a norm: roughly, until it is measured."""
 
@@ -186,12 +191,15 @@ def is_of_window(name: Name) -> bool:
     return name[0] in (SUMS, GATHERS)
 
 
-def seconds_of_window(profile: Profile, rank: int) -> float:
-    """Seconds of all gathers of weights and sums of gradients of a pipeline rank, one after the other on one stream."""
-    layout = profile.layout
+def names_of_window(layout: Layout, rank: int) -> list[Name]:
+    """All gathers of weights and sums of gradients of a pipeline rank, which run one after the other on one stream."""
     sums, gathers = ([name for name, _ in named(layout)] for named in (named_sums, named_gathers))
-    mine = [sums[number] for number in layout.sums_of(rank)] + [gathers[number] for number in layout.gathers_of(rank)]
-    return sum(profile.times[name] for name in mine)
+    return [sums[number] for number in layout.sums_of(rank)] + [gathers[number] for number in layout.gathers_of(rank)]
+
+
+def seconds_of_window(profile: Profile, rank: int) -> float:
+    """Seconds of all gathers of weights and sums of gradients of a pipeline rank."""
+    return sum(profile.times[name] for name in names_of_window(profile.layout, rank))
 
 
 def slowdown_of(alone: float, beside: float, other: float) -> float:

@@ -34,6 +34,7 @@ def format_scorecard(overlap: Overlap, rule: str) -> str:
     lines += [
         f"  communication alone  {in_ms(overlap.communication):>12}",
         *_sums(overlap),
+        *_bytes(overlap),
         *_overlapped(overlap),
         f"  hidden               {overlap.hidden_fraction:12.0%}   of its time was saved; "
         f"{in_ms(overlap.exposed)} are exposed",
@@ -51,6 +52,17 @@ def _sums(overlap: Overlap) -> list[str]:
         return []
     beside = f"of it gradient sums (data parallel); {overlap.sums_overlapped:.0%} of their time ran beside computation"
     return [f"                       {in_ms(overlap.sums):>12}   {beside}"]
+
+
+def _bytes(overlap: Overlap) -> list[str]:
+    """The lines of what data-parallel ranks send, and save by spreading what they keep."""
+    said = {
+        "bytes_summed": "sent by a rank in gradient sums, by formula",
+        "bytes_gathered": "sent by a rank in gathers of weights",
+        "bytes_spared": "of weights and AdamW's states fewer on a rank, since they are spread; by formula",
+    }
+    found = ((getattr(overlap, name) / 1e6, words) for name, words in said.items())
+    return [f"                       {megabytes:9,.1f} MB   {words}" for megabytes, words in found if megabytes]
 
 
 def _overlapped(overlap: Overlap) -> list[str]:

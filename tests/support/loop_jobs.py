@@ -27,6 +27,8 @@ def follow(
     dp_size: int = 1,
     weights: str | None = None,
     kind: str = "AdamW",
+    later: str = "",
+    windows_of_step: int = 1,
 ) -> dict[str, Any]:
     """Two epochs: losses, norms and learning rates by step, evaluation of every sample, and the model saved.
 
@@ -36,17 +38,24 @@ def follow(
         dp_size: ranks whose batches the stock loop trains on at once.
         weights: a folder that the model starts from, on the meta device before.
         kind: the class of the optimizer.
+        later: a module whose parameters the optimizer is given once everything is prepared.
+        windows_of_step: windows whose gradients add up before the optimizer steps.
     """
     plugin = None if helix is None else HelixPlugin(HelixConfig(cache=False, plan="greedy", **helix))
-    all_made = made(plugin, accumulate * dp_size, count, weights, kind)
+    all_made = made(plugin, accumulate * dp_size, count, weights, kind, later)
     accelerator, model, optimizer, loader, held_out, scheduler = all_made
+    if later:
+        whole = model.module if plugin else model
+        optimizer.add_param_group({"params": whole.get_submodule(later).parameters(), "lr": 2e-2})
     train = model.train_window if plugin else stock_window(accelerator, model)
     evaluate = model.evaluate if plugin else lambda batch, logits: model.eval()(**batch)
     found: dict[str, Any] = {"losses": [], "norms": [], "rates": []}
     for _ in range(2):
         windows = model.windows(loader) if plugin else stock_windows(loader, accelerator.gradient_accumulation_steps)
-        for window in windows:
+        for place, window in enumerate(windows, 1):
             found["losses"].append(float(train(window)))
+            if place % windows_of_step:
+                continue
             found["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()
             for _ in range(1 if plugin else dp_size):
@@ -72,6 +81,7 @@ def made(
     count: int,
     weights: str | None = None,
     kind: str = "AdamW",
+    later: str = "",
     **options: Any,
 ) -> Made:
     AcceleratorState._reset_state()
@@ -79,7 +89,8 @@ def made(
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, parallelism_config=plugin, **options)
     with torch.device("meta" if weights else "cpu"):
         model = llama(num_hidden_layers=4)
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-2, weight_decay=0.1)
+    first = [parameter for name, parameter in model.named_parameters() if not later or not name.startswith(later)]
+    optimizer = getattr(torch.optim, kind)(first, lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     dice = torch.Generator().manual_seed(5)
     loader = DataLoader(sequences(count), 2, shuffle=True, generator=dice, collate_fn=default_data_collator)

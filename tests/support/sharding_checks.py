@@ -64,9 +64,11 @@ def check_windows(
 def check_training(
     cluster_of: Callable[[int], Cluster], stock: Any, folder: Path, sharded: dict[str, Any], case: TrainingCase
 ) -> None:
-    """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer on two processes (DDP)."""
+    """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer on as many processes as there
+    are data-parallel ranks (DDP)."""
     ranks, helix, options = case
-    expected, expected_folder = stock(jobs.train, dp=2, **options)
+    dp_size = ranks // (helix.get("tp_size", 1) * helix.get("pp_size", 1))
+    expected, expected_folder = stock(jobs.train, dp=dp_size, **options)
     helix = {**sharded, "plan": "greedy", **helix}
     for result in cluster_of(ranks).run("train", folder=str(folder), helix=helix, **options):
         compare_runs(result, expected)

@@ -20,6 +20,7 @@ from hf_helix.planning.profile import named_gathers
 from hf_helix.tuning.measure.memory import LiveBytes
 from hf_helix.tuning.measure.overlap import transports
 from hf_helix.tuning.measure.profiler import measure_profile
+from hf_helix.tuning.measure.shares import bytes_spared, bytes_summed
 
 LENGTHS = (33, 16, 21)
 
@@ -108,8 +109,9 @@ def held(
     flats = [(flat.length, flat.axis.size) for flat in stage.flats]
     pieces = [flat.piece.element_size() for flat in kept_flats(stage.flats)]
     elements = sum(parameter.numel() for parameter in stage.stepped)
+    spared = sum(map(bytes_spared, stage.flats))
     trainer.helix.close()
-    return {"bytes": (start, after, stepped), "flats": flats, "pieces": pieces, "elements": elements}
+    return {"bytes": (start, after, stepped), "flats": flats, "pieces": pieces, "elements": elements, "spared": spared}
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
@@ -212,6 +214,7 @@ def sent(folder: str, sharded: dict[str, Any], training: dict[str, Any], count: 
     trainer.helix.close()
     return {
         "sent": sum(recorder.bytes_sent for recorder in recorders),
+        "summed": bytes_summed(runner),
         "gathered": recorders[0].bytes_sent,
         "moved": [(move.name, move.value[0].numel() * move.value[1].itemsize) for move in moves],
         "flats": flats,

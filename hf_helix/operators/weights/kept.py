@@ -29,11 +29,17 @@ class KeptFlat(Flat):
 
     Attributes:
         piece: the parameters in one piece [length], as operators read them.
-        is_current: whether the piece is as the ranks' stretches are, or is being gathered from them.
     """
 
     piece: Tensor = field(init=False, repr=False)
-    is_current: bool = field(init=False, default=False)
+    _gathered_at: int | None = field(init=False, default=None, repr=False)  # the version of the stretch
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the piece is as the ranks' stretches are. Steps of optimizers are said by `outdate`; others who write
+        to shards, such as schedule-free optimizers between training and evaluation, are found by the version that torch
+        counts."""
+        return self._gathered_at == self.shard._version
 
     def _make_shard(self, owned: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         self.piece = torch.zeros(owned * self.axis.size, dtype=self.cast_to or dtype, device=device)
@@ -48,12 +54,16 @@ class KeptFlat(Flat):
             self.lend(self.piece)
 
     def outdate(self) -> None:
-        self.is_current = False
+        self._gathered_at = None
 
     def refresh(self) -> Work:
         """Returns the work that gathers the piece from the stretches of all ranks, where it lies. Collective."""
-        self.is_current = True
-        return lambda: self._fill(self.piece)
+
+        def work() -> None:
+            self._fill(self.piece)
+            self._gathered_at = self.shard._version  # behind: the stretch may lie in the piece
+
+        return work
 
     def gather(self) -> Tensor:
         if self.cast_to is not None:

@@ -20,7 +20,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.predict import predict_seconds
-from hf_helix.planning.profile import Name, Pair, Profile, seconds_of_window
+from hf_helix.planning.profile import EMULATED_LINK, Name, Pair, Profile, seconds_of_window
 from hf_helix.planning.window import Window
 
 NO_LINK = LinkSpeed(None)
@@ -50,7 +50,7 @@ class Predicted:
 
 def link_of(profile: Profile) -> LinkSpeed:
     """The emulated link that a profile was measured on; `NO_LINK` for none."""
-    text = profile.about.get("emulated_link")
+    text = profile.about.get(EMULATED_LINK)
     return parse_link(text) if text else NO_LINK
 
 
@@ -70,7 +70,7 @@ def on_link(profile: Profile, speed: LinkSpeed) -> Profile:
     for name, count in profile.bytes.items():
         times[name] = max(profile.bare.get(name, times[name]), speed.seconds(count))
     pairs = {names: _pair(profile, times, names) for names in profile.pairs}
-    about = {**profile.about, "emulated_link": speed.text if speed.rate else ""}
+    about = {**profile.about, EMULATED_LINK: speed.text if speed.rate else ""}
     return replace(profile, about={key: value for key, value in about.items() if value}, times=times, pairs=pairs)
 
 

@@ -18,21 +18,30 @@ from __future__ import annotations
 import functools
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from hf_helix.link_speed import parse_link
 from hf_helix.planning.annealing import anneal
-from hf_helix.planning.cost import COMPUTE, Timeline, Work, simulate
+from hf_helix.planning.cost import COMPUTE, STREAMS, Timeline, Work, busiest_link, simulate
 from hf_helix.planning.gradient_sums import add_sums, order_with_sums
-from hf_helix.planning.graph.operator import Graph, Part
+from hf_helix.planning.graph.operator import Graph, Kind, Part
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.pipeline.actions import Action, Schedule, Slot, num_microbatches_of, without_microbatches
 from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.pipeline.periodic import Periodic
 from hf_helix.planning.plans.holding import hold_weights
 from hf_helix.planning.plans.list_scheduler import EXTRA_LIVE_LAYERS, ListScheduler, Priorities, Priority
-from hf_helix.planning.profile import Name, Profile, named_operators, seconds_of_window
+from hf_helix.planning.profile import (
+    EMULATED_LINK,
+    SUMS_OVER,
+    Name,
+    Profile,
+    named_operators,
+    names_of_window,
+    seconds_of_window,
+)
 from hf_helix.planning.window import Window
 
 EFFORT = 1_800_000  # of one annealing: instructions ordered and simulated, see `_Cost.effort`
@@ -213,12 +222,35 @@ def predict(priorities: Priorities, profile: Profile, schedule: Schedule) -> Tim
 
 
 def lower_bound(profile: Profile, schedule: Schedule) -> float:
-    """Seconds that no order of this window can beat, see `bound`. Every micro-batch adds the same to it; the gathers of
-    weights and the sums of gradients of a rank, which follow one another, come once."""
-    layout = profile.layout
+    """Seconds that no order of this window can beat: `bound`, to which every micro-batch adds the same, or what the
+    busiest link of a rank carries, gathers of weights and sums of gradients included."""
+    layout, count = profile.layout, num_microbatches_of(schedule)
     work = Window(without_microbatches(schedule, 1), layout).work(profile.times)
-    sums = [seconds_of_window(profile, rank) for rank in range(layout.num_ranks)]
-    return max(num_microbatches_of(schedule) * bound(work, layout), *sums)
+    links = [busiest_link(_link_loads(profile, work, rank, count)) for rank in range(layout.num_ranks)]
+    return max(count * bound(work, layout), *links)
+
+
+def _link_loads(profile: Profile, work: Work, rank: int, count: int) -> Iterator[tuple[str, float]]:
+    """Yields what a window communicates, for `busiest_link`: by streams, each on a link of its own, sums of gradients
+    on that of the stream that the profile names. All of it shares an emulated link, of which the profile knows the
+    bytes. What goes between ranks of a pipeline is left out.
+
+    Args:
+        profile: the times and bytes of the operators.
+        work: of a window of one micro-batch.
+        rank: of the pipeline.
+        count: the micro-batches of the window.
+    """
+    moving = {kind: load for kind, load in work.loads_of(rank).items() if kind not in (Kind.COMPUTE, Kind.PIPELINE)}
+    yield from ((kind.value, count * load) for kind, load in moving.items())
+    emulated, own = profile.about.get(EMULATED_LINK), Kind.GRADIENTS.value
+    yield own if emulated else profile.about.get(SUMS_OVER, own), seconds_of_window(profile, rank)
+    if emulated:
+        streams = {STREAMS.index(kind) for kind in moving}
+        mine = (place for place in range(len(work)) if work.rank(place) == rank and work.streams[place] in streams)
+        sent = count * sum(profile.bytes.get(work.names[work.entries[place]], 0) for place in mine)
+        sent += sum(profile.bytes.get(name, 0) for name in names_of_window(profile.layout, rank))
+        yield "all", parse_link(emulated).seconds(sent)
 
 
 def bound(work: Work, layout: Layout) -> float:

@@ -49,6 +49,7 @@ class Mesh:
         link: the emulated link that this rank is connected by; None where bytes go as they are.
         copies: the ranks of `copies_group`, where weights or the optimizer are spread over them; None where neither is.
         expert_copies: those of `expert_copies_group`, likewise.
+        sums_kind: the kind of communication whose links sums of gradients go over.
     """
 
     sizes: dict[str, int]
@@ -65,6 +66,7 @@ class Mesh:
     link: Link | None = None
     copies: Copies | None = None
     expert_copies: Copies | None = None
+    sums_kind: Kind = Kind.INTRA_NODE
 
     def over(self, link: Link) -> Mesh:
         """Returns a mesh of the same ranks and groups, on which operators and sums of gradients go over a link."""
@@ -211,6 +213,9 @@ def _new_mesh(
     batch_group = device_mesh.get_group("tp") if shared > 1 else None
     dp_group = device_mesh.get_group("dp_replicate") if dp_size > 1 else None
 
+    crosses = "dp" in inter_node_axes or (cp_size > 1 and "cp" in inter_node_axes)
+    sums_kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
+
     def axis_over(name: str, kinds: Collection[str]) -> Axis:
         size = rows[name].shape[-1]
         if size == 1:
@@ -226,9 +231,7 @@ def _new_mesh(
         sums = Axis(_transport(group, rows[name], backend), Kind.GRADIENTS)
         if spreads == OPTIMIZER:  # weights are gathered on the stream of the sums, which is idle by then
             return Copies(sums, sums)
-        crosses = "dp" in inter_node_axes or (cp_size > 1 and "cp" in inter_node_axes)
-        kind = Kind.INTER_NODE if crosses else Kind.INTRA_NODE
-        weights = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), kind)
+        weights = Axis(_transport(groups.group_of(rows[name]), rows[name], backend), sums_kind)
         return Copies(weights, sums)
 
     tp, cp = axis_over("tp", ["tp"]), axis_over("cp", ["cp"])
@@ -242,7 +245,8 @@ def _new_mesh(
         expert_copies = spread_over("expert_copies", expert_copies_group)
     pipe = make_pipe(rows["pp"], backend)
     found = dp_group, copies_group, expert_copies_group, batch_group
-    mesh = Mesh(sizes, device, device_mesh, tp, cp, experts, pipe, *found, copies=copies, expert_copies=expert_copies)
+    axes = tp, cp, experts, pipe
+    mesh = Mesh(sizes, device, device_mesh, *axes, *found, None, copies, expert_copies, sums_kind)
     if backend == groups.NCCL:
         connect(mesh)
     return mesh

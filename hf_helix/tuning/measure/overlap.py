@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hf_helix.operators.communication.transport import Axis, Move, Recorder, SilentTransport, Transport
+from hf_helix.planning.cost import busiest_link
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import control_group
@@ -28,6 +29,7 @@ from hf_helix.runtime.grad_reduce import complete_gradients
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace, common, merge
+from hf_helix.tuning.measure.shares import bytes_spared, bytes_summed, link_loads
 from hf_helix.tuning.progress import Progress
 
 
@@ -39,16 +41,19 @@ class Overlap:
         step: the window as it runs.
         computation: the same without collectives; ranks of a pipeline still wait for each other.
         communication: its collectives one after the other, without any computation.
-        busiest: those of the busiest axis alone, and the sums of gradients; intra-node and inter-node communication may
-            run side by side.
+        busiest: the communication of the busiest link: what is between hosts and what is not may run side by side, with
+            the sums of gradients beside either; an emulated link carries everything.
         overlapped_fraction: communication time that ran beside computation / communication time, from a trace.
         tokens: tokens of the window, over all data-parallel ranks.
-        bytes_moved: what a rank sends in the window, the sums of gradients at its end left out.
+        bytes_moved: what a rank sends in the window, the sums of gradients left out.
         overlapped_by_kind: the overlapped fraction of each kind of communication.
         bubble_fraction: of the time of the computation alone, what ranks of a pipeline wait for each other (mean).
         link: the emulated link that everything was measured on, as text; empty where bytes went as they are.
         sums: seconds of the sums of gradients alone; they are part of `communication`.
         sums_overlapped: the part of their time in which computation ran beside them, from a trace.
+        bytes_summed: what a rank sends in these sums, by formula.
+        bytes_gathered: what it sends in gathers of weights, which is part of `bytes_moved`.
+        bytes_spared: of weights and AdamW's states, what a rank keeps less of because they are spread, by formula.
     """
 
     step: float
@@ -63,6 +68,9 @@ class Overlap:
     link: str = ""
     sums: float = 0.0
     sums_overlapped: float = 0.0
+    bytes_summed: int = 0
+    bytes_gathered: int = 0
+    bytes_spared: int = 0
 
     @property
     def exposed(self) -> float:
@@ -147,15 +155,15 @@ def measure_overlap(
     beside_sums = {name: _sums_overlapped(runner, window) if spanning else 0.0 for name, runner in runners.items()}
     bubbles = {name: _bubble_fraction(runner, window) for name, runner in schedules.items()}
     link, sent = mesh.link, sum(transport.bytes_sent for transport in recorded)
-    # Axes that may run side by side share the rank's link.
-    busiest = max([*moved, link.seconds(sent) if link else 0.0])
+    over = {flat.axis for flat in first.stage.flats}
+    gathered = sum(each.bytes_sent for axis, each in zip(mesh.axes, recorded, strict=True) if axis in over)
     forget_gradients(first)
     return {
         name: Overlap(
             step=step,
             computation=alone[runner.scheduler.name],
             communication=sum(moved) + summing,
-            busiest=busiest + summing,
+            busiest=busiest_link(link_loads(mesh, moved, summing, sent)),
             overlapped_fraction=overlapped[name].pop(""),
             tokens=sum(batch.num_tokens for batch in window) * mesh.dp_size,
             bytes_moved=sent,
@@ -164,6 +172,9 @@ def measure_overlap(
             link=str(link or ""),
             sums=summing if spanning else 0.0,
             sums_overlapped=beside_sums[name],
+            bytes_summed=bytes_summed(first),
+            bytes_gathered=gathered,
+            bytes_spared=sum(map(bytes_spared, first.stage.flats)),
         )
         for (name, runner), step in zip(runners.items(), steps, strict=True)
     }

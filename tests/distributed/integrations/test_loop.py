@@ -24,9 +24,11 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The stock loops, each run once: what was found, and where the model is."""
 
     @cache
-    def run(count: int, accumulate: int, dp_size: int, kind: str = "AdamW") -> tuple[dict[str, Any], Path]:
+    def run(
+        count: int, accumulate: int, dp_size: int, kind: str = "AdamW", **options: Any
+    ) -> tuple[dict[str, Any], Path]:
         folder = tmp_path_factory.mktemp("stock")
-        return loop_jobs.follow(str(folder), None, count, accumulate, dp_size, kind=kind), folder
+        return loop_jobs.follow(str(folder), None, count, accumulate, dp_size, kind=kind, **options), folder
 
     return run
 
@@ -87,6 +89,28 @@ def test_an_optimizer_that_starts_with_states(
     wanted, _ = stock(12, 4 // dp_size, dp_size, "Adagrad")
     for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix=helix, **options):
         np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW), pytest.param("", marks=SLOW)]
+)
+def test_a_group_of_parameters_that_comes_later(option: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
+    """It is given as the model has it, and trained where this rank steps it."""
+    options = {"count": 12, "accumulate": 2, "later": "lm_head"}
+    wanted, _ = stock(12, 2, 2, later="lm_head")
+    helix = {option: True} if option else {}
+    for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix=helix, **options):
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", ["shard_parameters", pytest.param("shard_optimizer", marks=SLOW)])
+def test_gradients_of_two_windows_add_up(option: str, cluster_of: Any, tmp_path: Path, stock: Any) -> None:
+    options = {"count": 16, "accumulate": 1, "windows_of_step": 2}
+    wanted, _ = stock(16, 1, 2, windows_of_step=2)
+    for found in cluster_of(2).run(JOBS + "follow", folder=str(tmp_path), helix={option: True}, **options):
+        assert len(found["losses"]) == 2 * len(found["norms"]) > 4
+        np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from support import jobs, parity, peft_jobs
 from support.derived_models import HOME
 from support.models import adapted, arguments, llama, mixtral, sequences, tiny
 from torch import nn
+from transformers import TrainerCallback
 
 from hf_helix import HelixConfig, HelixTrainer
 
@@ -170,14 +171,29 @@ def test_without_peft_frozen_weights_are_left_out_too(cluster_of: Any, tmp_path:
         assert rank["gradients"] == rank["trained"]
 
 
-def test_weights_that_are_unfrozen_too_late(tmp_path: Path) -> None:
+class Unfreeze(TrainerCallback):
+    """Frees a weight behind the first step."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_weights_that_are_unfrozen_too_late(step: int, tmp_path: Path) -> None:
     model = tiny(lora={"target_modules": ["q_proj"]})
-    trainer = HelixTrainer(
-        model=model, args=arguments(str(tmp_path)), train_dataset=sequences(4), helix_config=HelixConfig()
-    )
-    model.get_parameter("base_model.model.model.layers.1.mlp.up_proj.weight").requires_grad_(True)
+    args, config = arguments(str(tmp_path)), HelixConfig(plan="greedy")
+    trainer = HelixTrainer(model=model, args=args, train_dataset=sequences(60), helix_config=config)
+    weight = model.get_parameter("base_model.model.model.layers.1.mlp.up_proj.weight")
+    if step:
+        trainer.add_callback(Unfreeze(weight))
+    else:
+        weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight .*was frozen.*before HelixTrainer is made"):
         trainer.train()
+    assert trainer.state.global_step == step
 
 
 # -- the Trainer, files --------------------------------------------------------------------------------------------

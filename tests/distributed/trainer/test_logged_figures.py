@@ -105,6 +105,15 @@ def test_tensorboard_shows_them(cluster_of: Any, tmp_path: Path, monkeypatch: py
         assert [scalar.value for scalar in scalars] == pytest.approx([entry[name] for entry in logged], rel=1e-5)
 
 
+@pytest.mark.parametrize("helix", [{"cp_size": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
+def test_a_trace_has_the_sums_of_gradients(helix: dict[str, Any], cluster_of: Any, tmp_path: Path) -> None:
+    """Of ranks that see other tokens, be they of other sequences or of the same."""
+    path, options = tmp_path / "trace.json", {"tp_size": 1, "plan": "greedy", **helix}
+    cluster_of(2).run(JOB, folder=str(tmp_path), helix=options, trace=str(path), **CASE)
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events if event["cat"] == "gradients"} == {1, 2}
+
+
 def test_a_trace_needs_a_window(cluster_of: Any, tmp_path: Path) -> None:
     for failure in cluster_of(2).errors("support.tuning_jobs:trace_untrained", folder=str(tmp_path)):
         assert failure.kind == "ValueError"

@@ -26,6 +26,7 @@ CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
 BF16 = {"bf16": True}
 TIED = {"tie_word_embeddings": True}
 BIASED = {"attention_bias": True, "mlp_bias": True}
+SCHEDULE_FREE = {**CLIPPED, "optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "save_strategy": "epoch"}
 SLOW = pytest.mark.slow
 
 WINDOWS: dict[str, WindowCase] = {
@@ -51,6 +52,9 @@ WINDOWS: dict[str, WindowCase] = {
     "llama dp4": (4, {}, {}, {}),
     "gemma3 bf16": (2, {}, {"family": f"{HOME}gemma3"}, BF16),
     "bf16 weights": (2, {}, {"dtype": "bfloat16"}, {}),
+    "qwen3_moe bf16": (2, {}, {"family": "qwen3_moe"}, BF16),
+    "llama with dropout": (2, {}, {"attention_dropout": 0.3}, {}),
+    "llama bf16, compiled": (2, {"compile": True}, {}, BF16),
 }
 QUICK = (
     "llama",
@@ -70,17 +74,20 @@ def test_windows_are_those_of_whole_gradients(case: str, cluster_of: Any, tmp_pa
 
 TRAININGS: dict[str, TrainingCase] = {
     "llama": (2, {}, {"training": CLIPPED}),
+    "llama, other weights in evaluation": (2, {}, {"training": SCHEDULE_FREE}),
     "llama tied, decayed": (2, {}, {"model": TIED, "training": {**CLIPPED, "weight_decay": 0.1}}),
     "llama tp2": (4, {"tp_size": 2}, {"training": CLIPPED}),
     "llama tp2, in tiles": (4, {"tp_size": 2, "plan": "intra_batch"}, {"training": CLIPPED}),
     "llama pp2": (4, {"pp_size": 2}, {"model": {"num_hidden_layers": 4}, "training": CLIPPED}),
     "mixtral ep2": (2, {"ep_size": 2}, {"model": {"family": "mixtral"}, "training": CLIPPED}),
+    "llama dp4": (4, {}, {"training": CLIPPED}),
+    "llama, recomputed": (2, {}, {"training": {**CLIPPED, "gradient_checkpointing": True}}),
 }
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[SLOW] * (name != "llama")) for name in TRAININGS])
 def test_training_equals_stock_data_parallelism(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer on two processes (DDP)."""
+    """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer with DDP."""
     check_training(cluster_of, stock, tmp_path, SHARDED, TRAININGS[case])
 
 
@@ -187,6 +194,7 @@ def test_a_rank_keeps_weights_and_its_part_of_the_rest(
         assert start == weights + masters + stand_ins
         assert after == start + sum(4 * length // over for length in lengths)
         assert stepped == start + 8 * rank["elements"]
+        assert rank["spared"] == 12 * sum(lengths) - (weights + masters + sum(8 * length // over for length in lengths))
 
 
 @pytest.mark.parametrize("training", [pytest.param({}, marks=SLOW), BF16], ids=str)
@@ -212,6 +220,7 @@ def test_what_a_window_sends(ranks: int, training: dict[str, Any], count: int, c
     for found in cluster_of(ranks).run(sharding_jobs.sent, **job):
         d = found["ranks"]
         assert d == ranks
+        assert found["summed"] == sum(4 * length * (d - 1) // d for _, length, _ in found["flats"])
         assert found["sent"] == sum((4 + size) * length * (d - 1) // d for _, length, size in found["flats"])
         assert [name for name, _ in found["moved"]] == ["all_gather"] * len(found["flats"]) + ["exchange"] * len(
             found["flats"]

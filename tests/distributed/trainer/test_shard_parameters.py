@@ -34,8 +34,10 @@ from hf_helix.planning.graph.operator import Part
 SHARDED = {"shard_parameters": True, "cache": False}
 CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
 BF16 = {"bf16": True}
+SGD = {"optim": "sgd", "learning_rate": 0.5}  # AdamW makes much of small differences
 TIED = {"tie_word_embeddings": True}
 BIASED = {"attention_bias": True, "mlp_bias": True}
+SCHEDULE_FREE = {**CLIPPED, "optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "save_strategy": "epoch"}
 SLOW = pytest.mark.slow
 
 
@@ -98,6 +100,10 @@ WINDOWS: dict[str, WindowCase] = {
     "llama dp4": (4, {}, {}, {}),
     "gemma3": (2, {}, {"family": f"{HOME}gemma3"}, {}),
     "bf16 weights": (2, {}, {"dtype": "bfloat16"}, {}),
+    "qwen3_moe": (2, {}, {"family": "qwen3_moe"}, {}),
+    "qwen3_moe bf16": (2, {}, {"family": "qwen3_moe"}, BF16),
+    "llama with dropout": (2, {}, {"attention_dropout": 0.3}, {}),
+    "llama with NEFTune, recomputed": (2, {"recompute": "full"}, {}, {"neftune_noise_alpha": 5.0}),
 }
 QUICK = (
     "llama",
@@ -119,16 +125,20 @@ def test_windows_are_those_of_whole_parameters(case: str, cluster_of: Any, tmp_p
 
 TRAININGS: dict[str, TrainingCase] = {
     "llama": (2, {}, {"training": CLIPPED}),
+    "llama, other weights in evaluation": (2, {}, {"training": SCHEDULE_FREE}),
     "llama tied, decayed": (2, {}, {"model": TIED, "training": {**CLIPPED, "weight_decay": 0.1}}),
     "llama tp2": (4, {"tp_size": 2}, {"training": CLIPPED}),
     "llama tp2, in tiles": (4, {"tp_size": 2, "plan": "intra_batch"}, {"training": CLIPPED}),
     "mixtral": (2, {}, {"model": {"family": "mixtral"}, "training": CLIPPED}),
+    "llama dp4": (4, {}, {"training": CLIPPED}),
+    "llama, recomputed": (2, {}, {"training": {**CLIPPED, "gradient_checkpointing": True}}),
+    "llama, smoothed labels": (2, {}, {"training": {**CLIPPED, "label_smoothing_factor": 0.2}}),
 }
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[SLOW] * (name != "llama")) for name in TRAININGS])
 def test_training_equals_stock_data_parallelism(case: str, cluster_of: Any, stock: Any, tmp_path: Path) -> None:
-    """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer on two processes (DDP)."""
+    """Losses, norms, rates, evaluation and saved weights are those of the stock Trainer with DDP."""
     check_training(cluster_of, stock, tmp_path, SHARDED, TRAININGS[case])
 
 
@@ -138,15 +148,16 @@ def test_training_in_bf16_is_that_of_whole_parameters(helix: dict[str, Any], clu
 
 
 @since("5.19", "a Trainer that does not wrap in DDP what Transformers has spread with FSDP2")
-def test_training_equals_stock_fsdp(cluster_of: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "factor"), [({}, 1), pytest.param({**BF16, **SGD}, 20, marks=SLOW)], ids=str)
+def test_training_equals_stock_fsdp(precision: dict[str, Any], factor: float, cluster_of: Any, tmp_path: Path) -> None:
     """The stock Trainer's losses, norms, rates, evaluation and saved weights, with FSDP2 on two processes."""
     tiny().save_pretrained(tmp_path / "start")
-    fsdp, mine = str(tmp_path / "fsdp"), str(tmp_path / "mine")
-    job = {"folder": fsdp, "weights": str(tmp_path / "start"), "training": CLIPPED}
+    fsdp, mine, training = str(tmp_path / "fsdp"), str(tmp_path / "mine"), {**CLIPPED, **precision}
+    job = {"folder": fsdp, "weights": str(tmp_path / "start"), "training": training}
     expected = cluster_of(2).run(train_with_fsdp2, **job)[0]
-    for result in cluster_of(2).run("train", folder=mine, helix={**SHARDED, "plan": "greedy"}, training=CLIPPED):
-        compare_runs(result, expected)
-    compare_weights(mine, fsdp)
+    for result in cluster_of(2).run("train", folder=mine, helix={**SHARDED, "plan": "greedy"}, training=training):
+        compare_runs(result, expected, factor=factor)
+    compare_weights(mine, fsdp, factor)
 
 
 def test_plans_are_made_of_measured_gathers(cluster_of: Any, stock: Any, tmp_path: Path) -> None:
@@ -187,6 +198,7 @@ def test_a_rank_keeps_its_part(
         assert start == share + stand_ins
         assert after == 2 * share + stand_ins
         assert stepped == share + stand_ins + 8 * rank["elements"]
+        assert rank["spared"] == 3 * (over - 1) * share
 
 
 @pytest.mark.parametrize("training", [{}, pytest.param(BF16, marks=SLOW)], ids=str)
@@ -219,6 +231,7 @@ def test_what_a_window_sends(ranks: int, training: dict[str, Any], count: int, c
         weights = count * (everything + sum(layers)) * (d - 1) // d
         gradients = sum(4 * length for _, length, _ in found["flats"]) * (d - 1) // d
         assert found["sent"] == weights + gradients
+        assert found["summed"] == gradients
         assert found["gathered"] == weights
         halved = [length for _, length, size in found["flats"] if size == 2]
         assert bool(halved) == bool(training)

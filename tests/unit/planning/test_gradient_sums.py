@@ -15,9 +15,9 @@ from hf_helix.planning.plans import search as searching
 from hf_helix.planning.plans.files import parse_plan
 from hf_helix.planning.plans.holding import hold_weights
 from hf_helix.planning.plans.registry import make_plan, predict_plan
-from hf_helix.planning.plans.search import greedy
+from hf_helix.planning.plans.search import greedy, lower_bound
 from hf_helix.planning.predict import predict_seconds
-from hf_helix.planning.profile import Profile, named_sums, rough_profile
+from hf_helix.planning.profile import EMULATED_LINK, SUMS_OVER, Name, Profile, named_sums, rough_profile
 from hf_helix.planning.profile_file import load_profile, save_profile
 from hf_helix.planning.program import build_programs, validate_program
 
@@ -129,3 +129,32 @@ def test_plans_and_profiles_keep_them_on_file(tmp_path) -> None:
     save_profile(profile_of(bare), tmp_path / "old.json")
     with pytest.raises(ValueError, match="does not cover the sums of gradients"):
         load_profile(tmp_path / "old.json", layout=profile.layout)
+
+
+def test_the_bound_knows_which_link_sums_share() -> None:
+    """Collectives take longer than anything else, and sums half as long as they."""
+    quiet = profile_with_sums(1e-3)
+    moving = [name for name in quiet.times if quiet.kind(name) is Kind.INTRA_NODE]
+    times = {**quiet.times, **dict.fromkeys(moving, 0.1)}
+    schedule = schedule_of(2)
+    alone = lower_bound(replace(quiet, times=times), schedule)
+    sums = [name for name, _ in named_sums(quiet.layout)]
+    times |= dict.fromkeys(sums, alone / 2 / len(sums))
+    for over, expected in {"": alone, "inter_node": alone, "intra_node": 1.5 * alone}.items():
+        about = {**quiet.about, **({SUMS_OVER: over} if over else {})}
+        assert lower_bound(replace(quiet, times=times, about=about), schedule) == pytest.approx(expected)
+
+
+def test_the_bound_counts_the_bytes_that_an_emulated_link_carries() -> None:
+    """1 MB a second, of everything; latencies may pass side by side."""
+    profile = profile_with_sums(1e-3)
+    moving = [name for name in profile.times if profile.kind(name).communicates]
+    about = {**profile.about, EMULATED_LINK: "8mbit,1ms", SUMS_OVER: "intra_node"}
+    linked = replace(profile, about=about, bytes=dict.fromkeys(moving, 1_000_000))
+    calls = sum(profile.kind(name).communicates for name in calls_of(profile.layout))
+    assert lower_bound(linked, schedule_of(3)) == pytest.approx(3 * calls + len(profile.layout.sums) + 1e-3)
+
+
+def calls_of(layout: Layout) -> list[Name]:
+    """Every operator that a micro-batch runs in a layout, as often as it does."""
+    return [(name, entry) for name in layout.units for entry, _ in layout.graphs[name].entries()]

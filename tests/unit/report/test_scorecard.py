@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hf_helix.link_speed import LinkSpeed
+from hf_helix.planning.cost import busiest_link
+from hf_helix.planning.graph.operator import Kind
 from hf_helix.report.scorecard import format_scorecard
 from hf_helix.tuning.measure.overlap import Overlap
+from hf_helix.tuning.measure.shares import link_loads
 from hf_helix.tuning.result import TuningResult
 from hf_helix.tuning.verdict import format_tuning, format_verdict
 
@@ -40,6 +45,28 @@ def test_figures_of_an_overlap() -> None:
     assert overlap(communication=0.0).hidden_fraction == 0.0
 
 
+INTRA, INTER = Kind.INTRA_NODE, Kind.INTER_NODE
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sums", "link", "expected"),
+    [
+        ((INTRA,), INTER, None, 4.0),  # inside a host, beside sums between hosts
+        ((INTRA,), INTRA, None, 4.0 + 3.0),
+        ((INTRA, INTER), INTER, None, 2.0 + 3.0),
+        ((INTRA, INTRA), INTER, None, 4.0 + 2.0),
+        ((INTRA, Kind.GRADIENTS), INTER, None, 2.0 + 3.0),  # weights are gathered over the stream of the sums
+        ((INTRA, INTER), INTER, LinkSpeed(8e6, 0.5), 0.5 + 5.0 + 3.0),  # 5 MB, and sums
+        ((INTRA, INTER), INTER, LinkSpeed(80e6), 4.0),  # latencies are most of it
+    ],
+)
+def test_the_busiest_link(kinds: tuple[Kind, ...], sums: Kind, link: LinkSpeed | None, expected: float) -> None:
+    """Axes whose collectives take 4 s and 2 s, and sums of 3 s."""
+    mesh: Any = SimpleNamespace(axes=[SimpleNamespace(kind=kind) for kind in kinds], sums_kind=sums, link=link)
+    loads = link_loads(mesh, [4.0, 2.0][: len(kinds)], 3.0, 5_000_000)
+    assert busiest_link(loads) == pytest.approx(expected)
+
+
 def test_a_scorecard() -> None:
     text = format_scorecard(overlap(), "search")
     assert text.startswith("plan search: 500,000 tokens/s, 8.0 ms a window of 4,000 tokens")
@@ -52,6 +79,16 @@ def test_a_scorecard() -> None:
     assert lines["one after the other"] == "10.0 ms"
     assert lines["no plan can beat"] == "6.0 ms"
     assert "slows" not in text
+
+
+def test_a_scorecard_of_spread_weights() -> None:
+    text = format_scorecard(
+        overlap(bytes_summed=3_000_000, bytes_gathered=1_500_000, bytes_spared=12_000_000), "search"
+    )
+    assert "      3.0 MB   sent by a rank in gradient sums" in text
+    assert "      1.5 MB   sent by a rank in gathers of weights" in text
+    assert "     12.0 MB   of weights and AdamW's states fewer on a rank" in text
+    assert "MB" not in format_scorecard(overlap(), "search")
 
 
 def test_a_scorecard_of_a_loss_and_of_one_rank() -> None:
