@@ -90,7 +90,8 @@ def run(options: argparse.Namespace) -> None:
             f"(--sequence_length) or more tokens in a step (--batch_tokens) may:\n{reasons}"
         )
     best = ranking.steps[0]
-    remember(paper.model, ranking, cluster)
+    if options.network is None and options.imbalance == 1:  # a run is told nothing that was only supposed
+        remember(paper.model, ranking, cluster, tokens)
     print(f"{paper.name} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step\n")
     print("\n".join(ranking_lines(ranking, cluster, options.top)))
     if paper.experts > 1 and options.imbalance == 1:
