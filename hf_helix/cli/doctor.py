@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     from hf_helix.engine.advice import remember
     from hf_helix.engine.on_paper import OnPaper
     from hf_helix.report.step import dropped_lines, ranking_lines, shards_line, step_lines
-    from hf_helix.simulation.layouts import Search
+    from hf_helix.simulation.layouts import ONE_STRAND, Search
     from hf_helix.simulation.processes import usable_cores
     from hf_helix.simulation.sizes import size_text
     from hf_helix.simulation.step import simulate_step
@@ -92,15 +92,18 @@ def run(options: argparse.Namespace) -> None:
     best = ranking.steps[0]
     if options.network is None and options.imbalance == 1:  # a run is told nothing that was only supposed
         remember(paper.model, ranking, cluster, tokens)
-    print(f"{paper.name} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step\n")
+    print(f"{paper.name} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for\n")
     print("\n".join(ranking_lines(ranking, cluster, options.top)))
     if paper.experts > 1 and options.imbalance == 1:
         print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
     print("\nThe best:")
     print("\n".join(step_lines(best, cluster)))
-    single = replace(best.case, plan="sequential")
-    alone = simulate_step(paper.amounts(single), single, cluster)
-    print(f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / best.seconds:.2f}x as fast")
+    if best.case.plan != ONE_STRAND:
+        single = replace(best.case, plan=ONE_STRAND)
+        alone = simulate_step(paper.amounts(single), single, cluster)
+        print(
+            f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / best.seconds:.2f}x as fast"
+        )
     if best.case.sizes.spread() and not (best.case.shard_optimizer or best.case.shard_parameters):
         shared = replace(best.case, shard_optimizer=True)
         print(shards_line(best, simulate_step(paper.amounts(shared), shared, cluster)))
@@ -130,10 +133,13 @@ def parse_count(text: str) -> int:
 
 def launch_file(step: Step, cluster: Cluster) -> str:
     """Returns the text of the configuration that `accelerate launch` starts a layout with."""
+    from hf_helix.planning.plans.registry import runs_one_strand
+
     case = step.case
     on_gpu = cluster.backend == "nccl"
     helix = {"tp_size": case.sizes.tp, "pp_size": case.sizes.pp, "cp_size": case.sizes.cp, "ep_size": case.sizes.ep}
     lines = [f"    {name}: {size}" for name, size in helix.items() if size > 1] or ["    tp_size: 1"]
+    lines += [f"    plan: {case.plan}"] if runs_one_strand(case.plan) else []
     lines += [f"    schedule: {case.schedule}"] if case.sizes.pp > 1 and case.schedule != AUTO else []
     lines += [f"    recompute: {case.recompute}"] if case.recompute != "none" else []
     lines += ["    shard_optimizer: true"] if case.shard_optimizer else []

@@ -1,4 +1,4 @@
-"""A run of HelixTrainer says at its start what `hf-helix doctor` found for it, and nothing where it was asked for another."""
+"""A run of HelixTrainer says what `hf-helix doctor` found for it, and nothing if the doctor was asked for another."""
 
 from __future__ import annotations
 
