@@ -27,8 +27,9 @@ examples:
   hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --top 5 --write helix.yaml
   hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --why
 
-HelixTrainer reads what the doctor found for a model and a number of devices, and says at the start of a run on such
-devices if another layout is clearly faster. A prediction is as exact as the rates in the cluster's file: `hf-helix
+HelixTrainer reads what the doctor found last for a model and a number of devices, and says at the first step of a run
+on such devices, with sequences and steps about as long, if another layout is clearly faster; what is found with
+--network or --imbalance is not kept. A prediction is as exact as the rates in the cluster's file: `hf-helix
 cluster` measures those of the machine it is started on. Layouts that differ by less than a few percent are best told
 apart by training a few steps with each.
 """
