@@ -27,8 +27,9 @@ examples:
   hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --top 5 --write helix.yaml
   hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --why
 
-HelixTrainer reads what the doctor found for a model and a number of devices, and says at the start of a run on such
-devices if another layout is clearly faster. A prediction is as exact as the rates in the cluster's file: `hf-helix
+HelixTrainer reads what the doctor found last for a model and a number of devices, and says at the first step of a run
+on such devices, with sequences and steps about as long, if another layout is clearly faster; what is found with
+--network or --imbalance is not kept. A prediction is as exact as the rates in the cluster's file: `hf-helix
 cluster` measures those of the machine it is started on. Layouts that differ by less than a few percent are best told
 apart by training a few steps with each.
 """
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     from hf_helix.engine.advice import remember
     from hf_helix.engine.on_paper import OnPaper
     from hf_helix.report.step import dropped_lines, ranking_lines, shards_line, step_lines
-    from hf_helix.simulation.layouts import Search
+    from hf_helix.simulation.layouts import ONE_STRAND, Search
     from hf_helix.simulation.processes import usable_cores
     from hf_helix.simulation.sizes import size_text
     from hf_helix.simulation.step import simulate_step
@@ -90,16 +91,20 @@ def run(options: argparse.Namespace) -> None:
             f"(--sequence_length) or more tokens in a step (--batch_tokens) may:\n{reasons}"
         )
     best = ranking.steps[0]
-    remember(paper.model, ranking, cluster)
-    print(f"{paper.name} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step\n")
+    if options.network is None and options.imbalance == 1:  # a run is told nothing that was only supposed
+        remember(paper.model, ranking, cluster, tokens)
+    print(f"{paper.name} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for\n")
     print("\n".join(ranking_lines(ranking, cluster, options.top)))
     if paper.experts > 1 and options.imbalance == 1:
         print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
     print("\nThe best:")
     print("\n".join(step_lines(best, cluster)))
-    single = replace(best.case, plan="sequential")
-    alone = simulate_step(paper.amounts(single), single, cluster)
-    print(f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / best.seconds:.2f}x as fast")
+    if best.case.plan != ONE_STRAND:
+        single = replace(best.case, plan=ONE_STRAND)
+        alone = simulate_step(paper.amounts(single), single, cluster)
+        print(
+            f"  one strand    {alone.seconds:10.3f} s     two strands are {alone.seconds / best.seconds:.2f}x as fast"
+        )
     if best.case.sizes.spread() and not (best.case.shard_optimizer or best.case.shard_parameters):
         shared = replace(best.case, shard_optimizer=True)
         print(shards_line(best, simulate_step(paper.amounts(shared), shared, cluster)))
@@ -129,10 +134,13 @@ def parse_count(text: str) -> int:
 
 def launch_file(step: Step, cluster: Cluster) -> str:
     """Returns the text of the configuration that `accelerate launch` starts a layout with."""
+    from hf_helix.planning.plans.registry import runs_one_strand
+
     case = step.case
     on_gpu = cluster.backend == "nccl"
     helix = {"tp_size": case.sizes.tp, "pp_size": case.sizes.pp, "cp_size": case.sizes.cp, "ep_size": case.sizes.ep}
     lines = [f"    {name}: {size}" for name, size in helix.items() if size > 1] or ["    tp_size: 1"]
+    lines += [f"    plan: {case.plan}"] if runs_one_strand(case.plan) else []
     lines += [f"    schedule: {case.schedule}"] if case.sizes.pp > 1 and case.schedule != AUTO else []
     lines += [f"    recompute: {case.recompute}"] if case.recompute != "none" else []
     lines += ["    shard_optimizer: true"] if case.shard_optimizer else []

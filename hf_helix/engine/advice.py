@@ -1,24 +1,31 @@
 """What the doctor found, kept on disk, so that a run can say at its start that another layout is clearly faster.
 
-In:   a ranking of layouts for a model on a cluster; later, a model and the mesh that it is to be trained on.
+In:   a ranking of layouts for a model on a cluster; later, a model, and what a run trains it with.
 Out:  a file in the cache; one line of output.
-Must hold: it is said only for the same model, the same number of devices and the same kind of device; a file that
-cannot be read is as good as none; a run never simulates.
+Must hold: it is said only where the doctor was asked for this: the same model, as many devices of the same kind on as
+many nodes, the same type of matrix products, sequences and steps about as long; a file that cannot be read is as good
+as none; a run never simulates.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hf_helix.planning.text import format_json
+from hf_helix.runtime.distributed.agreement import all_gather_object
+from hf_helix.runtime.distributed.groups import host_name
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.notices import say
 from hf_helix.simulation.sizes import Sizes, size_text
 from hf_helix.tuning.cache import cache_root, write_file
 from hf_helix.tuning.fingerprint import model_digest
-from hf_helix.tuning.measure.machine import describe_device
+from hf_helix.tuning.measure.machine import device_in_clusters
 
 if TYPE_CHECKING:
     from hf_helix.simulation.cluster import Cluster
@@ -27,65 +34,140 @@ if TYPE_CHECKING:
 CLEARLY = 1.1
 """How many times as fast another layout must be predicted to be."""
 
-FORMAT = "hf_helix.layouts/1"
+NEAR = 1.25
+"""How many times as long a sequence, or a step, may be as the doctor was told, or the other way round."""
+
+FORMAT = "hf_helix.layouts/2"
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""Types of matrix products, as clusters name them."""
 
 
-def remember(model: Any, ranking: Ranking, cluster: Cluster) -> Path:
+@dataclass(frozen=True)
+class Machine:
+    """What the layouts of a file are for, and what a run has.
+
+    Attributes:
+        device: the name of each device.
+        devices: how many.
+        nodes: they stand in.
+        dtype: of matrix products.
+    """
+
+    device: str
+    devices: int
+    nodes: int
+    dtype: str
+
+
+def remember(model: Any, ranking: Ranking, cluster: Cluster, tokens: int) -> Path:
     """Writes what the doctor found.
 
     Args:
         model: the whole model.
-        ranking: its layouts.
+        ranking: its layouts, at least one.
         cluster: what they were simulated for.
+        tokens: of a step, as the doctor was told.
     """
     found = [
         {"layout": size_text(step.case.sizes), "tokens_per_second": round(step.tokens_per_second)}
         for step in ranking.steps
     ]
+    case = ranking.steps[0].case
     path = _file(model, cluster.devices)
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"format": FORMAT, "cluster": cluster.name, "device": cluster.device.name, "layouts": found}
+    data = {
+        "format": FORMAT,
+        "cluster": cluster.name,
+        "machine": vars(Machine(cluster.device.name, cluster.devices, cluster.nodes, case.dtype)),
+        "length": case.length,
+        "tokens": tokens,
+        "layouts": found,
+    }
     write_file(path, format_json(data) + "\n")
     return path
 
 
-def say_better_layout(base: Any, mesh: Mesh) -> None:
-    """Says on rank 0 if the doctor found a layout that is clearly faster than the one that is about to run.
+class Advice:
+    """What the doctor found for the model that a run is about to train. Collective.
 
     Args:
-        base: the whole Transformers model.
+        base: the whole Transformers model, before it is cut.
         mesh: what it is to be trained on.
+        autocast_dtype: the type of matrix products under autocast; None for that of the weights.
     """
-    if rank() == 0 and world_size() > 1:
-        line = better_layout(base, mesh.sizes, describe_device(mesh.device))
+
+    def __init__(self, base: Any, mesh: Mesh, autocast_dtype: torch.dtype | None) -> None:
+        self._mesh = mesh
+        self._data: Any = None
+        if world_size() == 1:
+            return
+        nodes = len(set(all_gather_object(host_name())))
+        if rank() == 0:
+            dtype = autocast_dtype or next(base.parameters()).dtype
+            machine = Machine(device_in_clusters(mesh.device), world_size(), nodes, TYPES.get(dtype, ""))
+            self._data = known_layouts(base, machine)
+
+    def say(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Says on rank 0, once, if a layout is known that is clearly faster than the one that runs.
+
+        Args:
+            batches: of the first window of this rank.
+        """
+        data, self._data = self._data, None
+        if data is None:
+            return
+        sizes = self._mesh.sizes
+        tokens = sizes["dp"] * sum(batch["input_ids"].numel() for batch in batches)
+        longest = max(batch["input_ids"].shape[-1] for batch in batches)
+        line = better_layout(data, sizes, longest, tokens)
         if line is not None:
             say(line)
 
 
-def better_layout(base: Any, sizes: dict[str, int], device: str) -> str | None:
-    """Returns what to say of a layout; None where nothing better is known.
+def known_layouts(base: Any, machine: Machine) -> Any:
+    """Returns what the doctor found for a model on such a machine; None where it was not asked.
 
     Args:
         base: the whole Transformers model.
+        machine: what it is to be trained on.
+    """
+    try:
+        data = json.loads(_file(base, machine.devices).read_text())
+        return data if data["format"] == FORMAT and data["machine"] == vars(machine) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def better_layout(data: Any, sizes: Mapping[str, int], length: int, tokens: int) -> str | None:
+    """Returns what to say of a layout; None where nothing better is known.
+
+    Args:
+        data: of `known_layouts`.
         sizes: of the mesh, by the names of its dimensions.
-        device: the name of the device.
+        length: of the longest sequence.
+        tokens: of a step.
     """
     mine = Sizes(sizes["tp"], sizes["cp"], sizes["pp"], sizes["dp"], sizes["ep"])
     try:
-        data = json.loads(_file(base, mine.devices).read_text())
-        if data["format"] != FORMAT or data["device"] != device:
+        if not _near(length, data["length"]) or not _near(tokens, data["tokens"]):
             return None
         rates = {each["layout"]: float(each["tokens_per_second"]) for each in data["layouts"]}
         best = max(rates, key=lambda layout: rates[layout])
         gain = rates[best] / rates[size_text(mine)]
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        asked = f"{data['length']:,} tokens a sequence and {data['tokens']:,} a step in {data['machine']['dtype']}"
+    except (ValueError, KeyError, TypeError, ZeroDivisionError):
         return None
     if gain < CLEARLY:
         return None
     return (
         f"hf-helix doctor predicts that {best} trains {gain:.2f} times as fast as this layout, {size_text(mine)} "
-        f"({data['cluster']})"
+        f"({data['cluster']}, {asked})"
     )
+
+
+def _near(one: float, other: float) -> bool:
+    return max(one, other) <= NEAR * min(one, other)
 
 
 def _file(model: Any, devices: int) -> Path:

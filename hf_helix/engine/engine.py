@@ -23,7 +23,7 @@ from hf_helix.checkpoint.peft import load_adapters, save_adapters
 from hf_helix.checkpoint.save import save_pretrained
 from hf_helix.checkpoint.shard import is_cut
 from hf_helix.config import AUTO, HelixConfig
-from hf_helix.engine.advice import say_better_layout
+from hf_helix.engine.advice import Advice
 from hf_helix.engine.build import RunOptions, build_runner
 from hf_helix.engine.checks import (
     check_batch,
@@ -106,7 +106,7 @@ class Engine(Diagnostics):
         self.tuner = Tuner(config, type(base).__name__, about, options.num_microbatches)
         say_what_surprises(model)
         say_random_start(model, options.weights, options.seed)
-        say_better_layout(base, mesh)
+        self._advice = Advice(base, mesh, options.autocast_dtype)
         self.runner, self._called = build_runner(model, config, mesh, modes, options, self._choose_plan)
         self._parameters = tuple(model.parameters())
         self._trained_then: list[bool] = []  # which of them the last window trained
@@ -235,6 +235,7 @@ class Engine(Diagnostics):
         self._check_forwards_again()
         check_batch(batches[0])
         agree_on_window([batch["input_ids"] for batch in batches], self.mesh.batch_group)
+        self._advice.say(batches)
         self.model.train()
         return self._make_window(batches, scale, step)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 
 from hf_helix.planning.graph.operator import Kind
+from hf_helix.planning.plans.registry import runs_one_strand
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.fsdp import FSDP
 from hf_helix.simulation.layouts import Dropped, Ranking, is_plain
@@ -31,6 +32,7 @@ WIDTH = 116
 def case_text(case: Case) -> str:
     """Returns how a layout is run: its micro-batches, and what saves memory."""
     parts = [f"{case.microbatches} x {case.batch}"]
+    parts += ["one strand"] if runs_one_strand(case.plan) else []
     parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
     parts += ["shard_optimizer"] if case.shard_optimizer else []
     parts += ["shard_parameters"] if case.shard_parameters else []
@@ -65,6 +67,8 @@ def step_lines(step: Step, cluster: Cluster) -> Iterator[str]:
         )
     if case.sharing.states:
         yield f"  gathers       {step.waits:10.3f} s     of the window, for weights that other ranks have stepped"
+    if step.casts:
+        yield f"  casts         {step.casts:10.3f} s     of the window, of weights to {case.dtype}, once in it"
     room = cluster.device.memory
     yield f"  memory        {bytes_text(step.memory.total):>13}    of {bytes_text(room)} that a run may use"
     for name, count in step.memory.parts().items():
@@ -103,13 +107,18 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     shown = list(ranking.steps[:top])
     if plain is not None and plain not in shown:
         shown.append(plain)
+    rows = [(size_text(step.case.sizes), case_text(step.case), step) for step in shown]
+    rows += _fsdp_rows(ranking.fsdp, cluster)
+    width = max(len(how) for _, how, _ in rows) + 1
     yield (
-        f"{'layout':<28}{'micro-batches':<42}{'tokens/s':>10}{'of best':>9}{'MFU':>7}{'bubble':>8}{'exposed':>9}"
-        f"{'sums':>7}{'memory':>10}"
+        f"{'layout':<28}{'micro-batches':<{width}}{'tokens':>11}{'tokens/s':>11}{'of best':>9}{'MFU':>7}{'bubble':>8}"
+        f"{'exposed':>9}{'sums':>7}{'memory':>10}"
     )
-    for step in shown:
-        yield _row(size_text(step.case.sizes), case_text(step.case), step, best, cluster)
-    yield from _fsdp_lines(ranking.fsdp, best, cluster)
+    for name, how, step in rows:
+        yield _row(name, f"{how:<{width}}", step, best, cluster)
+    if ranking.fsdp is not None and not _fsdp_rows(ranking.fsdp, cluster):
+        need, room = bytes_text(ranking.fsdp.step.memory.total), bytes_text(cluster.device.memory)
+        yield f"{STOCK_FSDP} does not work: needs {need} of a device that has {room}, with all that saves memory."
     if plain is None:
         reasons = [each.reason for each in ranking.dropped if is_plain(each.case)]
         yield f"Plain data parallelism does not work: {reasons[0] if reasons else 'no such layout'}."
@@ -120,17 +129,15 @@ def ranking_lines(ranking: Ranking, cluster: Cluster, top: int) -> Iterator[str]
     yield f"{len(ranking.dropped)} layouts cannot be built or do not fit (--why shows them)."
 
 
-def _fsdp_lines(fsdp: FSDP | None, best: Step, cluster: Cluster) -> Iterator[str]:
-    """Yields the row of plain FSDP, or what it lacks."""
-    if fsdp is None:
-        return
-    need, room = fsdp.step.memory.total, cluster.device.memory
-    if need > room:
-        lacks = f"needs {bytes_text(need)} of a device that has {bytes_text(room)}, with all that saves memory"
-        yield f"{STOCK_FSDP} does not work: {lacks}."
-    else:
-        how = case_text(fsdp.step.case) + (", sync_each_batch" if fsdp.sync_each_batch else "")
-        yield _row(STOCK_FSDP, how, fsdp.step, best, cluster)
+def _fsdp_rows(fsdp: FSDP | None, cluster: Cluster) -> list[tuple[str, str, Step]]:
+    """Returns the row of plain FSDP, if it fits: its name, how it is run, and its step."""
+    if fsdp is None or fsdp.step.memory.total > cluster.device.memory:
+        return []
+    case = fsdp.step.case
+    parts = [f"{case.microbatches} x {case.batch}"]
+    parts += [f"recompute {case.recompute}"] if case.recompute != "none" else []
+    parts += ["sync_each_batch"] if fsdp.sync_each_batch else []
+    return [(STOCK_FSDP, ", ".join(parts), fsdp.step)]
 
 
 def _row(name: str, how: str, step: Step, best: Step, cluster: Cluster) -> str:
@@ -138,7 +145,7 @@ def _row(name: str, how: str, step: Step, best: Step, cluster: Cluster) -> str:
 
     Args:
         name: of the layout.
-        how: it is run.
+        how: it is run, as wide as the column.
         step: what it takes.
         best: the fastest.
         cluster: what they run on.
@@ -147,7 +154,7 @@ def _row(name: str, how: str, step: Step, best: Step, cluster: Cluster) -> str:
     exposed = sum(step.exposed.values()) / step.seconds
     share = step.tokens_per_second / best.tokens_per_second
     return (
-        f"{name:<28}{how:<42}{step.tokens_per_second:>10,.0f}{share:>8.0%} "
+        f"{name:<28}{how}{step.case.tokens:>11,}{step.tokens_per_second:>11,.0f}{share:>8.0%} "
         f"{step.tflops[0] / peak:>6.1%}{step.bubble:>8.1%}{exposed:>9.1%}{step.sums / step.seconds:>7.1%}"
         f"{bytes_text(step.memory.total):>10}"
     )

@@ -53,7 +53,8 @@ class OperatorAmounts:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a unit on a rank.
+    """The parameters of a unit on a rank, but for those that an earlier unit has, too: the weights that a head shares
+    with the embedding are on its rank and count there.
 
     Attributes:
         trained: elements that get gradients, where every data-parallel rank holds a copy.
@@ -306,9 +307,13 @@ def _operator(metered: Metered, sent: Sequence[Transfer], weights: int) -> Opera
 
 def _weights(runner: Runner) -> dict[str, Weights]:
     found = {}
-    for unit in runner.stage.model.values():
+    seen: set[nn.Parameter] = set()
+    for _, unit in sorted(runner.stage.model.items()):
         elements: Counter[tuple[bool, bool]] = Counter()
         for parameter, placement in unit.placements.items():
+            if parameter in seen:
+                continue
+            seen.add(parameter)
             elements[parameter.requires_grad, placement.over == EXPERTS] += parameter.numel()
         found[unit.name] = Weights(
             trained=elements[True, False],

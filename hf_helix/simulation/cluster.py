@@ -142,9 +142,11 @@ class Link:
 
     def seconds(self, count: float, messages: int = 1) -> float:
         """Returns what it takes to carry bytes, sent in so many messages after each other."""
-        if count <= 0:
-            return 0.0
-        return messages * self.latency + count / (self.bandwidth * self.efficiency.at(count / messages))
+        return messages * self.latency + self.carrying_seconds(count, messages) if count > 0 else 0.0
+
+    def carrying_seconds(self, count: float, messages: int = 1) -> float:
+        """Returns the same without the latencies."""
+        return count / (self.bandwidth * self.efficiency.at(count / messages))
 
 
 @dataclass(frozen=True)

@@ -117,12 +117,15 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
 
     A ring passes on what it gathers or sums, so over the edge of each device, island and node it goes once for each
     group; a step round a ring leaves them with the last rank's value; an exchange has for every pair of ranks something
-    of its own. All levels are busy at once, and the slowest decides.
+    of its own. All levels are busy at once, and the slowest decides. What a ring passes on makes one hop after the
+    other, each with the latency of its link, most of them inside of a node: so NCCL counts the latency of its rings,
+    too (`ncclTopoTuneModel`).
     """
     if ring.size == 1 or transfer.bytes == 0:
         return 0.0
     farther = (*ring.within[1:], ring.size)
-    taken = [0.0]
+    rounds = 2 if transfer.method == "all_reduce" else 1
+    taken, latency = [0.0], 0.0
     for (block, link), near, far in zip(cluster.levels, ring.within, farther, strict=True):
         if near == far:  # no rank of the next larger block stands outside of this one
             continue
@@ -131,16 +134,12 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
         if transfer.method in ("exchange", "exchange_rows"):
             to_each = transfer.bytes / (ring.size - 1)
             taken.append(link.seconds(to_each * (far - near) * block / links, far - near))
+        elif transfer.method in ("shift", "shift_back", "send"):
+            taken.append(link.seconds(groups * transfer.bytes / links))
         else:
-            taken.append(link.seconds(groups * transfer.bytes / links, _messages(transfer.method, ring.size)))
-    return max(taken)
-
-
-def _messages(method: str, ranks: int) -> int:
-    """Those that a rank sends one after the other."""
-    if method in ("shift", "shift_back", "send"):
-        return 1
-    return (ranks - 1) * (2 if method == "all_reduce" else 1)
+            latency += rounds * (ring.size // near - ring.size // far) * link.latency
+            taken.append(link.carrying_seconds(groups * transfer.bytes / links, rounds * (ring.size - 1)))
+    return latency + max(taken)
 
 
 def operator_seconds(

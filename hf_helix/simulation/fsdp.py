@@ -17,12 +17,17 @@ whole gradients (section 3.3.4). Where there is no room for these, `GradientAccu
 Accelerate reduces them in every micro-batch; both ways are tried. Gathered weights and whole gradients have the type of
 matrix products, as Accelerate sets the mixed precision of FSDP.
 
+Activations are those of hf_helix, but for the loss: `ForCausalLMLoss` of Transformers takes all logits to fp32 at once
+(`logits.float()`), and the backward of its cross-entropy holds their log-softmax, the gradient of this and that of the
+logits, all three in fp32 (`FP32_LOGITS`).
+
 Not in it: what the host needs to issue operators, and copies into and out of the buffers of collectives, which both
 make FSDP slower than this.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -32,7 +37,7 @@ from hf_helix.planning.profile import Pair
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings, transfer_seconds
-from hf_helix.simulation.kernels import Transfer
+from hf_helix.simulation.kernels import MATMUL, Transfer
 from hf_helix.simulation.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory
 from hf_helix.simulation.step import (
     OPTIMIZER_BYTES,
@@ -42,6 +47,11 @@ from hf_helix.simulation.step import (
     memory_of_case,
     model_flops,
 )
+
+FP32_LOGITS = 3
+"""Tensors in fp32 as large as the logits that are alive at once in the loss of Transformers. On an H100, cross-entropy
+of logits in bf16 counted these and the logits: 13.7 GiB for 8,192 x 128,256
+(benchmarks/results/2026-11-22-gpu-h100.md)."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +226,20 @@ def _memory(
         gradients=GRADIENT * trained / shares + whole,
         states=STATES * trained / shares,
         copies=sum(unit.weights for unit in (*ends, *largest)),
-        activations=memory_of_case(amounts, replace(case, microbatches=1)).activations,
+        activations=_activations(amounts, case),
         buffers=sum(unit.gradients for unit in largest),
     )
+
+
+def _activations(amounts: Amounts, case: Case) -> float:
+    """Returns the most that a micro-batch keeps and works with, under the loss of Transformers."""
+    units = amounts.model.units
+    kept: Counter[str] = Counter()
+    logits = 0
+    for (unit, entry), found in amounts.operators.items():
+        if entry.startswith("F."):
+            kept[unit] += found.delta
+            products = [kernel.sizes for kernel in found.kernels if kernel.sort == MATMUL and unit == units[-1]]
+            logits += sum(count * rows * columns for count, rows, columns, _ in products)
+    in_loss = sum(kept[unit] for unit in units[:-1]) + FP32_LOGITS * ELEMENT["fp32"] * logits
+    return max(in_loss, memory_of_case(amounts, replace(case, microbatches=1)).activations)

@@ -19,8 +19,11 @@ from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import LEAST, Ring, transfer_seconds
 from hf_helix.simulation.kept import KeptWeights
 from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
-from hf_helix.simulation.memory import PARAMETER
+from hf_helix.simulation.memory import ELEMENT, PARAMETER
 from hf_helix.simulation.sums import free_seconds
+
+COPY = ELEMENT["bf16"]
+"""Bytes of an element of a copy of weights, in a type of half the size."""
 
 
 def weight_gathers(
@@ -78,6 +81,26 @@ def gather_seconds(kept: KeptWeights, axes: Mapping[str, Ring], cluster: Cluster
     cast = own * (PARAMETER + kept.element_bytes) if kept.element_bytes != PARAMETER else 0.0
     sent = Transfer(_axis(kept), "all_gather", ring.sent(kept.bytes))
     return max(LEAST, device.moving_seconds(cast) + transfer_seconds(sent, ring, cluster))
+
+
+def cast_seconds(amounts: Amounts, layout: Layout, cluster: Cluster, gathered: bool) -> float:
+    """Returns the seconds in which the first forward pass of a window, on its way through all stages, casts weights to
+    the type of matrix products; later ones find the copies.
+
+    Args:
+        amounts: of a rank of this layout.
+        layout: of all ranks of a pipeline.
+        cluster: what it runs on.
+        gathered: whether weights are cast before they are gathered (`gather_seconds`), and only others here.
+    """
+    found = 0.0
+    for name in layout.units:
+        cast = sum(each.bytes for each in amounts.kept if each.units[0] == name and each.is_cast and not gathered)
+        # What a later unit shares is kept as it is trained, for the first one, which looks rows up in it.
+        if any(name in each.units[1:] for each in amounts.kept):
+            cast += amounts.copies[name]
+        found += cluster.device.moving_seconds(cast * (1 + PARAMETER / COPY))
+    return found
 
 
 def exposed_gathers(profile: Profile, amounts: Amounts, axes: Mapping[str, Ring], cluster: Cluster) -> float:

@@ -29,6 +29,7 @@ class KeptWeights:
         elements: how many a rank holds.
         element_bytes: of one of them, in the type in which they are gathered.
         is_experts: whether they are of experts, which fewer ranks have copies of.
+        is_cast: whether they are trained in another type than they are gathered in.
     """
 
     units: tuple[str, ...]
@@ -36,6 +37,7 @@ class KeptWeights:
     elements: int
     element_bytes: int
     is_experts: bool
+    is_cast: bool = False
 
     @property
     def bytes(self) -> int:
@@ -76,4 +78,5 @@ def _kept(flat: KeptFlat, units: Sequence[str]) -> KeptWeights:
     parameter, placement = next(iter(flat.placements.items()))
     elements = sum(each.numel() for each in flat.placements)
     dtype = flat.cast_to or parameter.dtype
-    return KeptWeights(tuple(units), flat.name, elements, dtype.itemsize, placement.over == EXPERTS)
+    is_experts, is_cast = placement.over == EXPERTS, dtype != parameter.dtype
+    return KeptWeights(tuple(units), flat.name, elements, dtype.itemsize, is_experts, is_cast)

@@ -8,12 +8,13 @@ parallelism is among the candidates, and judged by the same rules.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_helix.config import RECOMPUTE
+from hf_helix.config import AUTO, RECOMPUTE
 from hf_helix.planning.pipeline.placement import split_layers, stage_ranks
-from hf_helix.planning.pipeline.scheduler import Scheduler
+from hf_helix.planning.pipeline.scheduler import Scheduler, check_schedule
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster, divisors
 from hf_helix.simulation.estimate import rings, transfer_seconds
@@ -30,6 +31,18 @@ BATCHES = (1, 2, 4, 8)
 SHORTEST_PART = 1024
 """Tokens that each of the two parts of a sequence has at least that a context-parallel rank holds; shorter parts only
 cost."""
+
+OFF = 0.1
+"""Part of the tokens that are asked for by which those of a step may differ."""
+
+MARGIN = 0.15
+"""Part of the activations that is left free in a pipeline whose schedule is searched: `schedule="auto"` may keep so
+much more than the schedules that are counted."""
+
+WIDEST = 8
+"""Ranks of tensor parallelism that may stand on several nodes, where nodes have fewer devices."""
+
+ONE_STRAND = "sequential"
 
 AmountsOf = Callable[[Case], Amounts]
 
@@ -92,11 +105,11 @@ class Search:
     Attributes:
         amounts: counts a case; raises ValueError where the model cannot be cut like this.
         cluster: what it runs on.
-        batch_tokens: of a step; what divides best is taken, never more.
+        batch_tokens: of a step; each layout takes as many as come nearest, and none that differ by more than `OFF`.
         length: tokens in a sequence.
         layers: of the model.
         experts: of a layer; 1 for a dense model.
-        plan: the name of a rule.
+        plan: the name of a rule for two strands; one strand is tried where these have nothing to hide, or lack memory.
         schedule: as in `HelixConfig`.
         dtype: the type of matrix products.
         imbalance: see `Case`.
@@ -117,14 +130,15 @@ class Search:
     progress: Callable[[float], object] | None = None
     workers: int = 1
     _peaks: dict[Case, list[Peak]] = field(default_factory=dict)
-    _layers: dict[object, Layers] = field(default_factory=dict)
+    _layers: dict[str, dict[object, Layers]] = field(default_factory=lambda: defaultdict(dict))
 
     def run(self) -> Ranking:
         """Returns the layouts by speed; none where nothing fits.
 
         Raises:
-            ValueError: the cluster has no rate for the type of matrix products.
+            ValueError: the cluster has no rate for the type of matrix products, or there is no such schedule.
         """
+        check_schedule(self.schedule)
         candidates = list(layouts(self.cluster, self.experts > 1))
         cuts: dict[tuple[int, ...], list[Sizes]] = {}
         for sizes in candidates:  # what a rank does for a micro-batch is counted once for each of these
@@ -161,42 +175,92 @@ class Search:
         spread only where whole ones leave too little memory, since spread ones have more to move; and only
         without a pipeline, whose stages would gather theirs for every micro-batch, of which there are many.
         """
-        found = self._fastest(sizes)
+        found = self._fastest_of_strands(sizes)
         whole = self._with_whole_optimizer(found.best) if isinstance(found.best, Step) else found.best
         if not found.is_scarce or sizes.pp > 1 or not sizes.spread():
             return whole
-        spread = self._fastest(sizes, whole, shard_parameters=True).best
+        spread = self._fastest_of_strands(sizes, whole, shard_parameters=True).best
         if isinstance(spread, Dropped) or isinstance(whole, Dropped):
             return whole if isinstance(spread, Dropped) and isinstance(whole, Step) else spread
         return max(whole, spread, key=lambda step: step.tokens_per_second)
 
-    def _fastest(self, sizes: Sizes, other: Step | Dropped | None = None, shard_parameters: bool = False) -> _Found:
+    def _fastest_of_strands(
+        self, sizes: Sizes, other: Step | Dropped | None = None, shard_parameters: bool = False
+    ) -> _Found:
+        """Returns the fastest case that fits, of two strands or of one.
+
+        Two strands keep a layer's activations more. So one is run where there is nothing that two could hide, and tried
+        where two need recomputation, or do not fit.
+
+        Args:
+            sizes, other, shard_parameters: as of `_fastest`.
+        """
+        if self.plan == ONE_STRAND or not (sends_in_windows(sizes) or shard_parameters):
+            return self._fastest(sizes, ONE_STRAND, other, shard_parameters)
+        two = self._fastest(sizes, self.plan, other, shard_parameters)
+        if isinstance(two.best, Step) and two.best.case.recompute == "none":
+            return two
+        one = self._fastest(sizes, ONE_STRAND, two.best if isinstance(two.best, Step) else other, shard_parameters)
+        if isinstance(one.best, Dropped):
+            return two if isinstance(two.best, Step) else one
+        if isinstance(two.best, Step) and two.best.tokens_per_second >= one.best.tokens_per_second:
+            return two
+        return one
+
+    def _microbatches(self, sizes: Sizes, batch: int) -> int:
+        """Returns the micro-batches of a data-parallel rank with which a step has about the tokens that are asked for.
+
+        Args:
+            sizes: the parallel sizes.
+            batch: sequences in a micro-batch.
+
+        Raises:
+            ValueError: no number of them comes near enough.
+        """
+        each = sizes.dp * batch * self.length
+        count = max(1, round(self.batch_tokens / each))
+        if abs(count * each - self.batch_tokens) > OFF * self.batch_tokens:
+            raise ValueError(
+                f"{sizes.dp} data-parallel ranks take {sizes.dp * self.length:,} tokens at a time; no step comes near "
+                f"{self.batch_tokens:,}"
+            )
+        return count
+
+    def _fastest(
+        self, sizes: Sizes, plan: str, other: Step | Dropped | None = None, shard_parameters: bool = False
+    ) -> _Found:
         """Returns the fastest case that fits.
 
         Args:
             sizes: the parallel sizes.
+            plan: the name of a rule.
             other: a case that is known; one that cannot be faster is not looked at.
             shard_parameters: whether weights are spread.
         """
         best: Step | None = None
+        last: Dropped | None = None
         for batch in BATCHES:
-            microbatches = self.batch_tokens // (sizes.dp * batch * self.length)
-            case = replace(self._case(sizes, batch, microbatches), shard_parameters=shard_parameters)
+            case = replace(self._case(sizes, batch, 1, plan), shard_parameters=shard_parameters)
             try:
                 check_sizes(sizes, self.length, self.layers, self.experts, self.schedule)
-                if microbatches < 1:
-                    raise ValueError(f"{sizes.dp} data-parallel ranks need {sizes.dp * self.length:,} tokens in a step")
-                if isinstance(other, Step) and self._gather_seconds(case) > other.seconds:
-                    continue
+                case = replace(case, microbatches=self._microbatches(sizes, batch))
+            except ValueError as error:  # larger micro-batches come near less often
+                last = last or Dropped(case, str(error))
+                continue
+            if isinstance(other, Step) and self._gather_seconds(case) * other.tokens_per_second > case.tokens:
+                last = last or Dropped(case, "its weights take longer to gather than another way takes in all")
+                continue
+            try:
                 case = self._fitting(case, best.case if best is not None else None)
             except ValueError as error:  # larger micro-batches need more memory
                 return _Found(best or Dropped(case, str(error)), True)
-            step = simulate_step(self.amounts(case), case, self.cluster, known=self._layers)
+            step = simulate_step(self.amounts(case), case, self.cluster, known=self._layers[plan])
             if best is not None and step.tokens_per_second <= best.tokens_per_second:
                 break
             best = step
         if best is None:
-            return _Found(Dropped(case, "its weights take longer to gather than another way takes in all"), False)
+            assert last is not None
+            return _Found(last, False)
         return _Found(best, best.case.recompute != "none")
 
     def _with_whole_optimizer(self, step: Step) -> Step:
@@ -204,7 +268,7 @@ class Search:
         case = replace(step.case, shard_optimizer=False)
         if case == step.case or self._memory(case) > self.cluster.device.memory:
             return step
-        whole = simulate_step(self.amounts(case), case, self.cluster, known=self._layers)
+        whole = simulate_step(self.amounts(case), case, self.cluster, known=self._layers[case.plan])
         return whole if whole.seconds < step.seconds else step
 
     def _gather_seconds(self, case: Case) -> float:
@@ -222,14 +286,14 @@ class Search:
             sum(count for (name, _), count in seconds.items() for unit in units if unit == name) for units in ranks
         )
 
-    def _case(self, sizes: Sizes, batch: int, microbatches: int) -> Case:
-        """Returns a case without anything that saves memory."""
+    def _case(self, sizes: Sizes, batch: int, microbatches: int, plan: str) -> Case:
+        """Returns a case without anything that saves memory, but for what its plan does."""
         return Case(
             sizes,
             batch,
             self.length,
             microbatches,
-            self.plan,
+            plan,
             self.schedule,
             dtype=self.dtype,
             imbalance=self.imbalance,
@@ -239,11 +303,13 @@ class Search:
         """Returns FSDP over all devices, with the fastest micro-batch; where nothing fits, what needs least."""
         best: FSDP | None = None
         for batch in BATCHES:
-            microbatches = self.batch_tokens // (self.cluster.devices * batch * self.length)
             sizes = Sizes(dp=self.cluster.devices)
-            case = replace(self._case(sizes, batch, microbatches), plan="sequential")
-            if microbatches < 1 or sizes.dp == 1:
+            if sizes.dp == 1:
                 break
+            try:
+                case = self._case(sizes, batch, self._microbatches(sizes, batch), ONE_STRAND)
+            except ValueError:
+                continue
             try:
                 found = [
                     simulate_fsdp(self.amounts(way), way, self.cluster, sync)
@@ -295,7 +361,9 @@ class Search:
         layout = layout_of(amounts, case)
         if whole not in self._peaks:
             self._peaks[whole] = peaks_of_case(amounts, case, layout)
-        return memory_of_case(amounts, case, layout, self._peaks[whole]).total
+        memory = memory_of_case(amounts, case, layout, self._peaks[whole])
+        is_searched = case.schedule == AUTO and case.sizes.pp > 1
+        return memory.total + (MARGIN * memory.activations if is_searched else 0.0)
 
 
 def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedule: str = "auto") -> None:
@@ -318,16 +386,28 @@ def check_sizes(sizes: Sizes, length: int, layers: int, experts: int = 1, schedu
     split_layers(layers, stage_ranks(Scheduler(schedule, sizes.pp).placement, sizes.pp))
 
 
+def sends_in_windows(sizes: Sizes) -> bool:
+    """Returns whether micro-batches send anything that a second strand could hide. What is sent once in a window, or
+    ahead of what needs it, is hidden by one strand as well."""
+    return sizes.tp > 1 or sizes.cp > 1 or sizes.pp > 1 or sizes.ep > 1
+
+
 def layouts(cluster: Cluster, with_experts: bool = False) -> Iterator[Sizes]:
-    """Yields parallel sizes that use every device, with tensor parallelism inside a node.
+    """Yields parallel sizes that use every device, with tensor parallelism inside a node, or over whole nodes of few
+    devices.
 
     Args:
         cluster: its devices.
         with_experts: whether the model has experts, which data-parallel ranks may share.
     """
-    for tp in divisors(cluster.devices_per_node):
+    for tp in (each for each in divisors(cluster.devices) if _is_near(each, cluster.devices_per_node)):
         for pp in divisors(cluster.devices // tp):
             for cp in divisors(cluster.devices // tp // pp):
                 dp = cluster.devices // (tp * pp * cp)
                 for ep in divisors(dp) if with_experts else [1]:
                     yield Sizes(tp, cp, pp, dp, ep)
+
+
+def _is_near(tp: int, per_node: int) -> bool:
+    """Returns whether so many ranks are a part of a node, or few whole nodes."""
+    return per_node % tp == 0 or (tp <= WIDEST and tp % per_node == 0)

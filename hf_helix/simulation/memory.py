@@ -106,15 +106,11 @@ def bytes_text(count: float) -> str:
 
 
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
-    """Returns the parameters of a pipeline rank, as if none were spread. Weights that embedding and head share count
-    once."""
+    """Returns the parameters of a pipeline rank, as if none were spread."""
     names = [layout.units[unit] for unit in layout.units_of(rank)]
     found = [amounts.weights[name] for name in names if name in amounts.weights]
-    trained = sum(each.trained for each in found)
-    if amounts.model.tied and amounts.model.units[-1] in names:
-        trained -= min(amounts.weights[amounts.model.units[0]].trained, amounts.weights[names[-1]].trained)
     return Weights(
-        trained=trained,
+        trained=sum(each.trained for each in found),
         experts=sum(each.experts for each in found),
         frozen=sum(each.frozen for each in found),
         frozen_experts=sum(each.frozen_experts for each in found),

@@ -28,7 +28,7 @@ from hf_helix.planning.program import build_programs
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import estimate_profile, rings
-from hf_helix.simulation.gathers import exposed_gathers, profile_with_gathers
+from hf_helix.simulation.gathers import cast_seconds, exposed_gathers, profile_with_gathers, weight_gathers
 from hf_helix.simulation.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
 from hf_helix.simulation.peaks import peak_of_program, peaks_of_schedules
 from hf_helix.simulation.sizes import Sizes
@@ -108,7 +108,7 @@ class Step:
 
     Attributes:
         case: what was simulated.
-        window: seconds of forward and backward of all micro-batches, `waits` included.
+        window: seconds of forward and backward of all micro-batches, `waits` and `casts` included.
         sums: seconds after it in which only gradients are summed, or which their sums add to it.
         optimizer: seconds of the optimizer.
         loads: seconds of each kind of work in a window, on the rank that has most.
@@ -119,6 +119,8 @@ class Step:
         model_flops: of a device in a step, attention counted as causal, and as if every token saw every other.
         gathers: seconds of those `loads` in which weights are gathered.
         waits: seconds that gathers add to the window which happen once in it (`shard_optimizer`).
+        casts: seconds of the window in which weights are cast to the type of matrix products, once in it; none where
+            they are gathered in that type.
         drawn: the programs and the timeline of the window, if it was simulated whole.
     """
 
@@ -133,6 +135,7 @@ class Step:
     model_flops: tuple[float, float]
     gathers: float = 0.0
     waits: float = 0.0
+    casts: float = 0.0
     drawn: tuple[Sequence[Instruction], Timeline] | None = field(default=None, repr=False)
 
     @property
@@ -269,6 +272,7 @@ def simulate_plan(
     if known is not None:
         known[key] = layers
     costs = costs_under(profile, layers)
+    axes = rings(cluster, case.sizes)
     window = window_of(case.schedule, layout.ranks, case.microbatches, costs)
     drawn = None
     if whole:
@@ -281,13 +285,14 @@ def simulate_plan(
         peaks = [peak_of_program(amounts, layout, program) for program in programs]
         memory = _heaviest(amounts, layout, case, peaks)
     else:
-        axes = rings(cluster, case.sizes)
         sums = exposed_sums(profile, amounts, axes, cluster, case.spread_gradients, plan.BY_TIMES)
         waits = exposed_gathers(profile, amounts, axes, cluster) if case.shard_optimizer else 0.0
         seconds = window.seconds + waits
         memory = memory_of_case(amounts, case, layout)
     loads = _loads(profile, layout, window.busiest, case.microbatches)
-    seconds = max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
+    gathers_copies = case.shard_optimizer and bool(weight_gathers(amounts, layout, axes))
+    casts = cast_seconds(amounts, layout, cluster, gathers_copies)
+    seconds = casts + max(seconds, _host_seconds(layout, window.busiest, case.microbatches, cluster))
     exposed = {kind: loads[kind] * share for kind, share in layers.exposed.items() if loads[kind]}
     if drawn:
         exposed = {kind: found for kind, (_, found) in exposed_seconds(drawn[1], window.busiest).items()}
@@ -304,6 +309,7 @@ def simulate_plan(
         model_flops(amounts, case),
         case.microbatches * _gather_seconds(profile, layout, window.busiest),
         waits,
+        casts,
         drawn,
     )
 

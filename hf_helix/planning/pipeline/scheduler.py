@@ -105,12 +105,17 @@ def find_schedule(
     if name == AUTO:
         ranks = stage_ranks(FOLD, num_ranks)
         return choose_schedule(num_ranks, count, costs(ranks) if costs else Costs.even(len(ranks)), search=bool(costs))
-    if not Path(name).is_file():
+    check_schedule(name)
+    return name, load_schedule(name, num_ranks, num_microbatches)
+
+
+def check_schedule(name: str) -> None:
+    """Raises ValueError where a text is neither the name of a schedule nor the path of a file."""
+    if schedule_name(name) not in SCHEDULES and not Path(name).is_file():
         raise ValueError(
             f"schedule={name!r} is neither the name of a schedule nor an existing file; "
             f"use one of {', '.join(SCHEDULES)}, or the path of an action file"
         )
-    return name, load_schedule(name, num_ranks, num_microbatches)
 
 
 def simulate_layers(

@@ -39,7 +39,7 @@ from hf_helix.simulation.measured.device import (
 from hf_helix.simulation.measured.links import Fit, Timed, fit, measure_link
 from hf_helix.simulation.measured.stopwatch import Stopwatch
 from hf_helix.simulation.measured.together import measure_contention, measure_waiting
-from hf_helix.tuning.measure.machine import describe_device
+from hf_helix.tuning.measure.machine import describe_device, device_in_clusters
 from hf_helix.tuning.progress import StageProgress
 from hf_helix.version import __version__
 
@@ -127,7 +127,7 @@ def measure_device(device: torch.device, per_node: int, show: StageProgress) -> 
         products[name] = measure_products(watch, dtype)
         show(f"attention in {name}", 0.35 + 0.3 * place)
         attention[name] = measure_attention(watch, dtype)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process"
+    name = device_in_clusters(device)
     peaks = _peaks(name, products)
     bandwidth = max(rate for _, rate in memory)
     block = GPU_BLOCK if device.type == "cuda" else CPU_BLOCK

@@ -36,6 +36,15 @@ def machine(runner: Runner) -> dict[str, str]:
     return all_gather_object({key: value for key, value in known.items() if value})[0]
 
 
+CPU_PROCESS = "CPU process"
+"""What cluster files call a process on CPU as a device, whatever the CPU."""
+
+
+def device_in_clusters(device: torch.device) -> str:
+    """Returns what cluster files call a device, those that `hf-helix cluster` writes included."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_PROCESS
+
+
 def describe_device(device: torch.device) -> str:
     """Returns the name of a GPU, or model and number of cores of a CPU, as far as the system says."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()

@@ -55,7 +55,7 @@ def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(small: Path,
     main(words_of("doctor", small, "--batch_tokens", "8k", "--why", "--write", file))
     said = capsys.readouterr().out
     lines = said.splitlines()
-    assert lines[0] == "LlamaForCausalLM on two CPUs, 2 devices, 8,000 tokens a step"
+    assert lines[0] == "LlamaForCausalLM on two CPUs, 2 devices, 8,000 tokens a step asked for"
     assert lines[2] == "Plain data parallelism is the fastest: no layer has to be cut."
     assert lines[4].split()[:2] == ["dp", "2"]
     assert "tp 2 " in said
@@ -64,7 +64,7 @@ def test_the_doctor_says_plain_data_parallelism_first_where_it_wins(small: Path,
     loaded = load_config_from_file(str(file))
     assert (loaded.num_processes, loaded.use_cpu, loaded.mixed_precision) == (2, True, "no")
     assert loaded.distributed_type.value == "MULTI_GPU"
-    assert HelixConfig.from_file(file) == HelixConfig(shard_optimizer=True)
+    assert HelixConfig.from_file(file) == HelixConfig(plan="sequential", shard_optimizer=True)
     assert "of the window, for weights that other ranks have stepped" in said
     assert "--config_file" in lines[-1]
 
@@ -113,6 +113,7 @@ def test_a_model_that_no_layout_holds_is_refused_with_all_reasons(capsys: Any, t
         (["--gpus", "3"], "--gpus 3: nodes have 2 devices each; give a multiple, such as 4"),
         (["--gpus", "4"], "--gpus 4: two CPUs has no `network`, which more than 2 devices need"),
         (["--dtype", "bf16"], "two CPUs has no device.peak_tflops for bf16; it has fp32"),
+        (["--schedule", "zigzag"], "schedule='zigzag' is neither the name of a schedule nor an existing file"),
         (["--model", "nowhere/at-all"], "nowhere/at-all: there is no such folder or file here"),
         (["--cluster", "h101x8"], "cluster='h101x8' is neither a file nor a cluster that hf_helix brings"),
     ],

@@ -1,4 +1,4 @@
-"""A run says that another layout is clearly faster, if the doctor found it for this model and these devices."""
+"""A run says that another layout is clearly faster, if the doctor found it for this model and what trains it."""
 
 from __future__ import annotations
 
@@ -10,64 +10,87 @@ import pytest
 import torch
 from support.on_paper import on_meta
 
-from hf_helix.engine.advice import better_layout, remember
+from hf_helix.engine.advice import Machine, better_layout, known_layouts, remember
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.simulation.cluster import Cluster, load_cluster
 from hf_helix.simulation.layouts import Ranking, Search
+from hf_helix.simulation.sizes import Sizes
 from hf_helix.tuning.fingerprint import model_digest
 
-MESH = {"dp": 2, "pp": 1, "cp": 1, "tp": 1, "ep": 1}
+LENGTH, TOKENS = 2048, 2**17
+MACHINE = Machine("NVIDIA H100 80GB HBM3", devices=2, nodes=1, dtype="bf16")
 
 
 @pytest.fixture(scope="module")
 def found() -> tuple[Any, Ranking, Cluster]:
     cluster = replace(load_cluster("h100x8"), devices_per_node=2)
     paper = OnPaper(on_meta(num_key_value_heads=4), cluster)
-    return paper.model, Search(paper.amounts, cluster, 2**17, 2048, paper.layers).run(), cluster
+    return paper.model, Search(paper.amounts, cluster, TOKENS, LENGTH, paper.layers).run(), cluster
 
 
 @pytest.fixture
 def known(found: tuple[Any, Ranking, Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Ranking]:
     monkeypatch.setenv("HELIX_CACHE", str(tmp_path))
-    remember(*found)
+    remember(*found, TOKENS)
     return found[:2]
+
+
+def sizes_of(sizes: Sizes) -> dict[str, int]:
+    return {"dp": sizes.dp, "pp": sizes.pp, "cp": sizes.cp, "tp": sizes.tp, "ep": sizes.ep}
 
 
 def test_says_what_is_clearly_faster(known: tuple[Any, Ranking]) -> None:
     model, ranking = known
-    slowest = ranking.steps[-1].case.sizes
-    mesh = {"dp": slowest.dp, "pp": slowest.pp, "cp": slowest.cp, "tp": slowest.tp, "ep": slowest.ep}
     gain = ranking.steps[0].tokens_per_second / ranking.steps[-1].tokens_per_second
     assert gain > 1.2
-    line = better_layout(model, mesh, "NVIDIA H100 80GB HBM3")
+    line = better_layout(known_layouts(model, MACHINE), sizes_of(ranking.steps[-1].case.sizes), LENGTH, TOKENS)
     assert line is not None
     assert f"{gain:.2f} times" in line
+    assert "2,048 tokens a sequence and 131,072 a step in bf16" in line
 
 
 def test_a_model_that_was_loaded_in_another_type_is_the_same_model(known: tuple[Any, Ranking]) -> None:
     """The doctor has a configuration alone, and a run loads weights as they were saved."""
-    slowest = known[1].steps[-1].case.sizes
-    mesh = {"dp": slowest.dp, "pp": slowest.pp, "cp": slowest.cp, "tp": slowest.tp, "ep": slowest.ep}
     loaded = on_meta(num_key_value_heads=4).to(torch.bfloat16)
-    assert better_layout(loaded, mesh, "NVIDIA H100 80GB HBM3") is not None
+    assert known_layouts(loaded, MACHINE) is not None
     assert model_digest(loaded) != model_digest(known[0]), "the times of operators depend on the type"
 
 
-def test_says_nothing_otherwise(known: tuple[Any, Ranking]) -> None:
+def test_says_nothing_of_the_fastest(known: tuple[Any, Ranking]) -> None:
     model, ranking = known
-    best = ranking.steps[0].case.sizes
-    mesh = {"dp": best.dp, "pp": best.pp, "cp": best.cp, "tp": best.tp, "ep": best.ep}
-    device = load_cluster("h100x8").device.name
-    slow = {**MESH, "dp": 1, "tp": 2}
-    assert better_layout(model, mesh, device) is None
-    assert better_layout(model, slow, "another device") is None
-    assert better_layout(on_meta(num_hidden_layers=3), slow, device) is None
-    assert better_layout(model, {**MESH, "dp": 4}, device) is None
+    data = known_layouts(model, MACHINE)
+    assert better_layout(data, sizes_of(ranking.steps[0].case.sizes), LENGTH, TOKENS) is None
+    assert better_layout(data, sizes_of(Sizes(dp=4)), LENGTH, TOKENS) is None, "the doctor knows no such layout"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"device": "another device"}, {"devices": 4}, {"nodes": 2}, {"dtype": "fp32"}], ids=str
+)
+def test_what_was_found_for_another_machine_is_not_known(known: tuple[Any, Ranking], changes: dict[str, Any]) -> None:
+    assert known_layouts(known[0], MACHINE) is not None
+    assert known_layouts(known[0], replace(MACHINE, **changes)) is None
+    assert known_layouts(on_meta(num_hidden_layers=3), MACHINE) is None
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens", "says"), [(1, 1, True), (1.2, 0.85, True), (2, 1, False), (1, 0.5, False)]
+)
+def test_sequences_and_steps_must_be_about_as_long(
+    known: tuple[Any, Ranking], length: float, tokens: float, says: bool
+) -> None:
+    model, ranking = known
+    slow = sizes_of(ranking.steps[-1].case.sizes)
+    line = better_layout(known_layouts(model, MACHINE), slow, int(length * LENGTH), int(tokens * TOKENS))
+    assert (line is not None) is says
 
 
 def test_a_damaged_file_is_as_good_as_none(known: tuple[Any, Ranking], tmp_path: Path) -> None:
-    model, _ = known
+    model, ranking = known
     (file,) = (tmp_path / "layouts").iterdir()
-    for text in ("", "{}", '{"format": "hf_helix.layouts/1", "device": "NVIDIA H100 80GB HBM3", "layouts": 3}'):
+    whole = file.read_text()
+    for text in ("", "{}", '{"format": "hf_helix.layouts/2", "machine": 3}'):
         file.write_text(text)
-        assert better_layout(model, {**MESH, "dp": 1, "tp": 2}, load_cluster("h100x8").device.name) is None
+        assert known_layouts(model, MACHINE) is None
+    file.write_text(whole.replace('"tokens_per_second"', '"tokens"'))
+    slow = sizes_of(ranking.steps[-1].case.sizes)
+    assert better_layout(known_layouts(model, MACHINE), slow, LENGTH, TOKENS) is None

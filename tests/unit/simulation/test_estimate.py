@@ -65,7 +65,10 @@ TWO_NODES = {"nodes": 2, "devices_per_node": 4, **LINKS}
         ("exchange", Ring(4, (1, 4)), 3 * 1e-4 + 0.06),
         ("shift", Ring(4, (1, 4)), 1e-4 + 0.06),
         # A ring over both nodes passes an edge once; the node has two links, and one such group.
-        ("all_gather", Ring(8, (1, 4)), 7 * 1e-3 + 6 / (2 * 10)),
+        # Of its seven hops one leaves the node: so NCCL counts.
+        ("all_gather", Ring(8, (1, 4)), 6 * 1e-4 + 1e-3 + 6 / (2 * 10)),
+        ("all_reduce", Ring(8, (1, 4)), 2 * (6 * 1e-4 + 1e-3) + 6 / (2 * 10)),
+        ("all_gather", Ring(8, (1, 1)), 7 * 1e-3 + 4 * 6 / (2 * 10)),
         ("shift_back", Ring(8, (1, 4)), 1e-3 + 6 / (2 * 10)),
         # With one rank of a group on a node, four groups share its two links.
         ("all_gather", Ring(2, (1, 1)), 1e-3 + 4 * 6 / (2 * 10)),
@@ -94,9 +97,9 @@ ISLANDS: dict[str, Any] = {
     [
         # Inside an island over the device's own link; over a node's edge as without islands.
         ("all_gather", (2, 1), 6 / 200),
-        ("all_gather", (8, 1), 7 * 1e-3 + 6 / (2 * 10)),
+        ("all_gather", (8, 1), 2 * 1e-4 + 1e-3 + 6 / (2 * 10)),
         # A ring over both islands passes the one link between them once, neighbours two devices apart twice.
-        ("all_gather", (4, 1), 3 * 1e-4 + 6 / 30),
+        ("all_gather", (4, 1), 1e-4 + 6 / 30),
         ("shift", (2, 2), 1e-4 + 2 * 6 / 30),
         # An exchange has something of its own for each of the two ranks on the other island, from both of this one.
         ("exchange", (4, 1), 2 * 1e-4 + 2 * (6 / 3 * 2) / 30),

@@ -16,7 +16,13 @@ from hf_helix.planning.profile import Profile
 from hf_helix.planning.program import build_program
 from hf_helix.simulation.amounts import Amounts
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings
-from hf_helix.simulation.gathers import exposed_gathers, gather_seconds, profile_with_gathers, weight_gathers
+from hf_helix.simulation.gathers import (
+    cast_seconds,
+    exposed_gathers,
+    gather_seconds,
+    profile_with_gathers,
+    weight_gathers,
+)
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case, layout_of, simulate_step
 from hf_helix.simulation.sums import gradient_sums, profile_with_sums
@@ -100,3 +106,23 @@ def test_all_gathers_but_the_first_hide_beside_a_long_forward_pass() -> None:
     every = [gather_seconds(kept, AXES, CLUSTER) for made, kept in weight_gathers(amounts, profile.layout, AXES)]
     shorter = replace(profile, times=dict.fromkeys(profile.times, 1e-12))
     assert exposed_gathers(shorter, amounts, AXES, CLUSTER) == pytest.approx(sum(every))
+
+
+@pytest.mark.parametrize(("tied", "gathered"), [(False, False), (False, True), (True, False), (True, True)])
+def test_weights_are_cast_once_in_a_window(tied: bool, gathered: bool) -> None:
+    """Read in fp32 and written in bf16, at 1000 GB/s; those that are gathered are cast before, not a tied head's."""
+    model = on_meta(num_hidden_layers=3, tie_word_embeddings=tied)
+    amounts = counted(model, bf16=True)
+    cluster = cluster_with()
+    matrices = sum(weight.numel() for weight in model.model.layers.parameters() if weight.dim() == 2)
+    head = model.lm_head.weight.numel()
+    cast = (0 if gathered else matrices) + (head if tied or not gathered else 0)
+    case = case_of(4)
+    layout = layout_of(amounts, case)
+    assert cast_seconds(amounts, layout, cluster, gathered) == pytest.approx(6 * cast / 1e12)
+    assert cast_seconds(counted(model), layout, cluster, gathered) == 0, "nothing is cast in fp32"
+    if not gathered:
+        for whole in (False, True):
+            step = simulate_step(amounts, case, cluster, whole)
+            assert step.casts == pytest.approx(6 * cast / 1e12)
+            assert step.window > step.casts

@@ -12,7 +12,7 @@ from hf_helix.config import HelixConfig
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.report.step import shards_line
 from hf_helix.simulation.cluster import Cluster, divisors
-from hf_helix.simulation.layouts import Ranking, Search, check_sizes, is_plain, layouts
+from hf_helix.simulation.layouts import MARGIN, ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
 from hf_helix.simulation.sizes import Sizes
 from hf_helix.simulation.step import Case, memory_of_case, simulate_step
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_cut_is_dropped_with_the_reason(ranking: Ranking):
     )
     assert found[Sizes(cp=2, dp=2)] == "cp_size=2 leaves less than 2,048 of 64 tokens to a rank"
     short = search(on_meta(), sequences=2)
-    assert reasons(short)[Sizes(dp=4)] == "4 data-parallel ranks need 256 tokens in a step"
+    assert reasons(short)[Sizes(dp=4)] == "4 data-parallel ranks take 256 tokens at a time; no step comes near 128"
     assert all(step.case.sizes.dp <= 2 for step in short.steps)
 
 
@@ -155,6 +155,68 @@ def test_the_optimizer_is_whole_where_that_is_faster_and_fits():
     saved = search(model, scarce).plain()
     assert saved is not None
     assert saved.case.shard_optimizer or saved.case.shard_parameters
+
+
+def test_one_strand_is_run_where_two_have_nothing_to_hide(ranking: Ranking):
+    for step in ranking.steps:
+        assert (step.case.plan == ONE_STRAND) is is_plain(step.case)
+
+
+def test_one_strand_is_tried_where_two_need_recomputation():
+    """A device that holds the activations of one strand alone, and links on which there is little to hide."""
+    model, sizes, tokens = on_meta(num_hidden_layers=4), Sizes(tp=2), 8 * LENGTH
+    roomy = replace(CLUSTER, devices_per_node=2, node=replace(CLUSTER.node, bandwidth=1e12))
+    paper = OnPaper(model, roomy)
+    one, two = (Case(sizes, 1, LENGTH, 8, plan=plan) for plan in (ONE_STRAND, "greedy"))
+    needs = [memory_of_case(paper.amounts(case), case).total for case in (one, two)]
+    assert needs[0] < needs[1]
+    tight = replace(roomy, device=replace(roomy.device, memory=sum(needs) / 2))
+    for cluster, plan in ((roomy, "greedy"), (tight, ONE_STRAND)):
+        found = Search(paper.amounts, cluster, tokens, LENGTH, paper.layers).run()
+        (step,) = [step for step in found.steps if step.case.sizes == sizes]
+        assert (step.case.plan, step.case.recompute) == (plan, "none")
+
+
+def test_steps_have_about_the_tokens_that_are_asked_for():
+    """Three sequences for each of four ranks: one at a time, not two or four."""
+    found = search(on_meta(num_hidden_layers=4), sequences=12)
+    plain = found.plain()
+    assert plain is not None
+    assert (plain.case.batch, plain.case.microbatches) == (1, 3)
+    for step in (*found.steps, found.fsdp.step if found.fsdp else plain):
+        assert abs(step.case.tokens / LENGTH - 12) <= 1.2
+    uneven = search(on_meta(num_hidden_layers=4), sequences=6)
+    said = "4 data-parallel ranks take 256 tokens at a time; no step comes near 384"
+    assert reasons(uneven)[Sizes(dp=4)] == said
+    assert uneven.fsdp is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "expected"),
+    [(2, 1, {1, 2}), (4, 2, {1, 2, 4, 8}), (16, 1, {1, 2, 4, 8}), (4, 8, {1, 2, 4, 8})],
+)
+def test_tensor_parallelism_leaves_small_nodes_alone(nodes: int, per_node: int, expected: set[int]):
+    cluster = cluster_with(nodes=nodes, devices_per_node=per_node)
+    assert {sizes.tp for sizes in layouts(cluster)} == expected
+
+
+def test_a_searched_schedule_is_left_more_memory_than_is_counted():
+    model, sizes = on_meta(num_hidden_layers=4), Sizes(pp=2)
+    two = replace(CLUSTER, devices_per_node=2)
+    paper = OnPaper(model, two)
+    case = Case(sizes, 1, LENGTH, 8, plan="greedy")
+    memory = memory_of_case(paper.amounts(case), case)
+    for free, mode in ((1.1 * MARGIN, True), (0.5 * MARGIN, False)):
+        room = memory.total + free * memory.activations
+        cluster = replace(two, device=replace(two.device, memory=room))
+        found = Search(paper.amounts, cluster, 8 * LENGTH, LENGTH, paper.layers).run()
+        kept = [step.case for step in found.steps if step.case.sizes == sizes]
+        assert (case in kept) is mode
+
+
+def test_an_unknown_schedule_is_no_matter_of_memory():
+    with pytest.raises(ValueError, match="schedule='zigzag' is neither the name of a schedule nor an existing file"):
+        search(on_meta(), schedule="zigzag")
 
 
 def test_divisors():
