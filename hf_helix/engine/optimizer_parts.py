@@ -44,11 +44,11 @@ def step_shards(optimizer: Any, stage: Stage) -> None:
     it is given later.
 
     Args:
-        optimizer: of the model's parameters, or of these parts already.
+        optimizer: of the model's parameters, or of these parts already; also as Accelerate wraps it.
         stage: what this rank holds of the model.
     """
-    shards = stage.shards
-    if not shards:
+    shards, optimizer = stage.shards, getattr(optimizer, "optimizer", optimizer)
+    if not shards or getattr(optimizer.add_param_group, "func", None) is _add_shards:  # as at a second `train()`
         return
     optimizer.register_step_post_hook(lambda *_: stage.outdate_weights())
     optimizer.add_param_group = functools.partial(_add_shards, optimizer.add_param_group, shards)

@@ -13,7 +13,7 @@ micro-batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,13 @@ class FetchedWindow:
         self.losses: Tensor | None = None
         self.place = 0
         self._contents = [_contents(batch) for batch in self.batches]
+        self._prepared: list[Any] | None = None
+
+    def prepared(self, prepare: Callable[[Any], Any]) -> list[Any]:
+        """Returns the micro-batches as the model takes them, each of them prepared once."""
+        if self._prepared is None:
+            self._prepared = [prepare(batch) for batch in self.batches]
+        return self._prepared
 
     def holds(self, inputs: Any) -> bool:
         """Whether these are the next micro-batch, unchanged since it was fetched."""
@@ -127,7 +134,7 @@ class WindowHooks:
         samples, num_items = super().get_batch_samples(iter(batches), num_batches, device)  # type: ignore[misc]
         self._window = FetchedWindow(samples)
         if samples:
-            self._tune(samples, num_items)
+            self._tune(self._window, num_items)
         return samples, num_items
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -149,11 +156,11 @@ class WindowHooks:
         window = self._window
         if window is None:
             self.helix.check_extents(inputs)
-            return self._run_window([inputs], self._scale_of_one(inputs, num_items_in_batch))[0]
+            return self._run_window(FetchedWindow([inputs]), self._scale_of_one(inputs, num_items_in_batch))[0]
         if len(window.batches) == 1:
             if not window.holds(inputs):
                 self.helix.check_extents(inputs)
-            window.batches = [inputs]
+                window = self._window = FetchedWindow([inputs])
         elif not window.holds(inputs):
             raise RuntimeError(
                 f"{type(self).__name__}.training_step got another micro-batch than was fetched, or a changed one: "
@@ -161,18 +168,18 @@ class WindowHooks:
                 "others; change batches in the data collator, or use gradient_accumulation_steps=1"
             )
         if window.losses is None:
-            window.losses = self._run_window(window.batches, self.loss_scale(num_items_in_batch))
+            window.losses = self._run_window(window, self.loss_scale(num_items_in_batch))
         loss = window.losses[window.place]
         window.place += 1
         if window.place == len(window.batches):
             self._window = None
         return loss
 
-    def _run_window(self, batches: Sequence[Any], scale: LossScale) -> Tensor:
+    def _run_window(self, window: FetchedWindow, scale: LossScale) -> Tensor:
         """Runs a window; the loss of every micro-batch. Collective."""
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode, too
-        ready = [self._prepare_inputs(batch) for batch in batches]  # type: ignore[attr-defined]
+        ready = window.prepared(self._prepare_inputs)  # type: ignore[attr-defined]
         step = self.state.global_step
         self.helix.settle_link(ready, scale, step)
         losses = torch.stack(self.helix.train_window(ready, scale, step))
@@ -181,11 +188,11 @@ class WindowHooks:
         self._health.note_losses(losses.where(has_labels, 0.0), step + 1)
         return losses
 
-    def _tune(self, batches: Sequence[Any], num_items: Any) -> None:
+    def _tune(self, window: FetchedWindow, num_items: Any) -> None:
         """Lets the engine choose a plan if it is time to, and prints and writes what it has chosen. Collective."""
         step = self.state.global_step
         steps_left = self.state.max_steps - step
-        ready = [self._prepare_inputs(batch) for batch in batches]  # type: ignore[attr-defined]
+        ready = window.prepared(self._prepare_inputs)  # type: ignore[attr-defined]
         tuning = self.helix.tune(ready, self.loss_scale(num_items), step, steps_left if steps_left > 0 else None)
         if tuning is not None and self.args.process_index == 0:
             folder = Path(str(self.args.output_dir), "helix")
