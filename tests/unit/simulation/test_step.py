@@ -146,7 +146,7 @@ def test_a_whole_window_has_its_sums(plan: str, paper: OnPaper) -> None:
     numbers = [made.gradient_sum for made in program if made.gradient_sum >= 0]
     assert numbers == list(range(len(numbers)))
     assert step.seconds == step.window + step.sums + step.optimizer
-    assert step.window + step.sums == pytest.approx(timeline.seconds)
+    assert step.window + step.sums == pytest.approx(timeline.seconds + step.casts)
     assert Kind.GRADIENTS not in step.exposed
     assert step_of(paper, True, tp=2, microbatches=4, plan=plan).sums == 0.0
 
@@ -179,7 +179,9 @@ def test_what_a_pipeline_cannot_hold_is_refused(paper: OnPaper):
     case = case_of()
     whole = simulate_step(tied.amounts(case), case, CLUSTER)
     weights = tied.amounts(case).weights
-    assert whole.memory.weights == 4 * (2 * weights["layer"].trained + weights["head"].trained)
+    assert whole.memory.weights == 4 * (
+        2 * weights["layer"].trained + weights["embedding"].trained + LLAMA["hidden_size"]
+    )
 
 
 def test_spread_weights_are_kept_in_parts_and_gathered_for_a_while(paper: OnPaper):
@@ -203,7 +205,8 @@ def test_a_sharded_optimizer_steps_parts_and_gathers_weights_once(paper: OnPaper
     assert shared.memory.copies == whole.memory.copies + (table + norms) * 3 / 4
     assert shared.gathers == 0
     assert shared.optimizer == pytest.approx(whole.optimizer / 4)
-    assert shared.window == whole.window + shared.waits
+    assert shared.casts < whole.casts, "weights are gathered in bf16"
+    assert shared.window - shared.casts == pytest.approx(whole.window - whole.casts + shared.waits)
 
 
 @pytest.mark.parametrize("name", ["dp4", "tp2 dp2", "pp2 dp2"])
