@@ -1,0 +1,28 @@
+"""The doctor counts and ranks in several processes, and finds what one finds."""
+
+from __future__ import annotations
+
+import pytest
+from support.on_paper import cluster_with, on_meta
+
+from hf_helix.engine.on_paper import OnPaper
+from hf_helix.simulation.layouts import Ranking, Search
+
+CLUSTER = cluster_with(devices_per_node=2, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})
+LENGTH = 64
+
+
+def search(workers: int, dtype: str = "bf16") -> Ranking:
+    paper = OnPaper(on_meta(), CLUSTER)
+    return Search(paper.amounts, CLUSTER, 32 * LENGTH, LENGTH, paper.layers, dtype=dtype, workers=workers).run()
+
+
+def test_several_processes_find_the_same() -> None:
+    found = [search(workers) for workers in (1, 2)]
+    assert found[0] == found[1]
+    assert len(found[0].steps) > 1
+
+
+def test_an_error_in_another_process_is_raised() -> None:
+    with pytest.raises(ValueError, match=r"has no device\.peak_tflops for fp32"):
+        search(2, dtype="fp32")
