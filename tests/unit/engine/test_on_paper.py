@@ -52,7 +52,7 @@ KINDS: list[tuple[Callable[[], Any], list[int]]] = [
 @pytest.mark.parametrize(
     ("make", "expected", "recompute"),
     [
-        pytest.param(*kind, mode, marks=[pytest.mark.slow] * ((kind[0], mode) == (with_windows, "full")))
+        pytest.param(*kind, mode, marks=[pytest.mark.slow] * (kind[0] is with_windows))
         for kind in KINDS
         for mode in ("none", "full")
     ],

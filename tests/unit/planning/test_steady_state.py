@@ -163,13 +163,10 @@ def test_plans_of_blocks_are_those_of_the_whole_window(name: str, num_ranks: int
     assert predict_seconds(plan, profile, schedule) == pytest.approx(expected, rel=1e-9)
 
 
-LARGEST = (3, "dualpipe_v")
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "name"),
     [
-        pytest.param(num_ranks, name, marks=[pytest.mark.slow] * (num_ranks > 2 and (num_ranks, name) != LARGEST))
+        pytest.param(num_ranks, name, marks=[pytest.mark.slow] * (num_ranks > 2))
         for num_ranks in (2, 3, 4)
         for name in PLACEMENT_OF
     ],

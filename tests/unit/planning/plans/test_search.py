@@ -142,6 +142,7 @@ def ring_profile(slower: float) -> Profile:
     return profile_of(layout, times)
 
 
+@pytest.mark.slow
 def test_communication_is_early_even_where_computation_takes_longest(monkeypatch: pytest.MonkeyPatch):
     """Planned with computations 1.4 times as long as they are then, most orders leave communication for late."""
     monkeypatch.setattr(searching, "MAX_STEPS", 300)
@@ -153,6 +154,7 @@ def test_communication_is_early_even_where_computation_takes_longest(monkeypatch
     assert predict(search(slow, schedule), then, schedule).seconds > 1.05 * limit
 
 
+@pytest.mark.slow
 def test_interference_is_searched_around(monkeypatch: pytest.MonkeyPatch):
     """What is best where nothing interferes is not best where a computation slows the transfer beside it down."""
     monkeypatch.setattr(searching, "MAX_STEPS", 100)
