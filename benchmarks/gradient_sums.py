@@ -102,7 +102,7 @@ def exposed_time(runner: Any, window: Any, repeats: int) -> float:
 
 def timed(holding: Any, plain: Any, window: Any, repeats: int) -> dict[str, float]:
     """The median seconds of each way, all in turn."""
-    from hf_helix.runtime.grad_reduce import complete_gradients
+    from hf_helix.runtime.gradients.reduce import complete_gradients
     from hf_helix.tuning.measure.overlap import time_in_turn
 
     def behind() -> None:

@@ -50,7 +50,7 @@ from hf_helix.simulation.measured.machine import measure_cluster, measure_device
 from hf_helix.simulation.measured.together import measure_waiting
 from hf_helix.simulation.peaks import peak_of_program
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case, Step, layout_of, simulate_step
+from hf_helix.simulation.step.step import Case, Step, layout_of, simulate_step
 from hf_helix.tuning.candidates import plan_runners
 from hf_helix.tuning.measure.machine import describe_device
 from hf_helix.tuning.measure.memory import peak_bytes

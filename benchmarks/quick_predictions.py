@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from hf_helix.engine.on_paper import OnPaper
 from hf_helix.simulation.cluster import load_cluster
 from hf_helix.simulation.sizes import Sizes, size_text
-from hf_helix.simulation.step import Case, simulate_step
+from hf_helix.simulation.step.step import Case, simulate_step
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from hf_helix.config import AUTO
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
     from hf_helix.simulation.cluster import Cluster
-    from hf_helix.simulation.step import Step
+    from hf_helix.simulation.step.step import Step
 
 EXAMPLES = """\
 examples:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     from hf_helix.simulation.layouts import ONE_STRAND, Search
     from hf_helix.simulation.processes import usable_cores
     from hf_helix.simulation.sizes import size_text
-    from hf_helix.simulation.step import simulate_step
+    from hf_helix.simulation.step.step import simulate_step
     from hf_helix.tuning.progress import progress_bar
 
     tokens = parse_count(options.batch_tokens)

@@ -20,7 +20,7 @@ from hf_helix.config import AUTO, RECOMPUTE, RULES, HelixConfig
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
     from hf_helix.simulation.cluster import Cluster
-    from hf_helix.simulation.step import Case
+    from hf_helix.simulation.step.step import Case
 
 ALL = "all"
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     """Prints what a step of the layout takes."""
     from hf_helix.engine.on_paper import OnPaper
     from hf_helix.report.step import step_lines
-    from hf_helix.simulation.step import simulate_step
+    from hf_helix.simulation.step.step import simulate_step
 
     cluster = scaled(cluster_of(options), options.network, options.gpus)
     case = _case(options, cluster)
@@ -158,7 +158,7 @@ def check_imbalance(factor: float) -> None:
 
 def _case(options: argparse.Namespace, cluster: Cluster) -> Case:
     from hf_helix.simulation.sizes import Sizes
-    from hf_helix.simulation.step import Case
+    from hf_helix.simulation.step.step import Case
 
     given = {name: getattr(options, name) for name in SIZES}
     for name in (*SIZES, "batch_size", "microbatches", "sequence_length"):

@@ -36,7 +36,7 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import baseline_plan
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import watched
-from hf_helix.runtime.gradient_buckets import layout_with_sums
+from hf_helix.runtime.gradients.buckets import layout_with_sums
 from hf_helix.runtime.kept_weights import layout_with_gathers
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units

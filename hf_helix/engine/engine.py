@@ -54,7 +54,7 @@ from hf_helix.runtime.cuda_graphs import WindowGraphs, why_never
 from hf_helix.runtime.distributed.agreement import agree_on_window, check_same_on_all_ranks
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.failures.heartbeat import collective, watched
-from hf_helix.runtime.grad_reduce import gradient_norm, set_aside
+from hf_helix.runtime.gradients.reduce import gradient_norm, set_aside
 from hf_helix.runtime.input_ranges import extents
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.notices import say

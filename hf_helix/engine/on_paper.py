@@ -30,13 +30,13 @@ from hf_helix.planning.plans.registry import baseline_plan
 from hf_helix.report.flops import token_flops
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.stage import Stage, place_units
-from hf_helix.simulation.amounts import Amounts, Model, PaperStreams, count_amounts
+from hf_helix.simulation.amounts.amounts import Amounts, Model, PaperStreams, count_amounts
+from hf_helix.simulation.amounts.mesh import META, PaperMesh, paper_mesh
+from hf_helix.simulation.amounts.meter import meta_as
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import inter_node_axes
-from hf_helix.simulation.mesh import META, PaperMesh, paper_mesh
-from hf_helix.simulation.meter import meta_as
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case
+from hf_helix.simulation.step.step import Case
 
 TYPES = {"bf16": torch.bfloat16, "fp32": None}
 """The types of matrix products, as clusters name them, and what autocast is told."""

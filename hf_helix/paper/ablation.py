@@ -21,8 +21,8 @@ from hf_helix.planning.graph.ablation import ablate_profile
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import Profile
-from hf_helix.simulation.steady import steady_layers
-from hf_helix.simulation.step import simulate_plan
+from hf_helix.simulation.step.steady import steady_layers
+from hf_helix.simulation.step.step import simulate_plan
 
 STEPS = ("TP", "and CP", "and both at once", "and W's that move")
 WITHOUT: Sequence[Collection[str]] = (

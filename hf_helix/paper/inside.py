@@ -38,7 +38,7 @@ from hf_helix.planning.profile import Pair, named_operators
 from hf_helix.report.strands import draw_strips, strips
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.memory import GRADIENT
-from hf_helix.simulation.step import memory_of_case
+from hf_helix.simulation.step.step import memory_of_case
 
 AXES = {"tp": "TP", "cp": "CP", "experts": "EP", "pp": "PP"}
 PARTS = ("computation", *AXES.values(), "DP")

@@ -14,7 +14,7 @@ from hf_helix.paper.published import MEGATRON, MODELS, Row
 from hf_helix.paper.runs import Runs, case_of, speed_of
 from hf_helix.simulation.layouts import check_sizes, layouts
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Step, memory_of_case, simulate_step
+from hf_helix.simulation.step.step import Step, memory_of_case, simulate_step
 
 
 def best_plain(runs: Runs, row: Row) -> tuple[str, float, float] | None:

@@ -29,13 +29,13 @@ from hf_helix.planning.plans.block_plan import BARRIER, BlockPlan
 from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import Name, Profile, named_operators
-from hf_helix.simulation.amounts import Amounts, OperatorAmounts
+from hf_helix.simulation.amounts.amounts import Amounts, OperatorAmounts
+from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster, load_cluster
 from hf_helix.simulation.estimate import estimate_profile, operator_seconds, rings, transfer_seconds
-from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.memory import ELEMENT, held_weights
-from hf_helix.simulation.step import Case, Step, layout_of, simulate_plan
-from hf_helix.simulation.sums import sums_behind
+from hf_helix.simulation.step.step import Case, Step, layout_of, simulate_plan
+from hf_helix.simulation.step.sums import sums_behind
 
 SEARCH = "search"
 RULES: Mapping[str, tuple[str, str]] = {

@@ -14,7 +14,7 @@ from hf_helix.operators.unit import Unit
 from hf_helix.operators.weights.kept import KeptFlat, kept_flats
 from hf_helix.planning.layout import Layout, WeightGather
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.gradient_buckets import most_elements
+from hf_helix.runtime.gradients.buckets import most_elements
 
 
 def layout_with_gathers(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:

@@ -26,8 +26,8 @@ from hf_helix.planning.program import Program, build_program, validate_program
 from hf_helix.runtime.distributed.groups import broadcast_object
 from hf_helix.runtime.distributed.mesh import Mesh, rank, world_size
 from hf_helix.runtime.executor import Executor
-from hf_helix.runtime.grad_reduce import Reduction
-from hf_helix.runtime.gradient_buckets import gradient_buckets
+from hf_helix.runtime.gradients.buckets import gradient_buckets
+from hf_helix.runtime.gradients.reduce import Reduction
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.stage import Stage
 from hf_helix.runtime.streams import Streams

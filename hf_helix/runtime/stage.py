@@ -19,7 +19,7 @@ from hf_helix.planning.graph.pair import RECEIVE, SEND, transfer_graphs
 from hf_helix.planning.layout import Layout, place_names
 from hf_helix.planning.pipeline.placement import FOLD, split_layers, stage_ranks
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.runtime.gradient_buckets import adders_of
+from hf_helix.runtime.gradients.buckets import adders_of
 
 SINGLE = Pipe([0])
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators
-from hf_helix.simulation.amounts import Amounts, OperatorAmounts
+from hf_helix.simulation.amounts.amounts import Amounts, OperatorAmounts
+from hf_helix.simulation.amounts.kernels import ATTENTION, COPIES, EXPERT_COPIES, MATMUL, Kernel, Transfer
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.kernels import ATTENTION, COPIES, EXPERT_COPIES, MATMUL, Kernel, Transfer
 from hf_helix.simulation.sizes import Sizes
 
 LEAST = 1e-7

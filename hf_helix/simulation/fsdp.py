@@ -34,12 +34,12 @@ from itertools import pairwise
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import Pair
-from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.amounts.amounts import Amounts
+from hf_helix.simulation.amounts.kernels import MATMUL, Transfer
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings, transfer_seconds
-from hf_helix.simulation.kernels import MATMUL, Transfer
 from hf_helix.simulation.memory import ELEMENT, GRADIENT, PARAMETER, STATES, Memory
-from hf_helix.simulation.step import (
+from hf_helix.simulation.step.step import (
     OPTIMIZER_BYTES,
     Case,
     Step,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from hf_helix.planning.gradient_sums import BUCKET_BYTES
 from hf_helix.planning.layout import Layout
-from hf_helix.simulation.amounts import Amounts, Weights
+from hf_helix.simulation.amounts.amounts import Amounts, Weights
 
 PARAMETER, GRADIENT, STATES = 4, 4, 8
 """Bytes of an element: weights and gradients in fp32, and the two states of Adam."""

@@ -2,9 +2,10 @@
 
 In:   the memory that operators allocate, and a rank's program or its schedule.
 Out:  `Peak`s.
-Must hold: of a program, each piece of memory is freed once nothing holds it any more (`hf_helix.simulation.lifetimes`).
-Before there are programs, two strands take turns layer by layer, which is what plans promise to need no more than (one
-layer's activations apart). What is sent to another stage of the pipeline is freed when the next transfer begins.
+Must hold: of a program, each piece of memory is freed once nothing holds it any more
+(`hf_helix.simulation.amounts.lifetimes`). Before there are programs, two strands take turns layer by layer, which is
+what plans promise to need no more than (one layer's activations apart). What is sent to another stage of the pipeline
+is freed when the next transfer begins.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from hf_helix.planning.graph.pair import RECEIVE
 from hf_helix.planning.instructions import PARTS_OF, Instruction, pass_instructions
 from hf_helix.planning.layout import Key, Layout
 from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
-from hf_helix.simulation.amounts import Adders, Amounts, Gradient
-from hf_helix.simulation.kernels import EXPERT_COPIES
-from hf_helix.simulation.lifetimes import outputs_of
+from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
+from hf_helix.simulation.amounts.kernels import EXPERT_COPIES
+from hf_helix.simulation.amounts.lifetimes import outputs_of
 from hf_helix.simulation.memory import GRADIENT, Peak
 
 # -- of a program ------------------------------------------------------------------------------------------------------

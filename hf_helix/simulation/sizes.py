@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES
+from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from hf_helix.engine.build import declare
 from hf_helix.engine.on_paper import Kinds, amounts_of
 from hf_helix.engine.synthetic import model_on_meta
 from hf_helix.planning.layout import Layout
-from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.amounts.amounts import Amounts
+from hf_helix.simulation.amounts.mesh import paper_mesh
 from hf_helix.simulation.cluster import Cluster, parse_cluster
-from hf_helix.simulation.mesh import paper_mesh
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case
+from hf_helix.simulation.step.step import Case
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 64,

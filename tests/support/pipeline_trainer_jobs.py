@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from hf_helix import HelixConfig, HelixTrainer
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.runtime import grad_reduce as gradients
-from hf_helix.runtime import gradient_buckets
+from hf_helix.runtime.gradients import buckets
+from hf_helix.runtime.gradients import reduce as gradients
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace
 from hf_helix.tuning import autotune as tuning
@@ -58,14 +58,14 @@ def own_rank() -> int:
 @contextlib.contextmanager
 def buckets_of(size: int) -> Iterator[None]:
     """Gradients are summed in buckets of so many bytes; 0 for the usual size."""
-    with mock.patch.object(gradient_buckets, "BUCKET_BYTES", size or gradient_buckets.BUCKET_BYTES):
+    with mock.patch.object(buckets, "BUCKET_BYTES", size or buckets.BUCKET_BYTES):
         yield
 
 
 def with_buckets(runner: Runner, size: int) -> Runner:
     """The runner with buckets of another size."""
     with buckets_of(size):
-        layout = gradient_buckets.layout_with_sums(runner.stage.layout, runner.stage.model, runner.mesh)
+        layout = buckets.layout_with_sums(runner.stage.layout, runner.stage.model, runner.mesh)
         stage, streams = replace(runner.stage, layout=layout), runner.executor.streams
         return Runner(stage, runner.plan, runner.mesh, streams, runner.scheduler, runner.seed)
 

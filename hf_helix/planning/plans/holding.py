@@ -17,7 +17,7 @@ two machines: bucket k is computed for a_k seconds, then summed for b_k, and the
     of the layers before them. All W held back would be too many: nothing would be summed before the chain ends. How
     many are best depends on all times and on what the link carries besides, so it is found by trying with the cost
     function. What is exposed then is the last bucket, and buckets get smaller towards the end (see
-    `hf_helix.runtime.gradient_buckets`).
+    `hf_helix.runtime.gradients.buckets`).
 2.  Where S is above B, at least S less the computation behind the first complete gradients is exposed under every plan.
     Then W are computed as soon as they can be, which is holding back none. Two ways look as if they could do more:
 

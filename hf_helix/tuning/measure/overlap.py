@@ -25,7 +25,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.distributed.groups import control_group
 from hf_helix.runtime.distributed.mesh import world_size
-from hf_helix.runtime.grad_reduce import complete_gradients
+from hf_helix.runtime.gradients.reduce import complete_gradients
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace, common, merge

@@ -17,7 +17,7 @@ from hf_helix.operators.weights.flat import Flat
 from hf_helix.operators.weights.kept import KeptFlat
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.gradient_buckets import Bucket
+from hf_helix.runtime.gradients.buckets import Bucket
 from hf_helix.runtime.runner import Runner
 
 AVERAGES = 8

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from hf_helix.planning.profile import Name, named_sums
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.grad_reduce import Reduction
-from hf_helix.runtime.gradient_buckets import Bucket
+from hf_helix.runtime.gradients.buckets import Bucket
+from hf_helix.runtime.gradients.reduce import Reduction
 from hf_helix.runtime.runner import Runner
 from hf_helix.tuning.measure.overlap import forget_gradients
 from hf_helix.tuning.measure.timing import ISSUING, ISSUING_SLOWEST, time_repeats

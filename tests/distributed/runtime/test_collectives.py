@@ -28,9 +28,9 @@ from hf_helix.operators.communication.group_transports import GlooTransport
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_COLUMNS, CUT_ROWS, cut_bounds
 from hf_helix.planning.graph.operator import Part
 from hf_helix.planning.pipeline.placement import FOLD, stage_ranks
-from hf_helix.runtime import grad_reduce as gradients
-from hf_helix.runtime import gradient_buckets
 from hf_helix.runtime.distributed.mesh import Mesh, build_mesh
+from hf_helix.runtime.gradients import buckets
+from hf_helix.runtime.gradients import reduce as gradients
 from hf_helix.runtime.streams import make_streams
 
 # What the ranks run
@@ -156,7 +156,7 @@ def whole_gradient(name: str, dp_rank: int) -> Tensor:
 
 def finish_gradients(tp_size: int, bucket_bytes: int) -> dict[str, Any]:
     """Complete gradients of every kind of parameter, and take their norm."""
-    mesh, usual = mesh_of(tp_size), gradient_buckets.BUCKET_BYTES
+    mesh, usual = mesh_of(tp_size), buckets.BUCKET_BYTES
     tp, dp_rank = mesh.tp, dist.get_rank() // tp_size
     placements = {nn.Parameter(torch.empty(2, 2), requires_grad=False): COPIED}  # a frozen one, without a gradient
     for name, (_, placement) in PLACED.items():
@@ -168,13 +168,13 @@ def finish_gradients(tp_size: int, bucket_bytes: int) -> dict[str, Any]:
         parameter = nn.Parameter(torch.zeros_like(gradient))
         parameter.grad = gradient
         placements[parameter] = placement
-    gradient_buckets.BUCKET_BYTES = bucket_bytes
+    buckets.BUCKET_BYTES = bucket_bytes
     units = {index: unit_of({parameter: placements[parameter]}) for index, parameter in enumerate(placements)}
     streams = make_streams(mesh.device)
     try:
         gradients.complete_gradients(units, mesh, streams)
     finally:
-        gradient_buckets.BUCKET_BYTES = usual
+        buckets.BUCKET_BYTES = usual
         streams.close()
     found = [parameter.grad.numpy().copy() for parameter in placements if parameter.grad is not None]
     norm = gradients.gradient_norm(placements, mesh)

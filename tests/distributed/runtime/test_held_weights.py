@@ -17,7 +17,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans.priority_plan import PriorityPlan
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
-from hf_helix.runtime.grad_reduce import complete_gradients
+from hf_helix.runtime.gradients.reduce import complete_gradients
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.trace import Trace
 

@@ -27,7 +27,7 @@ from hf_helix.paper.throughput import errors, summary
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.plans.baselines.intra_batch import tile_profile
 from hf_helix.planning.plans.registry import make_plan
-from hf_helix.simulation.steady import steady_layers
+from hf_helix.simulation.step.steady import steady_layers
 
 PAGE = Path(__file__).parents[3] / "docs" / "paper.md"
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from hf_helix.operators.communication.transport import Axis, SilentTransport
 from hf_helix.operators.unit import COPIED, CUT_ROWS
 from hf_helix.operators.weights.flat import Flat
-from hf_helix.runtime import grad_reduce as gradients
-from hf_helix.runtime import gradient_buckets
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.runtime.gradients import buckets
+from hf_helix.runtime.gradients import reduce as gradients
 from hf_helix.runtime.streams import CpuStreams, Event
 
 RANKS = 2
@@ -119,7 +119,7 @@ def test_on_cuda_few_copies_of_half_precision_are_alive(
     spread: bool, summed: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of buckets, or of flats."""
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     order: list[str] = []
     module, name = (gradients.FlatGradients, "_gather") if spread else (gradients, "_parts")
     copies, wait = getattr(module, name), AtOnce.wait

@@ -14,10 +14,10 @@ from hf_helix.operators.communication.group_transports import GroupTransport
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.unit import COPIED, COPIED_ON_SHARDS, CUT_ROWS, Placement
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.runtime import gradient_buckets
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.runtime.grad_reduce import Reduction
+from hf_helix.runtime.gradients import buckets
+from hf_helix.runtime.gradients.reduce import Reduction
 from hf_helix.runtime.streams import CpuStreams, Event
 
 
@@ -67,12 +67,12 @@ def reduction_of(
     placements: Sequence[dict[nn.Parameter, Placement]], streams: Recorder, tp: bool, dp: bool
 ) -> Reduction:
     units, mesh = {k: unit_of(found) for k, found in enumerate(placements)}, mesh_of(tp, dp)
-    return Reduction(gradient_buckets.gradient_buckets(units, mesh), mesh, streams)
+    return Reduction(buckets.gradient_buckets(units, mesh), mesh, streams)
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 200)  # two parameters
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 200)  # two parameters
     return Recorder()
 
 

@@ -9,6 +9,7 @@ from support.on_paper import cluster_with, counted, on_meta
 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import named_operators
+from hf_helix.simulation.amounts.kernels import ATTENTION, MATMUL, OTHER, Kernel, Transfer
 from hf_helix.simulation.estimate import (
     Ring,
     Sizes,
@@ -19,7 +20,6 @@ from hf_helix.simulation.estimate import (
     rings,
     transfer_seconds,
 )
-from hf_helix.simulation.kernels import ATTENTION, MATMUL, OTHER, Kernel, Transfer
 
 GB = 10**9
 

@@ -9,10 +9,10 @@ import pytest
 from support.on_paper import case_of, cluster_with, counted, on_meta
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.fsdp import simulate_fsdp
-from hf_helix.simulation.step import Step, simulate_step
+from hf_helix.simulation.step.step import Step, simulate_step
 
 LAYERS, RANKS, MICROBATCHES = 4, 4, 3
 FREE: dict[str, Any] = {"peak_tflops": {"bf16": 1e6}, "memory_gb_per_s": 1e9}

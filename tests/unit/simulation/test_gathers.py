@@ -14,18 +14,18 @@ from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.program import build_program
-from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings
-from hf_helix.simulation.gathers import (
+from hf_helix.simulation.sizes import Sizes
+from hf_helix.simulation.step.gathers import (
     cast_seconds,
     exposed_gathers,
     gather_seconds,
     profile_with_gathers,
     weight_gathers,
 )
-from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case, layout_of, simulate_step
-from hf_helix.simulation.sums import gradient_sums, profile_with_sums
+from hf_helix.simulation.step.step import Case, layout_of, simulate_step
+from hf_helix.simulation.step.sums import gradient_sums, profile_with_sums
 
 CLUSTER = cluster_with(
     nodes=2,

@@ -15,7 +15,7 @@ from hf_helix.report.step import shards_line
 from hf_helix.simulation.cluster import Cluster, divisors
 from hf_helix.simulation.layouts import MARGIN, ONE_STRAND, Ranking, Search, check_sizes, is_plain, layouts
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import Case, memory_of_case, simulate_step
+from hf_helix.simulation.step.step import Case, memory_of_case, simulate_step
 
 # Four devices joined by links that are slow for them.
 CLUSTER = cluster_with(devices_per_node=4, device={"peak_tflops": {"bf16": 0.05}}, node={"gb_per_s": 1})

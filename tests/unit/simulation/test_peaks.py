@@ -15,9 +15,9 @@ from hf_helix.planning.pipeline.scheduler import Scheduler
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile import rough_profile
 from hf_helix.planning.program import build_programs
-from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.peaks import Peak, peak_of_program, peaks_of_schedules
-from hf_helix.simulation.step import layout_of
+from hf_helix.simulation.step.step import layout_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},

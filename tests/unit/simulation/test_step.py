@@ -13,7 +13,7 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.pipeline import local_search
 from hf_helix.planning.plans.baselines import dhelix
 from hf_helix.simulation.cluster import Cluster
-from hf_helix.simulation.step import layout_of, simulate_step
+from hf_helix.simulation.step.step import layout_of, simulate_step
 
 # A network on which communication takes about as long as computation.
 CLUSTER = cluster_with(

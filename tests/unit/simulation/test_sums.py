@@ -11,13 +11,13 @@ import pytest
 from support.on_paper import case_of, cluster_with, counted, layout_of_training, on_meta
 
 from hf_helix.planning.graph.operator import Kind
-from hf_helix.runtime import gradient_buckets
-from hf_helix.simulation import sums
-from hf_helix.simulation.amounts import Amounts
+from hf_helix.runtime.gradients import buckets
+from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.estimate import Ring, estimate_profile, rings
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.step import layout_of
-from hf_helix.simulation.sums import exposed_sums, gradient_sums, profile_with_sums
+from hf_helix.simulation.step import sums
+from hf_helix.simulation.step.step import layout_of
+from hf_helix.simulation.step.sums import exposed_sums, gradient_sums, profile_with_sums
 
 CLUSTER = cluster_with(
     nodes=2, devices_per_node=2, node={"gb_per_s": 100}, network={"gb_per_s": 100, "devices_per_link": 1}
@@ -70,7 +70,7 @@ def test_sums_are_those_of_training(
     bucket_bytes: int, options: dict[str, Any], tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same gradients in the same sums, completed by the same operators, in the same order."""
-    for module in (sums, gradient_buckets):
+    for module in (sums, buckets):
         monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
     model, amounts = three_layers(repr((options, tp)))
     found = [made for made, _ in gradient_sums(amounts, layout_of(amounts, case_of(tp=tp, dp=2)))]

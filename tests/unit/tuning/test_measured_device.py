@@ -22,9 +22,9 @@ from hf_helix.engine.synthetic import Workload
 from hf_helix.operators.communication.transport import Axis, Copies, SilentTransport
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import Profile, named_of_window, named_operators
-from hf_helix.runtime import grad_reduce
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
+from hf_helix.runtime.gradients import reduce
 from hf_helix.runtime.streams import CudaStreams, stream_name
 from hf_helix.runtime.trace import Span
 from hf_helix.tuning.measure import machine, profiler, timing
@@ -97,7 +97,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SlowHost:
     made = SlowHost()
     monkeypatch.setattr(torch.cuda, "_sleep", made.sleep)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2 if group is COPIES else 1)
-    monkeypatch.setattr(grad_reduce, "all_reduce", lambda total, group, link: None)
+    monkeypatch.setattr(reduce, "all_reduce", lambda total, group, link: None)
     return made
 
 

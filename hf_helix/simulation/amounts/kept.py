@@ -15,8 +15,8 @@ from torch import nn
 
 from hf_helix.operators.unit import EXPERTS, Unit
 from hf_helix.operators.weights.kept import KeptFlat, keep_units, kept_flats
-from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES
-from hf_helix.simulation.mesh import paper_mesh
+from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES
+from hf_helix.simulation.amounts.mesh import paper_mesh
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from hf_helix.operators.unit import EXPERTS
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import Layout
 from hf_helix.planning.profile import Name, named_operators
-from hf_helix.runtime.gradient_buckets import by_completion
+from hf_helix.runtime.gradients.buckets import by_completion
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
-from hf_helix.simulation.kept import KeptWeights, flat_names, kept_weights, with_kept_flats
-from hf_helix.simulation.kernels import Kernel, Transfer
-from hf_helix.simulation.lifetimes import Lifetimes, Watch, WatchedExecutor, lifetimes_of
-from hf_helix.simulation.meter import FusedKernels, Meter, Metered
+from hf_helix.simulation.amounts.kept import KeptWeights, flat_names, kept_weights, with_kept_flats
+from hf_helix.simulation.amounts.kernels import Kernel, Transfer
+from hf_helix.simulation.amounts.lifetimes import Lifetimes, Watch, WatchedExecutor, lifetimes_of
+from hf_helix.simulation.amounts.meter import FusedKernels, Meter, Metered
 
 Adders = tuple[tuple[int, str], ...]
 """Operators of backward, as (unit, name), that add to a gradient."""

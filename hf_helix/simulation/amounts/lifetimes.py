@@ -26,7 +26,7 @@ from hf_helix.runtime.executor import Executor
 from hf_helix.runtime.microbatch import MicroBatch, Strand
 from hf_helix.runtime.streams import Streams
 from hf_helix.runtime.trace import Trace
-from hf_helix.simulation.meter import Allocated, Meter
+from hf_helix.simulation.amounts.meter import Allocated, Meter
 
 Place = tuple[int, str]
 """An operator: the index of its unit, and its entry in a plan."""

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from hf_helix.models.graph import norms
 from hf_helix.operators import vocab_parallel
 from hf_helix.operators.linears import accumulate
-from hf_helix.simulation.kernels import ATTENTION, MATMUL, OTHER, Kernel
+from hf_helix.simulation.amounts.kernels import ATTENTION, MATMUL, OTHER, Kernel
 
 aten = torch.ops.aten
 

@@ -18,10 +18,10 @@ from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.layout import GradientSum, Layout
 from hf_helix.planning.pipeline.costs import part_of
 from hf_helix.planning.profile import Name, Pair, Profile, named_operators, named_sums
-from hf_helix.simulation.amounts import Adders, Amounts, Gradient
+from hf_helix.simulation.amounts.amounts import Adders, Amounts, Gradient
+from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import LEAST, Ring, transfer_seconds
-from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.memory import GRADIENT
 
 HELD_PARTS = 8

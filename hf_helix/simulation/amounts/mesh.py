@@ -17,7 +17,7 @@ from hf_helix.operators.communication.transport import Axis, Copies, Transport, 
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
 from hf_helix.runtime.distributed.pipe import Pipe
-from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
+from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 
 META = torch.device("meta")
 

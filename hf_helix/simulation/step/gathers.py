@@ -14,13 +14,13 @@ from dataclasses import replace
 
 from hf_helix.planning.layout import Layout, WeightGather
 from hf_helix.planning.profile import Profile, named_gathers
-from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.amounts.amounts import Amounts
+from hf_helix.simulation.amounts.kept import KeptWeights
+from hf_helix.simulation.amounts.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import LEAST, Ring, transfer_seconds
-from hf_helix.simulation.kept import KeptWeights
-from hf_helix.simulation.kernels import COPIES, EXPERT_COPIES, Transfer
 from hf_helix.simulation.memory import ELEMENT, PARAMETER
-from hf_helix.simulation.sums import free_seconds
+from hf_helix.simulation.step.sums import free_seconds
 
 COPY = ELEMENT["bf16"]
 """Bytes of an element of a copy of weights, in a type of half the size."""

@@ -25,17 +25,17 @@ from hf_helix.planning.plans.plan import Plan
 from hf_helix.planning.plans.registry import make_plan, runs_one_strand
 from hf_helix.planning.profile import Profile
 from hf_helix.planning.program import build_programs
-from hf_helix.simulation.amounts import Amounts
+from hf_helix.simulation.amounts.amounts import Amounts
 from hf_helix.simulation.cluster import Cluster
 from hf_helix.simulation.estimate import estimate_profile, rings
-from hf_helix.simulation.gathers import cast_seconds, exposed_gathers, profile_with_gathers, weight_gathers
 from hf_helix.simulation.memory import PARAMETER, Memory, Peak, Sharing, held_weights, memory_of
 from hf_helix.simulation.peaks import peak_of_program, peaks_of_schedules
 from hf_helix.simulation.sizes import Sizes
-from hf_helix.simulation.steady import Layers, costs_under, exposed_seconds, steady_layers
-from hf_helix.simulation.sums import exposed_sums, profile_with_sums
-from hf_helix.simulation.whole import predict_whole
-from hf_helix.simulation.window import usual_schedules, window_of
+from hf_helix.simulation.step.gathers import cast_seconds, exposed_gathers, profile_with_gathers, weight_gathers
+from hf_helix.simulation.step.steady import Layers, costs_under, exposed_seconds, steady_layers
+from hf_helix.simulation.step.sums import exposed_sums, profile_with_sums
+from hf_helix.simulation.step.whole import predict_whole
+from hf_helix.simulation.step.window import usual_schedules, window_of
 
 OPTIMIZER_BYTES = 32
 """Bytes that an optimizer's step moves for an element: gradient, weight and two states read, the latter written, the

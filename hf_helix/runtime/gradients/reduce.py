@@ -1,6 +1,6 @@
 """Gradients over the ranks: their sums during a window, and the norm of the whole gradient.
 
-In:   buckets of parameters (see `hf_helix.runtime.gradient_buckets`), and the mesh.
+In:   buckets of parameters (see `hf_helix.runtime.gradients.buckets`), and the mesh.
 Out:  complete gradients on every rank; one norm, equal on every rank.
 Must hold: a parameter that several ranks copy counts once; sums come in the same order on every rank.
 """
@@ -22,8 +22,8 @@ from hf_helix.operators.unit import EXPERTS, TP, Placement, Unit
 from hf_helix.operators.weights.flat import Flat
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.flat_gradients import FlatGradients
-from hf_helix.runtime.gradient_buckets import Bucket, gradient_buckets
+from hf_helix.runtime.gradients.buckets import Bucket, gradient_buckets
+from hf_helix.runtime.gradients.flat import FlatGradients
 from hf_helix.runtime.streams import Event, Streams
 
 MAX_COPIES = 2
