@@ -59,12 +59,12 @@ def made_for(profile: Profile) -> tuple[str, dict[str, int]]:
     """The model's class and the mesh, as plan files name them."""
     try:
         sizes = dict(part.split("=") for part in profile.about["mesh"].split())
-        found = {
+        context_and_experts = {
             f"{name}_size": int(sizes.get(name, 1))
             for name in ("tp", "pp", "cp", "ep")
             if name in sizes or name == "pp"
         }
-        return profile.about["model"].split()[0], {"tp_size": int(sizes["tp"]), **found}
+        return profile.about["model"].split()[0], {"tp_size": int(sizes["tp"]), **context_and_experts}
     except (KeyError, ValueError, IndexError) as error:
         raise ValueError(
             f"the profile does not say what it is for ({error}); measure anew with `hf-helix profile`"

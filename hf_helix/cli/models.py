@@ -101,9 +101,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _print_census(census: Census, part: str) -> None:
     """Prints what was found for the classes that have a text in their names: first those that are proven somewhere."""
-    found = {name: findings for name, findings in census.classes.items() if part in name.lower()}
-    for name in sorted(found, key=lambda name: (not _proven(found[name]), name)):
-        print(_wrapped(f"{name:<34} ", describe(found[name])))
+    matching = {name: findings for name, findings in census.classes.items() if part in name.lower()}
+    for name in sorted(matching, key=lambda name: (not _proven(matching[name]), name)):
+        print(_wrapped(f"{name:<34} ", describe(matching[name])))
     print(f"\n{headline(census)}\n{CENSUS_LEGEND}", end="")
 
 
@@ -126,7 +126,7 @@ def describe(findings: Findings) -> str:
 
 
 def _proven(findings: Findings) -> list[str]:
-    return [layout for layout, found in findings.items() if found.status == PROVEN]
+    return [layout for layout, finding in findings.items() if finding.status == PROVEN]
 
 
 def _wrapped(head: str, text: str) -> str:

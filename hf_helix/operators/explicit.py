@@ -90,13 +90,13 @@ class RmsNorm(Explicit):
         value, scale = kept
         parameter = self._module.weight
         given, weight = alike(value, parameter)
-        found, of_weight = fused_rms_norm_backward(
+        of_value, of_weight = fused_rms_norm_backward(
             gradient.to(given.dtype), given, scale, weight, parameter.requires_grad
         )
         if of_weight is not None:
             of_weight = of_weight.to(parameter.dtype)
             parameter.grad = of_weight if parameter.grad is None else parameter.grad.add_(of_weight)
-        return (found.to(value.dtype),)
+        return (of_value.to(value.dtype),)
 
 
 def alike(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def fused_rms_norm_backward(
     gradient: Tensor, value: Tensor, scale: Tensor, weight: Tensor, trained: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of the value and, where it is trained, of the weight."""
-    found, of_weight = aten._fused_rms_norm_backward.default(
+    of_value, of_weight = aten._fused_rms_norm_backward.default(
         gradient, value, weight.shape, scale, weight, [True, trained]
     )
-    return found, of_weight if trained else None
+    return of_value, of_weight if trained else None

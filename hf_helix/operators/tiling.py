@@ -119,8 +119,8 @@ def _operators(unit: Unit, site: Site, tiles: int) -> dict[str, TensorOperator]:
     size = collective.axis.size
     # Behind a gather and before a scatter lies the whole sequence.
     cut, join = (Cut(1, tiles), Join(size, tiles)) if site.gathers else (Cut(size, tiles), Join(1, tiles))
-    found: dict[str, TensorOperator] = {site.cut: cut, site.join: join}
+    operators: dict[str, TensorOperator] = {site.cut: cut, site.join: join}
     for op, operator in ((site.first, first), (site.second, second)):
         shared = TileTransfer(operator) if isinstance(operator, Communication) else operator
-        found |= {f"{op.name}.{tile}": shared for tile in range(tiles)}
-    return found
+        operators |= {f"{op.name}.{tile}": shared for tile in range(tiles)}
+    return operators

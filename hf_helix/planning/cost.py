@@ -304,12 +304,12 @@ def simulate(work: Work, slowdown: Slowdown | None = None, order: Sequence[int] 
 
 def _waiting_ranks(work: Work, num_ranks: int) -> dict[int, list[int]]:
     """The ranks that wait for an instruction of another."""
-    found: dict[int, list[int]] = {}
+    waiting: dict[int, list[int]] = {}
     for rank, needs in zip(work.ranks, work.needs, strict=True) if num_ranks > 1 else ():
         for need in needs:
             if work.ranks[need] != rank:
-                found.setdefault(need, []).append(rank)
-    return found
+                waiting.setdefault(need, []).append(rank)
+    return waiting
 
 
 def _queues(work: Work, order: Sequence[int]) -> list[list[Queue]]:

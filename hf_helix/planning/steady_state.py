@@ -107,12 +107,12 @@ def order_window(
     """
     if not plan.BY_TIMES:
         return _order_window(plan, schedule, layout, slots_ahead, rank)
-    for known, window, held, found in tuple(_ordered):
+    for known, window, held, ordered in tuple(_ordered):
         if known is plan and window == schedule and held == layout:
-            return found
-    found = _order_window(plan, schedule, layout, slots_ahead, None)
-    _ordered.append((plan, schedule, layout, found))
-    return found
+            return ordered
+    ordered = _order_window(plan, schedule, layout, slots_ahead, None)
+    _ordered.append((plan, schedule, layout, ordered))
+    return ordered
 
 
 _ordered: deque[tuple[Plan, Schedule, Layout, Ordered]] = deque(maxlen=REMEMBERED)
@@ -155,7 +155,7 @@ def _order_window(plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: i
 def _agreeing(issued: Issued, shift: int) -> list[tuple[int, int]]:
     """Of each rank, where the first of the last stretches of `shift` micro-batches begins and ends, if these agree on
     all ranks; nothing where they do not."""
-    found: list[tuple[int, int]] = []
+    stretches: list[tuple[int, int]] = []
     seconds: float | None = None
     for order in issued.orders:
         bounds = _bounds(issued, order, shift) if order else [0] * (AGREEING + 1)
@@ -166,8 +166,8 @@ def _agreeing(issued: Issued, shift: int) -> list[tuple[int, int]]:
                 seconds = issued.ends[order[bounds[-1]]] - issued.ends[order[bounds[-2]]]
             if not _equally_later(order, issued.ends, bounds, seconds):
                 return []
-        found.append((bounds[0], bounds[1]))
-    return found
+        stretches.append((bounds[0], bounds[1]))
+    return stretches
 
 
 def _bounds(issued: Issued, order: Sequence[int], shift: int) -> list[int] | None:

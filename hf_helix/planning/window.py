@@ -150,7 +150,7 @@ class Window:
             [at[k][need] for need in one.needs[call]] for call, k in zip(self.calls, self.microbatches, strict=True)
         ]
         if len(self) < len(self.at) * len(pattern.calls):
-            needs = [[need for need in found if need != ABSENT] for found in needs]
+            needs = [[need for need in row if need != ABSENT] for row in needs]
         hosts = [
             ABSENT if one.hosts[call] == ABSENT else at[k][one.hosts[call]]
             for call, k in zip(self.calls, self.microbatches, strict=True)
@@ -181,7 +181,7 @@ class Window:
 
 def pattern_of(layout: Layout) -> Pattern:
     """The pattern of a layout, which is made once."""
-    found = layout.derived.get("pattern")
-    if not isinstance(found, Pattern):
-        found = layout.derived["pattern"] = Pattern(layout)
-    return found
+    pattern = layout.derived.get("pattern")
+    if not isinstance(pattern, Pattern):
+        pattern = layout.derived["pattern"] = Pattern(layout)
+    return pattern

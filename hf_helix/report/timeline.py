@@ -31,8 +31,8 @@ OPERATORS_PER_LINE, MOST_LINES = 70, 10
 
 def streams_of(bars: Iterable[Bar]) -> list[str]:
     """The streams that run something; the order is that of a rank's devices, from the cores outward."""
-    found = {bar.stream for bar in bars}
-    return [*(stream for stream in ROWS if stream in found), *sorted(found - set(ROWS))]
+    streams = {bar.stream for bar in bars}
+    return [*(stream for stream in ROWS if stream in streams), *sorted(streams - set(ROWS))]
 
 
 def tick_step(span: float, most: int) -> float:
@@ -65,7 +65,9 @@ def letters(bars: Sequence[Bar], start: float, step: float, columns: int) -> str
         for column in range(int(first), min(columns, math.ceil(last))):
             share = min(last, column + 1) - max(first, column)
             shares[column][bar.letter] = shares[column].get(bar.letter, 0.0) + share
-    return "".join(max(found, key=lambda k: found[k]) if sum(found.values()) >= 0.5 else "·" for found in shares)
+    return "".join(
+        max(in_column, key=lambda k: in_column[k]) if sum(in_column.values()) >= 0.5 else "·" for in_column in shares
+    )
 
 
 def text_axis(start: float, end: float, columns: int) -> tuple[str, str]:

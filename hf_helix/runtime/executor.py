@@ -91,8 +91,8 @@ class Executor:
 
     def _bind(self, program: Sequence[Instruction]) -> Bound:
         """Returns the steps of a program, which stay the same from window to window; a period has its steps once."""
-        found = self._bound.get(id(program))
-        if found is None:
+        entry = self._bound.get(id(program))
+        if entry is None:
             if len(self._bound) == MAX_PROGRAMS:
                 del self._bound[next(iter(self._bound))]
             once = program.once if isinstance(program, Program) else program
@@ -101,8 +101,8 @@ class Executor:
             stretches: dict[tuple[int, int], list[Step]] = {}
             bound = [(stretches.setdefault((begin, end), steps[begin:end]), later) for begin, end, later in parts]
             # The program is kept, so that no other one gets its id.
-            found = self._bound[id(program)] = program, bound
-        return found[1]
+            entry = self._bound[id(program)] = program, bound
+        return entry[1]
 
     def _run(
         self,

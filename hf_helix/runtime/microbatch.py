@@ -53,12 +53,12 @@ class Strand:
 
     def call(self, index: int, operator: str, unit: Unit) -> Call:
         """What an operator of a unit keeps for this micro-batch."""
-        found = self.calls.get((index, operator))
-        if found is None:
+        call = self.calls.get((index, operator))
+        if call is None:
             seed = derive_seed(self.seed, *self.key, unit.label, operator)
-            found = Call(self.side, seed, self.training, self.precision, shared=self.shared)
-            self.calls[index, operator] = found
-        return found
+            call = Call(self.side, seed, self.training, self.precision, shared=self.shared)
+            self.calls[index, operator] = call
+        return call
 
 
 def derive_seed(*parts: object) -> int:

@@ -88,8 +88,8 @@ class Stage:
 
     def transfers(self) -> list[tuple[int, Transfer]]:
         """This rank's ends of the ways to other ranks, with their places in the layout."""
-        found = ((index, unit.operators["transfer"]) for index, unit in self.ends.items())
-        return [(index, operator) for index, operator in found if isinstance(operator, Transfer)]
+        ends = ((index, unit.operators["transfer"]) for index, unit in self.ends.items())
+        return [(index, operator) for index, operator in ends if isinstance(operator, Transfer)]
 
     @property
     def head(self) -> int:
@@ -161,4 +161,4 @@ def _check_single(stage: Stage) -> None:
 
 def shared_gradients(units: Mapping[int, Unit]) -> list[list[tuple[int, str]]]:
     """The backward operators that add to a gradient which several units share, see `Layout.shared`."""
-    return [found for found in adders_of(units).values() if len({index for index, _ in found}) > 1]
+    return [adders for adders in adders_of(units).values() if len({index for index, _ in adders}) > 1]

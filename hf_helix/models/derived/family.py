@@ -297,12 +297,12 @@ class DerivedFamily(Family):
         return {**self.calls.tensors(ids, positions), "masks": masks, "positions": positions}
 
     def context_inputs(self, model: Any, ids: Tensor, positions: Tensor, cut: SequenceCut) -> dict[str, Any]:
-        found = {}
+        inputs = {}
         dims = {given.name: given.open for call in self.calls.calls for given in call.given}
         for name, tensor in self.calls.tensors(ids, positions).items():
             along = [dim for dim in dims[name] if tensor.shape[dim] == ids.shape[1]]
-            found[name] = cut.take(tensor, along[0]) if along else tensor
-        return found
+            inputs[name] = cut.take(tensor, along[0]) if along else tensor
+        return inputs
 
 
 def _as_leaf(leaf: int, is_tuple: bool) -> Any:

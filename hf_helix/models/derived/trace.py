@@ -218,7 +218,7 @@ def _trace_of(program: Any, leaves: Leaves, given: Sequence[Given]) -> Trace:
         hidden=hidden,
         result=result,
         logits=tuple(logits),
-        leaves=leaves.found,
+        leaves=leaves.leaves,
         attributes=attributes,
         constants=constants,
         given={node: g.name for node, g in zip(rest, given, strict=True)},

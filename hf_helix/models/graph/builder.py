@@ -278,8 +278,8 @@ class Builder(Draft):
 
 def _parameters_of(used: Sequence[Used]) -> dict[nn.Parameter, None]:
     """Returns the parameters of modules, and those that are given as they are, each once and in order."""
-    found = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in used)
-    return dict.fromkeys(parameter for parameters in found for parameter in parameters)
+    groups = (each.parameters() if isinstance(each, nn.Module) else (each,) for each in used)
+    return dict.fromkeys(parameter for parameters in groups for parameter in parameters)
 
 
 def _linear(linears: Sequence[Unwrapped], adds_bias: bool = True) -> Linear:

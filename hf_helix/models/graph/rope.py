@@ -19,6 +19,6 @@ __all__ = ["Pair", "apply_rotary_pos_emb", "rotate"]
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     """Returns `apply_rotary_pos_emb(q, k, cos, sin)`, for cosines and sines that have no gradient."""
     if torch.compiler.is_compiling():  # which fuses it
-        found: Pair = apply_rotary_pos_emb(q, k, cos, sin)
-        return found
+        result: Pair = apply_rotary_pos_emb(q, k, cos, sin)
+        return result
     return rotated(q, k, cos, sin)

@@ -277,10 +277,10 @@ class FirstOf(Kernel):
         return self._chosen(q, k, seen).backward(gradient, q, k, v, o, lse, seen, scale)
 
     def _chosen(self, q: Tensor, k: Tensor, seen: AttentionMask) -> Kernel:
-        found = next(kernel for kernel in self.kernels if kernel.takes(q, k, seen))
-        if isinstance(found, Exact) and q.device.type != "cpu":
+        chosen = next(kernel for kernel in self.kernels if kernel.takes(q, k, seen))
+        if isinstance(chosen, Exact) and q.device.type != "cpu":
             _say_written_out(q.dtype, q.shape[-1], q.device.type)
-        return found
+        return chosen
 
 
 def merge(o: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -182,11 +182,11 @@ class GatheredBlocks(Computation):
         gradient, q, gathered, out, lse = gradients
         parts = gathered.chunk(self.axis.size)
         whole = torch.empty_like(gathered)
-        found = whole.chunk(self.axis.size)
+        of_blocks = whole.chunk(self.axis.size)
         total: Tensor | None = None
         for block in reversed(self._blocks):
             dq, dkv, *_ = block.backward(call, gradient, q, parts[block.source], out, lse)
-            found[block.source].copy_(dkv)
+            of_blocks[block.source].copy_(dkv)
             total = dq if total is None else total + dq
         assert total is not None
         return total, whole

@@ -103,8 +103,8 @@ class Link:
         return replace(self.speed, rate=self.rate)
 
     def __str__(self) -> str:
-        found = self.rate is not None and self.speed.rate is None
-        return f"{self.speed_now}{' (even)' if found else ''}"
+        is_measured = self.rate is not None and self.speed.rate is None
+        return f"{self.speed_now}{' (even)' if is_measured else ''}"
 
     def seconds(self, count: int) -> float:
         """How long so many bytes occupy one way."""

@@ -31,9 +31,9 @@ class Periodic:
         self.schedule = schedule
         self.shift, self.regions = 0, list[tuple[int, int, int]]()
         for shift in range(1, 5):
-            found = [_region(slots, shift) for slots in schedule]
-            if all(found):
-                self.shift, self.regions = shift, [each for each in found if each]
+            regions = [_region(slots, shift) for slots in schedule]
+            if all(regions):
+                self.shift, self.regions = shift, [each for each in regions if each]
                 break
         self.periods = min(((end - begin) // length for begin, end, length in self.regions), default=0)
 

@@ -183,12 +183,12 @@ class ListScheduler:
 
     def peaks(self, order: Sequence[int]) -> list[float]:
         """The most layers whose activations are alive on each rank under an order."""
-        alive, found = [0.0] * len(self.limits), [0.0] * len(self.limits)
+        alive, most = [0.0] * len(self.limits), [0.0] * len(self.limits)
         for place in order:
             rank = self.work.ranks[place]
             alive[rank] += self.kept.alloc[place] - self.kept.free[place]
-            found[rank] = max(found[rank], alive[rank])
-        return found
+            most[rank] = max(most[rank], alive[rank])
+        return most
 
     def _choose(self, rank: _Rank, arrives: list[float], weight: list[float], left: list[float]) -> None:
         """Notes what a rank issues next and when it can begin: nothing where all that it could issue must allocate."""

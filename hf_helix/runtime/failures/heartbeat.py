@@ -199,9 +199,9 @@ class Watch:
         seen: dict[int, tuple[bytes, float]] = {}
         try:
             while time.monotonic() < deadline:
-                found = self._look(range(self.world), limit, seen)
-                if found:
-                    return found
+                culprit = self._look(range(self.world), limit, seen)
+                if culprit:
+                    return culprit
                 time.sleep(self.interval)
             gone = [other for other, beat in self._beats() if beat == LEFT]
         except Exception:

@@ -109,8 +109,8 @@ class Reduction:
         if group is None and divisor == 1:
             return []
         self._limit_copies(parameters)
-        found = _by_type(parameters).values()
-        works = [_summing([p.grad for p in alike], group, divisor, self._mesh.link) for alike in found]
+        by_type = _by_type(parameters).values()
+        works = [_summing([p.grad for p in alike], group, divisor, self._mesh.link) for alike in by_type]
         events = [self._streams.issue(kind, work, after, label) for work in works]
         self._events += events
         return events
@@ -144,11 +144,11 @@ def set_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def _by_type(parameters: Iterable[nn.Parameter]) -> dict[torch.dtype, list[Any]]:
     """Returns the parameters that have a gradient, by its type."""
-    found: dict[torch.dtype, list[Any]] = {}
+    by_type: dict[torch.dtype, list[Any]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            found.setdefault(parameter.grad.dtype, []).append(parameter)
-    return found
+            by_type.setdefault(parameter.grad.dtype, []).append(parameter)
+    return by_type
 
 
 def _put_in_one(parameters: Iterable[nn.Parameter]) -> None:

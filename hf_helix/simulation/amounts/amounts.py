@@ -159,10 +159,10 @@ class Amounts:
         if spread == self.spread:
             return self
         operators = dict(self.operators)
-        for name, found in self.operators.items():
-            if any(each.axis in spread for each in found.transfers):
-                sent = [_over(each, self.spread, spread) for each in found.transfers]
-                operators[name] = replace(found, transfers=sent)
+        for name, counted in self.operators.items():
+            if any(each.axis in spread for each in counted.transfers):
+                sent = [_over(each, self.spread, spread) for each in counted.transfers]
+                operators[name] = replace(counted, transfers=sent)
         return replace(self, operators=operators, spread=dict(spread))
 
     def completed_gradients(self, layout: Layout, rank: int) -> Iterator[tuple[Gradient, Adders]]:
@@ -264,17 +264,17 @@ def count_amounts(
     places = {label: (layout.units.index(unit), entry) for (unit, entry), label in labels.items()}
     lent = {(index, name) for index, unit in stage.model.items() for name in unit.flats}
     lifetimes = lifetimes_of(second, watch, places, layout, lent)
-    ran = [names[label] for label in second.found]  # in the order in which they ran, which memory depends on
+    ran = [names[label] for label in second.counted]  # in the order in which they ran, which memory depends on
     assert set(ran) == {name for name, _ in named_operators(layout)}
     gathered = lifetimes.weights()
     operators = {
-        name: _operator(second.found[labels[name]], streams.sent.get(labels[name], ()), gathered.get(name, 0))
+        name: _operator(second.counted[labels[name]], streams.sent.get(labels[name], ()), gathered.get(name, 0))
         for name in ran
     }
     copies = {unit.name: 0 for unit in stage.model.values()}
     for name, label in labels.items():
         if name[1].startswith("F."):
-            copies[name[0]] += max(0, first.found[label].delta - second.found[label].delta)
+            copies[name[0]] += max(0, first.counted[label].delta - second.counted[label].delta)
     units = list(stage.model.values())
     if not spread:
         units = with_kept_flats(units, runner.precision.autocast_dtype)
@@ -306,7 +306,7 @@ def _operator(metered: Metered, sent: Sequence[Transfer], weights: int) -> Opera
 
 
 def _weights(runner: Runner) -> dict[str, Weights]:
-    found = {}
+    weights = {}
     seen: set[nn.Parameter] = set()
     for _, unit in sorted(runner.stage.model.items()):
         elements: Counter[tuple[bool, bool]] = Counter()
@@ -315,21 +315,21 @@ def _weights(runner: Runner) -> dict[str, Weights]:
                 continue
             seen.add(parameter)
             elements[parameter.requires_grad, placement.over == EXPERTS] += parameter.numel()
-        found[unit.name] = Weights(
+        weights[unit.name] = Weights(
             trained=elements[True, False],
             experts=elements[True, True],
             frozen=elements[False, False],
             frozen_experts=elements[False, True],
         )
-    return found
+    return weights
 
 
 def _gradients(runner: Runner, flats: Mapping[nn.Parameter, str]) -> dict[str, list[Gradient]]:
     model = runner.stage.model
-    found: dict[str, list[Gradient]] = {unit.name: [] for unit in model.values()}
+    gradients: dict[str, list[Gradient]] = {unit.name: [] for unit in model.values()}
     for made in by_completion(model):
         adders = tuple((model[index].name, name) for index, name in made.adders)
         last = model[min(index for index, _ in made.adders)].name
         is_experts = made.placement.over == EXPERTS
-        found[last].append(Gradient(adders, made.parameter.numel(), is_experts, flats.get(made.parameter, "")))
-    return found
+        gradients[last].append(Gradient(adders, made.parameter.numel(), is_experts, flats.get(made.parameter, "")))
+    return gradients

@@ -106,15 +106,15 @@ class Calls:
 
 def measure_products(watch: Stopwatch, dtype: torch.dtype) -> Points:
     """Returns operations a second by the operations of a product."""
-    found = []
+    points = []
     for side in SIDES:
         shapes = [tuple(max(8, int(side * factor)) for factor in factors) for factors in SHAPES]
         works = [(2.0 * m * n * k, work) for m, n, k in shapes for work in _linear(watch.device, dtype, m, n, k)]
         seconds = sum(watch.seconds(work) for _, work in works)
-        found.append((2.0 * side**3, sum(operations for operations, _ in works) / seconds))
+        points.append((2.0 * side**3, sum(operations for operations, _ in works) / seconds))
         if seconds > len(works) * LONGEST / 8:
             break
-    return found
+    return points
 
 
 def _linear(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) -> list[Work]:
@@ -144,14 +144,14 @@ def _linear(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int) ->
 
 def measure_attention(watch: Stopwatch, dtype: torch.dtype) -> Points:
     """Returns seconds of causal attention, forward and backward, by its keys; see `attention_work`."""
-    found = []
+    points = []
     for keys in KEYS:
         with torch.enable_grad():
             seconds = watch.seconds(_attention(watch.device, dtype, keys))
-        found.append((float(keys), seconds))
+        points.append((float(keys), seconds))
         if seconds > LONGEST:
             break
-    return found
+    return points
 
 
 def _attention(device: torch.device, dtype: torch.dtype, keys: int) -> Work:
@@ -186,15 +186,15 @@ def attention_work(keys: float, block: int) -> tuple[float, float]:
 def measure_memory(watch: Stopwatch) -> Points:
     """Returns bytes a second by the bytes that an element-wise kernel reads and writes."""
     empty = watch.seconds(_elementwise(watch.device, 8)) / 3
-    found = []
+    points = []
     for elements in ELEMENTS:
         seconds = watch.seconds(_elementwise(watch.device, elements)) / 3
         moved = 4.0 * elements * 8 / 3
         if seconds > 1.3 * empty:
-            found.append((moved, moved / (seconds - empty)))
+            points.append((moved, moved / (seconds - empty)))
         if seconds > LONGEST / 4:
             break
-    return found
+    return points
 
 
 def _elementwise(device: torch.device, elements: int) -> Work:

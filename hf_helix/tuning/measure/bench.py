@@ -70,7 +70,7 @@ class Bench:
     def alike(self) -> dict[Name, Name]:
         """Returns, for collectives that move tensors of the same shapes and types as an earlier one, its name."""
         first: dict[object, Name] = {}
-        found = {}
+        others = {}
         for timed in sorted(self.moving, key=lambda timed: not self.repeats(timed)):
             step = self._step(self._instruction(0, timed))
             inputs = [self.values[source] for source in step.reads]
@@ -78,8 +78,8 @@ class Bench:
             moves = (timed.op.kind, *((tuple(value.shape), value.dtype) for value in (*outputs, *inputs)))
             other = first.setdefault(moves, timed.name)
             if other != timed.name:
-                found[timed.name] = other
-        return found
+                others[timed.name] = other
+        return others
 
     def time_repeats(self, timed: Timed) -> list[float]:
         """Returns the seconds of an operator that runs `length` times in a row, without the first. Collective."""
@@ -173,17 +173,17 @@ class Bench:
         if timed.op.part in (Part.F, Part.R) or timed.op.kind.communicates:
             return []
         made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=not timed.op.recomputed)
-        found = [
+        before = [
             i
             for i in made
             if i.operator and i.operator.forward_name == timed.op.forward_name and not i.operator.kind.communicates
         ]
-        return [i for i in found if i.operator and i.operator.part in (Part.F, Part.R)]
+        return [i for i in before if i.operator and i.operator.part in (Part.F, Part.R)]
 
     def _instruction(self, repeat: int, timed: Timed, ends: bool = False) -> Instruction:
         made = unit_instructions(self.runner.layout, (repeat, timed.unit), forward=timed.op.part is Part.F)
-        found = next(i for i in made if i.operator is not None and i.operator.name == timed.op.name)
-        return replace(found, ends=ends)
+        instruction = next(i for i in made if i.operator is not None and i.operator.name == timed.op.name)
+        return replace(instruction, ends=ends)
 
     def _run(self, program: Sequence[Instruction]) -> list[Span]:
         meet(self.runner)

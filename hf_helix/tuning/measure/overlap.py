@@ -145,7 +145,7 @@ def measure_overlap(
     works += [sums, *moving]
     works += [functools.partial(runner.train_window, window) for runner in runners.values()]
     times = time_in_turn(works, first, repeats, keep_gradients=(sums,), progress=progress)
-    medians = [statistics.median(found) for found in times]
+    medians = [statistics.median(of_plan) for of_plan in times]
     alone = dict(zip(schedules, medians, strict=False))
     summing, *rest = medians[len(schedules) :]
     summing = summing if world_size() > mesh.pipe.size else 0.0
@@ -221,11 +221,11 @@ def time_in_turn(
     for round_ in range(repeats + 1):
         if progress is not None:
             progress(round_ / (repeats + 1))
-        for work, found in zip(works, times, strict=True):
+        for work, of_work in zip(works, times, strict=True):
             if work not in keep_gradients:
                 forget_gradients(first)
-            found.append(_timed(work, first))
-    return [_maxima(found[1:]) for found in times]
+            of_work.append(_timed(work, first))
+    return [_maxima(of_work[1:]) for of_work in times]
 
 
 def record_moves(runner: Runner, window: Sequence[MicroBatch]) -> list[Recorder]:
@@ -284,8 +284,10 @@ def _overlapped_fractions(runner: Runner, window: Sequence[MicroBatch]) -> dict[
         busy = trace.busy(compute=False, stream=stream)
         mine[stream or ""] = trace.beside(stream) / busy if busy else 0.0
     ranks = all_gather_object(mine)
-    streams = sorted({stream for found in ranks for stream in found})
-    return {stream: statistics.fmean(found[stream] for found in ranks if stream in found) for stream in streams}
+    streams = sorted({stream for fractions in ranks for stream in fractions})
+    return {
+        stream: statistics.fmean(fractions[stream] for fractions in ranks if stream in fractions) for stream in streams
+    }
 
 
 def _sums_overlapped(runner: Runner, window: Sequence[MicroBatch]) -> float:

@@ -13,7 +13,7 @@ from support.windows import SVG
 from hf_helix.cli import main
 from hf_helix.planning.plans.registry import make_plan
 from hf_helix.planning.profile_file import save_profile
-from hf_helix.report.strands import Strip, draw_strips, strips, text_strips
+from hf_helix.report.strands import Strip, draw_strips, strips_of_plans, text_strips
 
 MESH = {"tp_size": 2, "pp_size": 1}
 
@@ -21,7 +21,9 @@ MESH = {"tp_size": 2, "pp_size": 1}
 @pytest.fixture(scope="module")
 def found() -> list[Strip]:
     profile = tiny_profile()
-    return strips(profile, [make_plan(rule, profile, model=MODEL, mesh=MESH) for rule in ("sequential", "greedy")])
+    return strips_of_plans(
+        profile, [make_plan(rule, profile, model=MODEL, mesh=MESH) for rule in ("sequential", "greedy")]
+    )
 
 
 def test_every_strip_does_the_same_work(found: list[Strip]) -> None:

@@ -44,9 +44,9 @@ def edges_of(lengths: Sequence[int]) -> list[int]:
 
 def tensors_of(node: Node) -> list[Node]:
     """Returns the tensors that an operation takes, those in lists, too."""
-    found: list[Node] = []
-    torch.fx.map_arg((args_of(node), node.kwargs), lambda value: found.append(value) if has_value(value) else None)
-    return found
+    tensors: list[Node] = []
+    torch.fx.map_arg((args_of(node), node.kwargs), lambda value: tensors.append(value) if has_value(value) else None)
+    return tensors
 
 
 def arguments_of_slice(node: Node) -> tuple[int, Any, Any, int]:

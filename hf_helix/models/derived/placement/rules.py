@@ -54,12 +54,12 @@ class Rules:
 
     def _join(self, operands: Sequence[Node]) -> str:
         """Returns where a computation of several values takes place."""
-        found = {self._of(value).where for value in operands}
-        if found <= {FREE}:
+        places = {self._of(value).where for value in operands}
+        if places <= {FREE}:
             return FREE
         # What is free and has a place for every token, such as a rope, is that of the whole sequence.
         of_all = any(self._of(value).where == FREE and SEQUENCE in self.trace.shape(value) for value in operands)
-        return WHOLE if WHOLE in found or of_all else SHARD
+        return WHOLE if WHOLE in places or of_all else SHARD
 
     def _cut(self, value: Node) -> None:
         if value not in self.decisions.cut:

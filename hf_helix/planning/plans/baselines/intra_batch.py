@@ -158,8 +158,8 @@ def tile_layout(layout: Layout, tiles: int) -> Layout:
         return [(unit, each) for each in ([name] if name in known else rows)]
 
     sums = [
-        GradientSum(tuple(each for adder in found.adders for each in adders(*adder)), found.bytes)
-        for found in layout.sums
+        GradientSum(tuple(each for adder in gradient_sum.adders for each in adders(*adder)), gradient_sum.bytes)
+        for gradient_sum in layout.sums
     ]
     return replace(layout, graphs=graphs, shared=(), sums=sums)
 
@@ -204,7 +204,7 @@ def sites(graph: Graph) -> list[Site]:
         for value in op.reads:
             readers.setdefault(value, []).append(op)
     taken: set[str] = set()
-    found = []
+    result = []
     for gathers in (True, False):
         for first in graph.operators:
             if len(first.writes) != 1 or first.writes[0] in graph.outputs:
@@ -214,9 +214,9 @@ def sites(graph: Graph) -> list[Site]:
                 continue
             site = Site(first, reading[0])
             if site.gathers is gathers and _fits(site):
-                found.append(site)
+                result.append(site)
                 taken |= {first.name, reading[0].name}
-    return found
+    return result
 
 
 def tile_profile(profile: Profile, tiles: int) -> Profile:
