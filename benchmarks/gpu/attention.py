@@ -15,7 +15,15 @@ from torch import Tensor
 from benchmarks.gpu.attention_costs import DRY, Sizes, tell_costs
 from benchmarks.gpu.report import Options, Report
 from hf_helix.operators.attention.kernels import cuda_kernels
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, Exact, Kernel, TorchCpu, merge
+from hf_helix.operators.attention.partial import (
+    CAUSAL,
+    EVERYTHING,
+    AttentionKernel,
+    AttentionMask,
+    Exact,
+    TorchCpu,
+    merge,
+)
 
 BARS = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """The error that a type may have, in parts of the norm."""
@@ -34,12 +42,12 @@ def run(report: Report, options: Options) -> None:
             tell_costs(report, kernel, DRY if options.dry else Sizes(), options.device)
 
 
-def kernels(device: torch.device) -> tuple[Kernel, ...]:
+def kernels(device: torch.device) -> tuple[AttentionKernel, ...]:
     """Those of the device, the newest last: if it crashes, the others have been checked."""
     return cuda_kernels(torch.cuda.get_device_capability(device))[::-1] if device.type == "cuda" else (TorchCpu(),)
 
 
-def check(report: Report, kernel: Kernel, dtype: torch.dtype, bar: float, device: torch.device) -> None:
+def check(report: Report, kernel: AttentionKernel, dtype: torch.dtype, bar: float, device: torch.device) -> None:
     """All shapes that a kernel takes in a type."""
     worst, where, count = 0.0, "", 0
     for shape in SHAPES:
@@ -58,7 +66,9 @@ def check(report: Report, kernel: Kernel, dtype: torch.dtype, bar: float, device
         report.check(name, worst <= bar, f"{count} cases, at most {worst:.1e} off{where} (at most {bar:.0e})")
 
 
-def errors(kernel: Kernel, q: Tensor, shape: tuple[int, ...], own: AttentionMask) -> Iterator[tuple[str, float]]:
+def errors(
+    kernel: AttentionKernel, q: Tensor, shape: tuple[int, ...], own: AttentionMask
+) -> Iterator[tuple[str, float]]:
     """How far each result is off, in parts of its norm."""
     length, _, groups, size = shape
     draws = torch.Generator(q.device).manual_seed(sum(shape))

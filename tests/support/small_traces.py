@@ -18,7 +18,7 @@ from hf_helix.models.derived.lowering.lower import declare
 from hf_helix.models.derived.lowering.outline import Outline
 from hf_helix.models.derived.placement.inference import Inference
 from hf_helix.models.derived.placement.placed import SHARD, NeedsInlining, Placed
-from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, Trace, trace
+from hf_helix.models.derived.trace import EXAMPLE_BATCH, EXAMPLE_LENGTH, Given, ModuleTrace, trace
 from hf_helix.models.graph.builder import Builder
 from hf_helix.models.graph.context import ParallelContext
 from hf_helix.operators.communication.collectives import AllGather, ReduceScatter
@@ -29,7 +29,7 @@ WIDTH = 8
 """Features of what enters the modules."""
 
 
-def traced(module: nn.Module, given: Sequence[Given] = (), inlined: frozenset[str] = frozenset()) -> Trace:
+def traced(module: nn.Module, given: Sequence[Given] = (), inlined: frozenset[str] = frozenset()) -> ModuleTrace:
     """The trace of a module that is called with [batch, sequence, WIDTH] and, behind it, what it is given.
 
     It is made once for each module, so a test that changes what is traced takes another module.
@@ -38,7 +38,7 @@ def traced(module: nn.Module, given: Sequence[Given] = (), inlined: frozenset[st
 
 
 @functools.lru_cache(maxsize=16)
-def _traced(module: nn.Module, given: tuple[Given, ...], inlined: frozenset[str]) -> Trace:
+def _traced(module: nn.Module, given: tuple[Given, ...], inlined: frozenset[str]) -> ModuleTrace:
     leaves, skeleton = Leaves(inlined), skeleton_of(module).train()
     leaves.replace(skeleton)
     hidden = torch.empty((EXAMPLE_BATCH, EXAMPLE_LENGTH, WIDTH), dtype=DTYPE, device="meta")

@@ -27,7 +27,7 @@ from hf_helix.engine.evaluate import evaluate_batch
 from hf_helix.engine.microbatches import LossScale, WindowMaker
 from hf_helix.engine.proof.reference import Outcome, Unsplit, add_up
 from hf_helix.engine.proof.samples import ITEMS, KINDS, Batch, make_batches, scale_weights
-from hf_helix.engine.proof.verdict import Case, Proof, compare
+from hf_helix.engine.proof.verdict import ComparedWindow, Proof, compare
 from hf_helix.engine.recompute import modes_of
 from hf_helix.models.copies import copy_module
 from hf_helix.models.registry import family_of
@@ -129,7 +129,7 @@ class _Copy:
 
     # -- windows -------------------------------------------------------------------------------------------------
 
-    def run(self, declared: Declared, plans: Sequence[str]) -> tuple[Case, ...]:
+    def run(self, declared: Declared, plans: Sequence[str]) -> tuple[ComparedWindow, ...]:
         """Cuts the copy, and runs and compares all windows. Collective."""
         runner = start_runner(self.model, declared, self.config, self.mesh, RunOptions()).runner
         self.model.to(self.mesh.device)
@@ -147,7 +147,7 @@ class _Copy:
         profile, model = rough_profile(runner.layout), type(self.model).__name__
         return runner.with_plan(make_plan(rule, profile, model=model, mesh=self.config.option_sizes))
 
-    def _case(self, kind: str, runner: Runner) -> Case:
+    def _case(self, kind: str, runner: Runner) -> ComparedWindow:
         """One window. Collective."""
         dp_rank = 0 if self.mesh.dp_group is None else dist.get_rank(self.mesh.dp_group)
         batches = self.windows[dp_rank % len(self.windows)][kind]
@@ -178,7 +178,7 @@ class _Copy:
                 self.joined_elsewhere.add(name)
         return gradients
 
-    def _compare(self, kind: str, plan: str, batches: Sequence[Batch], outcome: Outcome) -> Case:
+    def _compare(self, kind: str, plan: str, batches: Sequence[Batch], outcome: Outcome) -> ComparedWindow:
         """A window beside the unsplit model."""
         unsplit = self.unsplit
         assert unsplit is not None

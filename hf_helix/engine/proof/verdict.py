@@ -50,7 +50,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Case:
+class ComparedWindow:
     """A window through the cut model.
 
     Attributes:
@@ -93,7 +93,7 @@ class Proof:
 
     model: str
     layout: str
-    cases: tuple[Case, ...] = ()
+    cases: tuple[ComparedWindow, ...] = ()
     refusal: str = ""
     failure: str = ""
     trace: str = ""
@@ -153,7 +153,7 @@ def compare(
     wanted: Outcome,
     exact: Callable[[], Outcome | None],
     counted: Tensor | None = None,
-) -> Case:
+) -> ComparedWindow:
     """Compares a window of the cut model with the unsplit one.
 
     Args:
@@ -174,7 +174,7 @@ def compare(
     everything = (*loss, *gradients, *logits)
     wrong = sorted((d for d in everything if d.is_wrong), key=_by_error, reverse=True)
     worst = [max(part, key=_by_error) for part in (loss, gradients, logits)]
-    return Case(kind, plan, worst[0], worst[1], worst[2], tuple(wrong))
+    return ComparedWindow(kind, plan, worst[0], worst[1], worst[2], tuple(wrong))
 
 
 def _differences(

@@ -25,7 +25,7 @@ from hf_helix.models.graph.masks import SlidingWindow
 from hf_helix.models.graph.shared_attention import shared_attention
 from hf_helix.models.model_code import same_code
 from hf_helix.operators.attention.kernels import kernel_for
-from hf_helix.operators.attention.partial import Exact, Kernel
+from hf_helix.operators.attention.partial import AttentionKernel, Exact
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values [batch, heads, tokens, head_dim]."""
@@ -183,7 +183,9 @@ def declare_attention(
     return shared_attention(b, q, kv, kernel, scale, attention.sliding_window, dtype, attention.value_dim, sinks)
 
 
-def _shared_form(attention: Attention, cp_size: int, device: torch.device) -> tuple[Kernel, nn.Parameter | None]:
+def _shared_form(
+    attention: Attention, cp_size: int, device: torch.device
+) -> tuple[AttentionKernel, nn.Parameter | None]:
     """Returns the kernel that computes an attention over a sequence that ranks share, and its sinks if it has any.
 
     Raises:

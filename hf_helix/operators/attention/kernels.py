@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.attention.partial import AttentionMask, Exact, FirstOf, Fused, Kernel, TorchCpu
+from hf_helix.operators.attention.partial import AttentionKernel, AttentionMask, Exact, FirstOf, Fused, TorchCpu
 from hf_helix.operators.base import Tensors
 
 aten = torch.ops.aten
@@ -200,7 +200,7 @@ class Efficient(Fused):
         return -3e4 if q.dtype is torch.float16 else -1e30
 
 
-class FlashAttention(Kernel):
+class FlashAttention(AttentionKernel):
     """The flash-attn package, for half precision."""
 
     def __init__(self) -> None:
@@ -246,7 +246,7 @@ KERNELS = ("eager", "sdpa", "flash_attention_2")
 """The attention implementations of Transformers that have a kernel here."""
 
 
-def kernel_for(implementation: str, device: torch.device) -> Kernel:
+def kernel_for(implementation: str, device: torch.device) -> AttentionKernel:
     """The kernel that stands for an attention implementation of Transformers.
 
     Raises:
@@ -267,7 +267,7 @@ def kernel_for(implementation: str, device: torch.device) -> Kernel:
     return FirstOf(*own, TorchCpu()) if device.type in ("cpu", "meta") else FirstOf(*own)
 
 
-def cuda_kernels(capability: Capability) -> tuple[Kernel, ...]:
+def cuda_kernels(capability: Capability) -> tuple[AttentionKernel, ...]:
     """Those of torch that a GPU of this compute capability has, the fastest first."""
     return Cudnn(capability), Flash(capability), Efficient(capability)
 

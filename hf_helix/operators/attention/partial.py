@@ -62,7 +62,7 @@ class AttentionMask:
 EVERYTHING, CAUSAL = AttentionMask(), AttentionMask(causal=True)
 
 
-class Kernel(ABC):
+class AttentionKernel(ABC):
     """A way to compute attention. `scale` multiplies the products of queries and keys.
 
     Attributes:
@@ -113,7 +113,7 @@ class Kernel(ABC):
         """
 
 
-class Exact(Kernel):
+class Exact(AttentionKernel):
     """Written out, in fp32: the reference, and what serves where nothing else does. Needs room for all products.
 
     Args:
@@ -170,7 +170,7 @@ class Exact(Kernel):
         return (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
 
 
-class Fused(Kernel):
+class Fused(AttentionKernel):
     """A kernel of torch that writes out no products, behind one face: sizes and heads as it wants them, and back.
 
     Attributes:
@@ -254,10 +254,10 @@ class TorchCpu(Fused):
         return dq, dk, dv
 
 
-class FirstOf(Kernel):
+class FirstOf(AttentionKernel):
     """The first of some kernels that takes what there is; `Exact`, the last, takes everything."""
 
-    def __init__(self, *kernels: Kernel) -> None:
+    def __init__(self, *kernels: AttentionKernel) -> None:
         self.kernels = (*kernels, Exact())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -276,7 +276,7 @@ class FirstOf(Kernel):
     ) -> Tensors:
         return self._chosen(q, k, seen).backward(gradient, q, k, v, o, lse, seen, scale)
 
-    def _chosen(self, q: Tensor, k: Tensor, seen: AttentionMask) -> Kernel:
+    def _chosen(self, q: Tensor, k: Tensor, seen: AttentionMask) -> AttentionKernel:
         chosen = next(kernel for kernel in self.kernels if kernel.takes(q, k, seen))
         if isinstance(chosen, Exact) and q.device.type != "cpu":
             _say_written_out(q.dtype, q.shape[-1], q.device.type)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, Kernel, merge
+from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionKernel, AttentionMask, merge
 from hf_helix.operators.base import Call, Communication, Computation, Tensors, Work
 from hf_helix.operators.communication.transport import Axis
 from hf_helix.operators.linears.accumulate import add_to_bias_gradients
@@ -67,7 +67,9 @@ class RingBlock(Computation):
 
     saves = False
 
-    def __init__(self, kernel: Kernel, axis: Axis, distance: int, scale: float, window: int | None = None) -> None:
+    def __init__(
+        self, kernel: AttentionKernel, axis: Axis, distance: int, scale: float, window: int | None = None
+    ) -> None:
         self.kernel = kernel
         self.axis = axis
         self.distance = distance
@@ -166,7 +168,7 @@ class GatheredBlocks(Computation):
 
     saves = False
 
-    def __init__(self, kernel: Kernel, axis: Axis, scale: float, window: int | None = None) -> None:
+    def __init__(self, kernel: AttentionKernel, axis: Axis, scale: float, window: int | None = None) -> None:
         self.axis = axis
         self._blocks = [RingBlock(kernel, axis, distance, scale, window) for distance in range(axis.size)]
 

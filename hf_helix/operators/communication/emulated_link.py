@@ -46,7 +46,7 @@ class Direction:
             return self._free
 
 
-class Link:
+class EmulatedLink:
     """What connects a rank with all others.
 
     Args:
@@ -121,7 +121,7 @@ class Link:
 class LinkedTransport(TransportWrapper):
     """A transport whose bytes go over an emulated link."""
 
-    def __init__(self, inner: Transport, link: Link) -> None:
+    def __init__(self, inner: Transport, link: EmulatedLink) -> None:
         super().__init__(inner)
         self.group = inner.group
         self._link = link
@@ -134,7 +134,7 @@ class LinkedTransport(TransportWrapper):
 class LinkedChannel(P2PChannel):
     """A way between two ranks of a pipeline over an emulated link."""
 
-    def __init__(self, inner: P2PChannel, link: Link) -> None:
+    def __init__(self, inner: P2PChannel, link: EmulatedLink) -> None:
         self.inner = inner
         self._link = link
 
@@ -146,7 +146,7 @@ class LinkedChannel(P2PChannel):
 
 
 @contextmanager
-def bare(link: Link | None) -> Iterator[None]:
+def bare(link: EmulatedLink | None) -> Iterator[None]:
     """Within it, transfers go as they are."""
     if link is None:
         yield
@@ -158,7 +158,7 @@ def bare(link: Link | None) -> Iterator[None]:
         link.rate = rate
 
 
-def all_reduce(value: Tensor, group: dist.ProcessGroup, link: Link | None) -> None:
+def all_reduce(value: Tensor, group: dist.ProcessGroup, link: EmulatedLink | None) -> None:
     """Sums a value over a group, in place; over a link as the ring that moves least."""
     if link is None:
         dist.all_reduce(value, group=group)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_helix.config import OPTIMIZER, HelixConfig
 from hf_helix.link_speed import parse_link
-from hf_helix.operators.communication.emulated_link import Link, LinkedTransport
+from hf_helix.operators.communication.emulated_link import EmulatedLink, LinkedTransport
 from hf_helix.operators.communication.group_transports import GlooTransport, GroupTransport
 from hf_helix.operators.communication.transport import Axis, Copies, Transport
 from hf_helix.operators.unit import EXPERTS, Placement
@@ -63,12 +63,12 @@ class Mesh:
     copies_group: dist.ProcessGroup | None
     expert_copies_group: dist.ProcessGroup | None
     batch_group: dist.ProcessGroup | None
-    link: Link | None = None
+    link: EmulatedLink | None = None
     copies: Copies | None = None
     expert_copies: Copies | None = None
     sums_kind: Kind = Kind.INTRA_NODE
 
-    def over(self, link: Link) -> Mesh:
+    def over(self, link: EmulatedLink) -> Mesh:
         """Returns a mesh of the same ranks and groups, on which operators and sums of gradients go over a link."""
 
         def linked(axis: Axis) -> Axis:
@@ -177,7 +177,7 @@ def build_mesh(
     if link is None:
         return _meshes[key]
     check_link(link, device, world)
-    return _meshes[key].over(Link(parse_link(link)))
+    return _meshes[key].over(EmulatedLink(parse_link(link)))
 
 
 def mesh_of(config: HelixConfig, device: torch.device | str) -> Mesh:

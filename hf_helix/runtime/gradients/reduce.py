@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_helix.operators.communication.emulated_link import Link, all_reduce
+from hf_helix.operators.communication.emulated_link import EmulatedLink, all_reduce
 from hf_helix.operators.linears.side_by_side import in_one
 from hf_helix.operators.unit import EXPERTS, TP, Placement, Unit
 from hf_helix.operators.weights.flat import Flat
@@ -167,7 +167,7 @@ def _put_in_one(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _summing(
-    gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int, link: Link | None
+    gradients: Sequence[Tensor], group: dist.ProcessGroup | None, divisor: int, link: EmulatedLink | None
 ) -> Callable[[], object]:
     """Returns the work that sums gradients over a group, in one piece, and divides them."""
     if group is None:  # experts that no other rank has a copy of
@@ -187,7 +187,7 @@ def _summing(
     return work
 
 
-def _sum(total: Tensor, group: dist.ProcessGroup, divisor: int, link: Link | None) -> None:
+def _sum(total: Tensor, group: dist.ProcessGroup, divisor: int, link: EmulatedLink | None) -> None:
     """Sums over a group and divides, in place."""
     if total.is_cuda and divisor == dist.get_world_size(group):
         dist.all_reduce(total, dist.ReduceOp.AVG, group=group)

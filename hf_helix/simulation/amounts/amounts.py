@@ -25,7 +25,7 @@ from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import Event, Streams
 from hf_helix.simulation.amounts.kept import KeptWeights, flat_names, kept_weights, with_kept_flats
 from hf_helix.simulation.amounts.kernels import Kernel, Transfer
-from hf_helix.simulation.amounts.lifetimes import Lifetimes, Watch, WatchedExecutor, lifetimes_of
+from hf_helix.simulation.amounts.lifetimes import Lifetimes, LifetimeTrace, WatchedExecutor, lifetimes_of
 from hf_helix.simulation.amounts.meter import FusedKernels, Meter, Metered
 
 Adders = tuple[tuple[int, str], ...]
@@ -292,8 +292,8 @@ def count_amounts(
     )
 
 
-def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> Watch:
-    streams.trace = watch = Watch(meter)
+def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> LifetimeTrace:
+    streams.trace = watch = LifetimeTrace(meter)
     executor = WatchedExecutor(watch, runner.executor.units, streams, runner.seed, runner.precision)
     with meter, FusedKernels(meter):
         executor.run(runner.program(1), [batch], runner.sources(), training=True)

@@ -74,7 +74,7 @@ class Lifetimes:
         return changes
 
 
-class Watch(Trace):
+class LifetimeTrace(Trace):
     """Tells a meter which operator is about to run, and notes which values lie in the memory that it counts.
 
     Args:
@@ -115,7 +115,7 @@ class Watch(Trace):
 
 
 class WatchedExecutor(Executor):
-    """An executor whose strands a `Watch` follows.
+    """An executor whose strands a `LifetimeTrace` follows.
 
     Args:
         watch: follows them.
@@ -123,7 +123,7 @@ class WatchedExecutor(Executor):
     """
 
     def __init__(
-        self, watch: Watch, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision
+        self, watch: LifetimeTrace, units: Mapping[int, Unit], streams: Streams, seed: int, precision: Precision
     ) -> None:
         super().__init__(units, streams, seed, precision)
         self._watch = watch
@@ -135,7 +135,7 @@ class WatchedExecutor(Executor):
 
 
 def lifetimes_of(
-    meter: Meter, watch: Watch, places: Mapping[str, Place], layout: Layout, weights: Collection[Key]
+    meter: Meter, watch: LifetimeTrace, places: Mapping[str, Place], layout: Layout, weights: Collection[Key]
 ) -> Lifetimes:
     """Returns how long the memory lives that was counted.
 

@@ -34,7 +34,7 @@ LONGEST = 0.1
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCollective:
     """A collective that was timed.
 
     Attributes:
@@ -65,7 +65,7 @@ class Fit:
     efficiency: Sequence[tuple[float, float]]
 
 
-def measure_link(axis: Axis, streams: Streams, device: torch.device) -> list[Timed]:
+def measure_link(axis: Axis, streams: Streams, device: torch.device) -> list[TimedCollective]:
     """Returns what collectives over an axis take, by method and size. Collective.
 
     Args:
@@ -79,7 +79,7 @@ def measure_link(axis: Axis, streams: Streams, device: torch.device) -> list[Tim
             work, sent = collective(axis, method, size, device)
             seconds = train_seconds(streams, axis.kind, work)
             messages = 1 if method == "shift" else axis.size - 1
-            rows.append(Timed(method, sent, messages, seconds))
+            rows.append(TimedCollective(method, sent, messages, seconds))
             if seconds > LONGEST:
                 break
     return rows
@@ -120,7 +120,7 @@ def train_seconds(streams: Streams, kind: Kind, work: Callable[[], object]) -> f
     return min(all_gather_object(statistics.median(seconds)))
 
 
-def fit(timed: Sequence[Timed], sharing: int = 1) -> Fit:
+def fit(timed: Sequence[TimedCollective], sharing: int = 1) -> Fit:
     """Returns the latency and the bandwidth that times of collectives fit.
 
     Args:

@@ -36,7 +36,7 @@ from hf_helix.simulation.measured.device import (
     measure_memory,
     measure_products,
 )
-from hf_helix.simulation.measured.links import Fit, Timed, fit, measure_link
+from hf_helix.simulation.measured.links import Fit, TimedCollective, fit, measure_link
 from hf_helix.simulation.measured.stopwatch import Stopwatch
 from hf_helix.simulation.measured.together import measure_contention, measure_waiting
 from hf_helix.tuning.measure.machine import describe_device, device_in_clusters
@@ -232,7 +232,7 @@ def link_entry(link: Fit) -> dict[str, Any]:
     }
 
 
-def _rates(timed: Sequence[Timed]) -> str:
+def _rates(timed: Sequence[TimedCollective]) -> str:
     """What the largest collective of each method sent."""
     largest = {each.method: each for each in timed}
     return "measured; " + ", ".join(

@@ -23,7 +23,7 @@ from hf_helix.runtime.distributed.agreement import all_gather_object
 from hf_helix.runtime.microbatch import MicroBatch
 from hf_helix.runtime.runner import Runner
 from hf_helix.runtime.streams import CudaStreams
-from hf_helix.tuning.measure.bench import Bench, Timed
+from hf_helix.tuning.measure.bench import Bench, TimedOperator
 from hf_helix.tuning.measure.gather_times import time_gathers
 from hf_helix.tuning.measure.machine import machine
 from hf_helix.tuning.measure.overlap import forget_gradients
@@ -151,7 +151,7 @@ def _measure_pairs(
     return pairs
 
 
-def _counts(a: Timed, b: Timed, times: Mapping[Name, float]) -> tuple[int, int]:
+def _counts(a: TimedOperator, b: TimedOperator, times: Mapping[Name, float]) -> tuple[int, int]:
     """How often each of two operators runs, so that the shorter one fills the longer."""
     if a.op.kind is b.op.kind:
         return 1, 1

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_helix.operators.attention.kernels import Cudnn, Efficient, Flash, cuda_kernels
-from hf_helix.operators.attention.partial import CAUSAL, EVERYTHING, AttentionMask, Exact, FirstOf, Kernel, TorchCpu
+from hf_helix.operators.attention.partial import (
+    CAUSAL,
+    EVERYTHING,
+    AttentionKernel,
+    AttentionMask,
+    Exact,
+    FirstOf,
+    TorchCpu,
+)
 from hf_helix.operators.attention.ring_attention import DOCUMENTS, RingBlock
 from hf_helix.operators.base import Call
 from hf_helix.operators.communication.transport import Axis, SilentTransport
@@ -152,7 +160,7 @@ def kernels() -> Iterator[None]:
     library._destroy()
 
 
-KINDS: dict[str, Kernel] = {
+KINDS: dict[str, AttentionKernel] = {
     "cudnn": Cudnn((8, 0)),
     "flash": Flash(HOPPER),
     "efficient": Efficient(HOPPER),

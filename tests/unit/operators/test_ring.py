@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_helix.models.sequence_sharding import SequenceCut, documents_of
 from hf_helix.operators.attention.kernels import kernel_for
-from hf_helix.operators.attention.partial import Exact, FirstOf, Kernel, TorchCpu
+from hf_helix.operators.attention.partial import AttentionKernel, Exact, FirstOf, TorchCpu
 from hf_helix.operators.attention.ring_attention import (
     DOCUMENTS,
     GatheredBlocks,
@@ -62,7 +62,7 @@ def whole(
 
 
 def by_blocks(
-    kernel: Kernel,
+    kernel: AttentionKernel,
     size: int,
     tensors: tuple[Tensor, ...],
     documents: Tensor | None,

@@ -12,7 +12,7 @@ from hf_helix.simulation.amounts.meter import attention_kernel
 from hf_helix.simulation.cluster import Cluster, parse_cluster
 from hf_helix.simulation.estimate import Ring, kernel_seconds, transfer_seconds
 from hf_helix.simulation.measured.device import HEAD_SIZE, HEADS, attention_work
-from hf_helix.simulation.measured.links import METHODS, Timed, fit
+from hf_helix.simulation.measured.links import METHODS, TimedCollective, fit
 from hf_helix.simulation.measured.machine import attention_curve, count_nodes, efficiency_curve, link_entry
 
 
@@ -64,7 +64,7 @@ def test_collectives_take_what_was_measured(ranks: int):
     for method in METHODS:
         messages = 1 if method == "shift" else ranks - 1
         sizes = [messages * size for size in (8, 100_000, 800_000, 4_000_000, 64_000_000)]
-        timed += [Timed(method, sent, messages, seconds(sent, messages)) for sent in sizes]
+        timed += [TimedCollective(method, sent, messages, seconds(sent, messages)) for sent in sizes]
     cluster = cluster_of({}, link_entry(fit(timed)), ranks)
     for each in timed:
         found = transfer_seconds(Transfer("tp", each.method, each.bytes), Ring(ranks, (1, ranks)), cluster)

@@ -24,7 +24,7 @@ from hf_helix.models.derived.leaves import DTYPE
 from hf_helix.models.derived.placement.inference import Inference
 from hf_helix.models.derived.placement.nodes import bounds_of_slice, edges_of, name_of
 from hf_helix.models.derived.placement.placed import FREE, Placed
-from hf_helix.models.derived.trace import BATCH, SEQUENCE, Trace, Underivable, args_of
+from hf_helix.models.derived.trace import BATCH, SEQUENCE, ModuleTrace, Underivable, args_of
 from hf_helix.operators.unit import cut_bounds
 
 META = torch.device("meta")
@@ -102,7 +102,7 @@ class _Writer:
     def __init__(self, inference: Inference, share: Share, flat: Container[Node]) -> None:
         self.inference = inference
         self.flat = flat
-        self.trace: Trace = inference.trace
+        self.trace: ModuleTrace = inference.trace
         self.share = share
         self.graph = Graph()
         self.made: dict[Node, Any] = {}

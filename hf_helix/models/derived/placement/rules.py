@@ -16,7 +16,7 @@ from torch.fx import Node
 from hf_helix.models.derived.leaves import ATTENTION, LINEAR
 from hf_helix.models.derived.placement.nodes import name_of
 from hf_helix.models.derived.placement.placed import FREE, SHARD, WHOLE, Again, Decisions, Placed
-from hf_helix.models.derived.trace import SEQUENCE, Trace, Underivable
+from hf_helix.models.derived.trace import SEQUENCE, ModuleTrace, Underivable
 
 
 class Rules:
@@ -28,7 +28,7 @@ class Rules:
         hidden: the placement of the value that enters.
     """
 
-    def __init__(self, trace: Trace, tp_size: int, hidden: Placed) -> None:
+    def __init__(self, trace: ModuleTrace, tp_size: int, hidden: Placed) -> None:
         self.trace = trace
         self.tp_size = tp_size
         self.hidden = hidden

@@ -18,12 +18,12 @@ from transformers.models.qwen3 import modeling_qwen3
 from hf_helix.models import registry
 from hf_helix.models.derived import rope
 from hf_helix.models.derived.placement.nodes import name_of
-from hf_helix.models.derived.trace import Given, Trace
+from hf_helix.models.derived.trace import Given, ModuleTrace
 
 EXAMPLES = [Given(name, (2, 6, HEAD_DIM), torch.float32, (0, 1)) for name in ("cos", "sin")]
 
 
-def ropes_in(graph: Trace) -> list[str]:
+def ropes_in(graph: ModuleTrace) -> list[str]:
     return [name_of(node) for node in graph.nodes if name_of(node) in ("rope", "neg")]
 
 
