@@ -53,7 +53,7 @@ def check(report: Report, kernel: AttentionKernel, dtype: torch.dtype, bar: floa
     for shape in SHAPES:
         for own in (CAUSAL, AttentionMask(causal=True, window=24)):
             q = torch.randn(2, shape[1], shape[0], shape[3], device=device, dtype=dtype)
-            if not (kernel.takes(q, q, own) and kernel.takes(q, q, EVERYTHING)):  # there are as many keys
+            if not (kernel.supports(q, q, own) and kernel.supports(q, q, EVERYTHING)):  # there are as many keys
                 continue
             count += 1
             for name, error in errors(kernel, q, shape, own):

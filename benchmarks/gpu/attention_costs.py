@@ -51,7 +51,7 @@ def tell_costs(report: Report, kernel: AttentionKernel, sizes: Sizes, device: to
     )
     name = type(kernel).__name__
     for seen, share, what in ((CAUSAL, 0.5, "causal"), (EVERYTHING, 1.0, "everything")):
-        if kernel.takes(q, k, seen):
+        if kernel.supports(q, k, seen):
             flops = share * 4 * sizes.heads * sizes.tokens**2 * sizes.head_dim
             figure = _call(kernel, (q, k, v, gradient), seen, flops, sizes.repeats)
             report.note(f"{name}: {sizes.heads} heads x {sizes.tokens} x {sizes.head_dim}, {what}", figure)
@@ -59,7 +59,7 @@ def tell_costs(report: Report, kernel: AttentionKernel, sizes: Sizes, device: to
     layer = torch.empty(1, sizes.heads, sizes.layer_tokens, sizes.head_dim, device="meta", dtype=dtype)
     packed = AttentionMask(mask=torch.empty(0, device="meta"))
     for seen, what in ((CAUSAL, "one document"), (packed, "packed documents")):
-        if kernel.takes(layer, layer, seen):
+        if kernel.supports(layer, layer, seen):
             release()
             figure = _layer(kernel, sizes, dtype, seen.mask is not None, device)
             report.note(f"{name}: a ring of 2 ranks, {2 * sizes.layer_tokens} tokens, {what}", figure)

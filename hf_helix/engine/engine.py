@@ -88,7 +88,7 @@ class Engine(Diagnostics):
     """
 
     def __init__(self, model: Any, config: HelixConfig, mesh: Mesh, options: RunOptions, instead: Instead) -> None:
-        check_model(model, options.additions, options.weights)
+        check_model(model, options.loss_tweaks, options.weights)
         check_sizes(model, config)
         self.model = model
         self.base = base = base_of(model)

@@ -145,7 +145,7 @@ class Segment(Computation):
 class Add(Computation):
     """Residual addition of two values. Leaves their types only."""
 
-    saves = False
+    has_saved_state = False
 
     def forward(self, call: Call, *inputs: Tensor) -> Tensors:
         left, right = inputs
@@ -165,7 +165,7 @@ class SumOfParts(Computation):
         count: the number of parts.
     """
 
-    saves = False
+    has_saved_state = False
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -185,7 +185,7 @@ class Dropout(Computation):
         module: says how much is dropped, and whether it is training.
     """
 
-    saves = False
+    has_saved_state = False
 
     def __init__(self, module: torch.nn.Dropout) -> None:
         self.module = module

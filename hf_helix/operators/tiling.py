@@ -50,7 +50,7 @@ class Cut(Computation):
         blocks: 1 for a shard; for a whole sequence, the ranks.
     """
 
-    saves = False
+    has_saved_state = False
 
     def __init__(self, blocks: int, tiles: int) -> None:
         self.blocks = blocks
@@ -66,7 +66,7 @@ class Cut(Computation):
 class Join(Computation):
     """Tiles back to values, `Cut` turned round. The inputs are every value's first tile, then every value's second."""
 
-    saves = False
+    has_saved_state = False
 
     def __init__(self, blocks: int, tiles: int) -> None:
         self.blocks = blocks

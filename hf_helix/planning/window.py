@@ -151,8 +151,8 @@ class Window:
         ]
         if len(self) < len(self.at) * len(pattern.calls):
             needs = [[need for need in row if need != ABSENT] for row in needs]
-        hosts = [
-            ABSENT if one.hosts[call] == ABSENT else at[k][one.hosts[call]]
+        size_sources = [
+            ABSENT if one.size_sources[call] == ABSENT else at[k][one.size_sources[call]]
             for call, k in zip(self.calls, self.microbatches, strict=True)
         ]
         return Work(
@@ -163,7 +163,7 @@ class Window:
             list(numbers),
             self.of_calls(one.ranks),
             self.of_calls(one.lanes),
-            hosts,
+            size_sources,
         )
 
     def _numbers(self) -> dict[tuple[str, str], int]:

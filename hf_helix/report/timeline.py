@@ -35,10 +35,10 @@ def streams_of(bars: Iterable[Bar]) -> list[str]:
     return [*(stream for stream in ROWS if stream in streams), *sorted(streams - set(ROWS))]
 
 
-def tick_step(span: float, most: int) -> float:
-    """The round number (1, 2 or 5 times a power of ten) that leaves at most `most` steps in a span."""
-    power = 10.0 ** math.floor(math.log10(span / most))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power * most >= span * (1 - 1e-9))
+def tick_step(span: float, max_steps: int) -> float:
+    """The round number (1, 2 or 5 times a power of ten) that leaves at most `max_steps` steps in a span."""
+    power = 10.0 ** math.floor(math.log10(span / max_steps))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power * max_steps >= span * (1 - 1e-9))
 
 
 def text_timeline(bars: Sequence[Bar], width: int = 100) -> str:

@@ -14,7 +14,7 @@ from hf_helix.operators.unit import Unit
 from hf_helix.operators.weights.kept import KeptFlat, kept_flats
 from hf_helix.planning.layout import Layout, WeightGather
 from hf_helix.runtime.distributed.mesh import Mesh
-from hf_helix.runtime.gradients.buckets import most_elements
+from hf_helix.runtime.gradients.buckets import max_elements
 
 
 def layout_with_gathers(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -> Layout:
@@ -37,6 +37,6 @@ def layout_with_gathers(layout: Layout, model: Mapping[int, Unit], mesh: Mesh) -
 def _bytes(flat: KeptFlat, mesh: Mesh) -> int:
     """The bytes of the piece on the rank that holds most of it, without padding."""
     return sum(
-        most_elements(parameter, placement, mesh) * (flat.cast_to or parameter.dtype).itemsize
+        max_elements(parameter, placement, mesh) * (flat.cast_to or parameter.dtype).itemsize
         for parameter, placement in flat.placements.items()
     )

@@ -109,12 +109,12 @@ class DerivedFamily(Family):
         self,
         model: Any,
         sharing: ParallelContext,
-        additions: LossTweaks | None = None,
+        loss_tweaks: LossTweaks | None = None,
         places: Collection[int] | None = None,
     ) -> list[Unit]:
         with refusing(model):
             self._balance = balance_of(model)
-            return super().units(model, sharing, additions, places)
+            return super().units(model, sharing, loss_tweaks, places)
 
     def layer_key(self, model: Any, place: int) -> str:
         return self._key(place)

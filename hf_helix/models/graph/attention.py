@@ -154,7 +154,7 @@ def declare_attention(
     module = attention.module
     if b.cp.size == 1:
         is_lowered = module.config._attn_implementation == "sdpa"  # by autocast, one kernel later
-        attention.heads = b.compiled(_lowered(attention.heads) if is_lowered else attention.heads)
+        attention.heads = b.compiled(_in_type_of_values(attention.heads) if is_lowered else attention.heads)
         return b.segment(
             name,
             attention,
@@ -165,7 +165,7 @@ def declare_attention(
             on_shard=True,
             draws=lambda: module.training and attention.dropout > 0,
             compiles=False,
-            effort=ATTENTION,
+            relative_cost=ATTENTION,
         )
 
     kernel, sinks = _shared_form(attention, b.cp.size, b.sharing.device)
@@ -229,7 +229,7 @@ def _is_one_of(eager: Callable[..., Any], homes: Sequence[str]) -> bool:
     return False
 
 
-def _lowered(heads: Callable[..., Heads]) -> Callable[..., Heads]:
+def _in_type_of_values(heads: Callable[..., Heads]) -> Callable[..., Heads]:
     """Returns `heads` with queries and keys in the type of the values: a rope may leave a higher precision."""
 
     def alike(*values: Tensor, **rope: Tensor) -> Heads:

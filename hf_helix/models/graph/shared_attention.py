@@ -117,10 +117,10 @@ def _gathered_blocks(
     return b.declare(blocks, GatheredBlocks(kernel, b.cp, scale, sliding_window))[0]
 
 
-def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, effort: float) -> str:
+def _move_keys(b: Builder, name: str, tensor_operator: RingStep | AllGather, kv: str, relative_cost: float) -> str:
     """Adds communication over the context-parallel ranks. Backward runs it again, so that its output is not kept."""
     operator = Operator(
-        name=name, kind=b.cp.kind, reads=(kv,), writes=(f"{name}.kv",), recomputed=True, relative_cost=effort
+        name=name, kind=b.cp.kind, reads=(kv,), writes=(f"{name}.kv",), recomputed=True, relative_cost=relative_cost
     )
     return b.declare(operator, tensor_operator)[0]
 

@@ -50,7 +50,7 @@ class Cudnn(Fused):
     def __init__(self, capability: Capability) -> None:
         self._serves = capability[0] in (9, 10) and torch.backends.cudnn.is_available()
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return (
             self._serves
             and seen.is_plain
@@ -94,13 +94,15 @@ class Flash(Fused):
     grouped = True
 
     def __init__(self, capability: Capability) -> None:
-        self._most = 0 if capability < (8, 0) else 192 if capability[0] == 12 or (8, 6) <= capability < (9, 0) else 256
+        self._max_head_dim = (
+            0 if capability < (8, 0) else 192 if capability[0] == 12 or (8, 6) <= capability < (9, 0) else 256
+        )
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return (
             q.dtype in HALF
             and seen.mask is None
-            and q.shape[-1] <= self._most
+            and q.shape[-1] <= self._max_head_dim
             and torch.backends.cuda.flash_sdp_enabled()
         )
 
@@ -148,7 +150,7 @@ class Efficient(Fused):
         halves = HALF if capability >= (8, 0) else (torch.float16,)
         self._types = (torch.float32, *halves) if capability >= (7, 0) else ()
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return q.dtype in self._types and seen.blank is None and torch.backends.cuda.mem_efficient_sdp_enabled()
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -208,7 +210,7 @@ class FlashAttention(AttentionKernel):
         self._forward = interface._flash_attn_forward
         self._backward = interface._flash_attn_backward
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return q.dtype in HALF and seen.mask is None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:

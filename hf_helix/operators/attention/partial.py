@@ -71,7 +71,7 @@ class AttentionKernel(ABC):
 
     averages = False
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         """Whether it can compute attention of queries like `q` over keys like `k`, seen as `seen` says."""
         return True
 
@@ -230,7 +230,7 @@ class Fused(AttentionKernel):
 class TorchCpu(Fused):
     """The kernel behind `scaled_dot_product_attention` on CPU."""
 
-    def takes(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
+    def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
         return seen.is_plain
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -277,7 +277,7 @@ class FirstOf(AttentionKernel):
         return self._chosen(q, k, seen).backward(gradient, q, k, v, o, lse, seen, scale)
 
     def _chosen(self, q: Tensor, k: Tensor, seen: AttentionMask) -> AttentionKernel:
-        chosen = next(kernel for kernel in self.kernels if kernel.takes(q, k, seen))
+        chosen = next(kernel for kernel in self.kernels if kernel.supports(q, k, seen))
         if isinstance(chosen, Exact) and q.device.type != "cpu":
             _say_written_out(q.dtype, q.shape[-1], q.device.type)
         return chosen

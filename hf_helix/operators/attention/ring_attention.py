@@ -65,7 +65,7 @@ class RingBlock(Computation):
         window: how many tokens a query looks back on, itself included; None for all.
     """
 
-    saves = False
+    has_saved_state = False
 
     def __init__(
         self, kernel: AttentionKernel, axis: Axis, distance: int, scale: float, window: int | None = None
@@ -123,7 +123,7 @@ class JoinBlocks(Computation):
         sinks: [heads], or None.
     """
 
-    saves = False
+    has_saved_state = False
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, value_dim: int | None = None, sinks: Tensor | None = None
@@ -166,7 +166,7 @@ class GatheredBlocks(Computation):
     Values as of `RingBlock`; backward also reads q, the gathered keys and values, output and lse.
     """
 
-    saves = False
+    has_saved_state = False
 
     def __init__(self, kernel: AttentionKernel, axis: Axis, scale: float, window: int | None = None) -> None:
         self.axis = axis

@@ -78,7 +78,7 @@ def gradient_buckets(units: Mapping[int, Unit], mesh: Mesh) -> list[Bucket]:
     """
     summed = [made for made in by_completion(units) if _is_summed(made.parameter, made.placement, mesh)]
     sizes = {
-        made.parameter: made.parameter.element_size() * most_elements(made.parameter, made.placement, mesh)
+        made.parameter: made.parameter.element_size() * max_elements(made.parameter, made.placement, mesh)
         for made in summed
     }
     flats = {p: flat for unit in units.values() for flat in unit.flats.values() for p in flat.placements}
@@ -166,7 +166,7 @@ def _is_summed(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> boo
     return shards or mesh.copies_of(placement) is not None or mesh.dp_size > 1
 
 
-def most_elements(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> int:
+def max_elements(parameter: nn.Parameter, placement: Placement, mesh: Mesh) -> int:
     """Returns the elements of a parameter on the first rank of its axis, which has most; the same once it is cut.
 
     Args:

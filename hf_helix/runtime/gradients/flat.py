@@ -30,28 +30,28 @@ class FlatGradients:
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
-        self._parameters = [parameter for parameter in flat.placements if parameter.grad is not None]
+        self._with_gradient = [parameter for parameter in flat.placements if parameter.grad is not None]
 
     @classmethod
     def take(cls, flat: Flat) -> FlatGradients | None:
         """Returns the gradients of a flat; None where there are none."""
         made = cls(flat)
-        if not made._parameters:
+        if not made._with_gradient:
             return None
         made._gather()
         return made
 
     def _gather(self) -> None:
-        gradients: list[Any] = [parameter.grad for parameter in self._parameters]
+        gradients: list[Any] = [parameter.grad for parameter in self._with_gradient]
         dtype = gradients[0].dtype
         summed_in = torch.promote_types(dtype, torch.float32)
         self._whole = self._flat.shard.new_zeros(self._flat.length, dtype=summed_in)
         views = self._flat.views(self._whole)
-        self._places: list[Any] = [views[parameter] for parameter in self._parameters]
+        self._places: list[Any] = [views[parameter] for parameter in self._with_gradient]
         self._is_moved = summed_in is dtype
         if self._is_moved:
             torch._foreach_copy_(self._places, gradients)
-            for parameter, place in zip(self._parameters, self._places, strict=True):
+            for parameter, place in zip(self._with_gradient, self._places, strict=True):
                 parameter.grad = place
 
     def reduce_scatter(self, divisor: int) -> Work:
@@ -60,15 +60,15 @@ class FlatGradients:
         Args:
             divisor: what the sums are divided by.
         """
-        local: list[Any] = [parameter.grad for parameter in self._parameters]
+        local: list[Any] = [parameter.grad for parameter in self._with_gradient]
         stretch, scatter = prepare_reduce_scatter(self._flat.sums, self._whole)
         parts = self._flat.split_shard(stretch)
-        sums: list[Any] = [parts[parameter] for parameter in self._parameters]
+        sums: list[Any] = [parts[parameter] for parameter in self._with_gradient]
         gradients: list[Any] = [
             part if part.dtype is parameter.dtype else torch.empty_like(part, dtype=parameter.dtype)
-            for parameter, part in zip(self._parameters, sums, strict=True)
+            for parameter, part in zip(self._with_gradient, sums, strict=True)
         ]
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        for parameter, gradient in zip(self._with_gradient, gradients, strict=True):
             parameter.grad = None
             self._flat.shards[parameter].grad = gradient
 

@@ -73,14 +73,14 @@ class Activations:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._most, self._bytes = KEPT[device.type], 0
+        self._max_bytes, self._bytes = KEPT[device.type], 0
         self._kept: deque[Tensor] = deque()
 
     def keep(self, *results: Tensor) -> None:
         """Keeps results alive."""
         self._kept += results
         self._bytes += sum(result.nbytes for result in results)
-        while self._bytes > self._most:
+        while self._bytes > self._max_bytes:
             self._bytes -= self._kept.popleft().nbytes
 
 

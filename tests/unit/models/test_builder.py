@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 def builder(**changes: float) -> Builder:
-    return Builder("layer", "layers.0", ParallelContext(), additions=LossTweaks(**changes))
+    return Builder("layer", "layers.0", ParallelContext(), loss_tweaks=LossTweaks(**changes))
 
 
 def builder_of_layer() -> Builder:

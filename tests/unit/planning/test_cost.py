@@ -67,7 +67,7 @@ def test_nothing_is_issued_before_the_host_knows_the_sizes():
     """The second transfer is as long as the first says, so the computation behind it is issued late."""
     rows = work((COMPUTE, 1, []), (LOCAL, 4, [0]), (LOCAL, 2, [1]), (COMPUTE, 3, []))
     assert spans(simulate(rows)) == [(0, 1), (1, 5), (5, 7), (1, 4)]
-    known = dataclasses.replace(rows, hosts=[-1, -1, 1, -1])
+    known = dataclasses.replace(rows, size_sources=[-1, -1, 1, -1])
     assert spans(simulate(known)) == [(0, 1), (1, 5), (5, 7), (5, 8)]
     assert spans(simulate(known, order=[0, 1, 3, 2])) == [(0, 1), (1, 5), (5, 7), (1, 4)]
 
