@@ -72,7 +72,13 @@ def made_for(profile: Profile) -> tuple[str, dict[str, int]]:
 
 
 def schedule_for(profile: Profile, microbatches: int, name: str = AUTO) -> Schedule:
-    """The schedule of a window on the ranks that a profile is for."""
+    """The schedule of a window on the ranks that a profile is for.
+
+    Args:
+        profile: of a run; it says how many ranks the pipeline has.
+        microbatches: of a window.
+        name: of a schedule, as in `HelixConfig`.
+    """
     from hf_helix.planning.pipeline.costs import stage_costs
     from hf_helix.planning.pipeline.scheduler import Scheduler
 

@@ -245,7 +245,13 @@ class Engine(Diagnostics):
         return self._maker.window(batches, scale, step)
 
     def microbatch(self, batch: Mapping[str, Any], scale: LossScale, key: tuple[int, int]) -> MicroBatch:
-        """Returns a batch as the runner takes it, see `WindowMaker.microbatch`."""
+        """Returns a batch as the runner takes it, see `WindowMaker.microbatch`.
+
+        Args:
+            batch: what the model's forward takes, tensors [batch, sequence].
+            scale: what the losses are multiplied with.
+            key: the optimizer step and the number of the micro-batch in its window, see `MicroBatch`.
+        """
         return self._maker.microbatch(batch, scale, key)
 
     # -- gradients and the optimizer -----------------------------------------------------------------------------

@@ -90,7 +90,13 @@ class Family(ABC):
         return () if balance is None else (balance.start(b),)
 
     def loss(self, b: Builder, model: Any, x: str) -> str:
-        """Declares norm, head and loss of the tokens. What a model does to its logits stands before `b.loss`."""
+        """Declares norm, head and loss of the tokens. What a model does to its logits stands before `b.loss`.
+
+        Args:
+            b: collects the operators of the head.
+            model: the Hugging Face model.
+            x: the name of the last layer's output, [sequence / tp_size, batch, hidden].
+        """
         h = b.norm("norm", self.final_norm(model), x)
         h = b.all_gather("gather", h)
         head = model.get_output_embeddings()

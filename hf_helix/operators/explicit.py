@@ -108,7 +108,13 @@ def alike(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fused_rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The normed value, and the reciprocals of the roots that backward reads."""
+    """The normed value, and the reciprocals of the roots that backward reads.
+
+    Args:
+        value: [..., hidden].
+        weight: [hidden].
+        epsilon: is added to the mean of squares.
+    """
     out, scale = aten._fused_rms_norm.default(value, weight.shape, weight, epsilon)
     return out, scale
 
@@ -116,7 +122,15 @@ def fused_rms_norm(value: Tensor, weight: Tensor, epsilon: float) -> tuple[Tenso
 def fused_rms_norm_backward(
     gradient: Tensor, value: Tensor, scale: Tensor, weight: Tensor, trained: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the value and, where it is trained, of the weight."""
+    """The gradients of the value and, where it is trained, of the weight.
+
+    Args:
+        gradient: of the normed value, [..., hidden].
+        value: what was normed, [..., hidden].
+        scale: the reciprocals of the roots, of `fused_rms_norm`.
+        weight: [hidden].
+        trained: whether the gradient of the weight is asked for.
+    """
     of_value, of_weight = aten._fused_rms_norm_backward.default(
         gradient, value, weight.shape, scale, weight, [True, trained]
     )

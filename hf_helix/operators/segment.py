@@ -36,7 +36,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Adds to the gradients of inputs, as `torch.autograd.backward` does, whose checks of its arguments take the host
-    longer than a small graph."""
+    longer than a small graph.
+
+    Args:
+        edges: where backward begins, see `torch.autograd.graph.get_gradient_edge`.
+        gradients: one for each edge.
+        inputs: the leaves to whose gradients it adds.
+    """
     engine: Any = Variable._execution_engine
     engine.run_backward(edges, gradients, False, False, inputs, allow_unreachable=True, accumulate_grad=True)
 

@@ -95,7 +95,13 @@ class TileTransfer(Communication):
 
 
 def cut_rows(value: Tensor, blocks: int, tiles: int) -> Tensors:
-    """Tiles as even as can be, the longer ones first; views where there is one block."""
+    """Tiles as even as can be, the longer ones first; views where there is one block.
+
+    Args:
+        value: [rows, ...].
+        blocks: stretches of equal length along dimension 0, each of which is cut by itself.
+        tiles: how many there are.
+    """
     by_block = value.unflatten(0, (blocks, value.shape[0] // blocks))
     return tuple(piece.flatten(0, 1) for piece in by_block.tensor_split(tiles, dim=1))
 

@@ -185,7 +185,13 @@ def _with_nothing_beside(step: Step, amounts: Amounts, layout: Layout, cluster: 
 
 
 def barriers_of(plan: Plan, profile: Profile, row: Row) -> int:
-    """Returns how many barriers a rank meets in a step, in layers that run beside each other."""
+    """Returns how many barriers a rank meets in a step, in layers that run beside each other.
+
+    Args:
+        plan: a block plan.
+        profile: the times of the operators.
+        row: of the paper.
+    """
     assert isinstance(plan, BlockPlan)
     layout = profile.layout
     names = [layout.units[unit] for unit in layout.units_of(0) if "." not in layout.units[unit]]

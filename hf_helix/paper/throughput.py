@@ -38,7 +38,14 @@ SPEED_HEADER = ("model and layout", "method", "paper", "ours", "error", "paper's
 
 
 def speeds(runs: Runs, name: str, title: str, rows: Sequence[Row]) -> Artifact:
-    """Returns rows under every method, with our own plan and the best layout of one strand."""
+    """Returns rows under every method, with our own plan and the best layout of one strand.
+
+    Args:
+        runs: simulates rows.
+        name: as the paper calls it, such as "Table 4".
+        title: what it is about.
+        rows: of the paper, all counted alike.
+    """
     cells = [line for row in rows for line in _lines(runs, row)]
     unit = "tokens a second" if rows[0].counts_tokens else "TFLOP/s of a GPU, attention counted in full"
     room = runs.cluster(rows[0]).device.memory / 1e9
@@ -106,7 +113,13 @@ class Errors:
 
 
 def errors(runs: Runs, rows: Sequence[Row], methods: Sequence[str]) -> Errors:
-    """Returns the errors of rows under methods, where the paper has a number."""
+    """Returns the errors of rows under methods, where the paper has a number.
+
+    Args:
+        runs: simulates rows.
+        rows: of the paper.
+        methods: keys of `RULES`, and `MEGATRON`.
+    """
     bars = [(row, method) for row in rows for method in methods if method in row.printed]
     speed = [abs(runs.run(row, method).speed / row.printed[method] - 1) for row, method in bars]
     wanted = [row.printed[method] / row.printed[MEGATRON] for row, method in bars]

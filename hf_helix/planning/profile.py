@@ -220,7 +220,13 @@ def _weighted_mean(weighted: list[tuple[float, float]]) -> float:
 
 
 def check_times(layout: Layout, times: Mapping[Name, float], pairs: Mapping[tuple[Name, Name], Pair]) -> None:
-    """Raises ValueError, naming the operator, where times are missing, unknown or impossible."""
+    """Raises ValueError, naming the operator, where times are missing, unknown or impossible.
+
+    Args:
+        layout: its operators are those that need a time.
+        times: seconds of every operator.
+        pairs: of operators that were timed beside each other.
+    """
     sums = {name for name, _ in named_sums(layout)}
     gathers = {name for name, _ in named_gathers(layout)}
     known = {name for name, _ in named_operators(layout)}

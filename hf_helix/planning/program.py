@@ -99,7 +99,15 @@ def _repeats(program: Sequence[Instruction], begin: int, end: int) -> bool:
 def build_programs(
     schedule: Schedule, layout: Layout, plan: Plan, keep: Collection[Key] = (), slots_ahead: int = 1
 ) -> list[list[Instruction]]:
-    """The instructions of a window, rank by rank, each of them ordered; arguments as of `build_program`."""
+    """The instructions of a window, rank by rank, each of them ordered.
+
+    Args:
+        schedule: the slots of every rank.
+        layout: what the ranks hold.
+        plan: the order in which operators are issued.
+        keep: values that are never freed.
+        slots_ahead: see `Plan.issue`.
+    """
     return [_free(program, keep) for program in plan.programs(schedule, layout, slots_ahead)]
 
 

@@ -100,10 +100,17 @@ class Ordered:
 def order_window(
     plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: int = 1, rank: int | None = None
 ) -> Ordered:
-    """Orders a window, a long one by its steady state; arguments as of `Plan.issue`.
+    """Orders a window, a long one by its steady state.
 
     Orders by times are those of all ranks at once. So the window that was ordered to predict it need not be ordered
     again for the program.
+
+    Args:
+        plan: the order in which operators are issued.
+        schedule: the slots of every rank.
+        layout: what the ranks hold.
+        slots_ahead: see `Plan.issue`.
+        rank: the only one that is asked for; None for all of them.
     """
     if not plan.BY_TIMES:
         return _order_window(plan, schedule, layout, slots_ahead, rank)

@@ -38,7 +38,13 @@ def pair_table(profile: Profile) -> tuple[list[Name], list[Name], dict[tuple[Nam
 
 
 def tells(profile: Profile, a: Name, b: Name) -> bool:
-    """Whether the shorter of two operators is long enough for their efficiency to mean anything."""
+    """Whether the shorter of two operators is long enough for their efficiency to mean anything.
+
+    Args:
+        profile: the times of the operators.
+        a: one of two operators.
+        b: the other one.
+    """
     short, long = sorted((profile.times[a], profile.times[b]))
     return short >= TOO_SHORT * long
 
@@ -88,7 +94,13 @@ def text_heatmap(profile: Profile) -> str:
 
 
 def draw_heatmap(profile: Profile, path: str | Path, title: str = "Overlap efficiency (OEF)") -> None:
-    """Saves the same table as a figure (.svg, .png, .pdf). Raises ValueError where no pairs were measured."""
+    """Saves the same table as a figure (.svg, .png, .pdf). Raises ValueError where no pairs were measured.
+
+    Args:
+        profile: with pairs of operators.
+        path: of the file.
+        title: above the figure.
+    """
     if not profile.pairs:
         raise ValueError("there is nothing to draw: the profile holds no pairs")
     rows, columns, cells = pair_table(profile)
@@ -184,7 +196,14 @@ def draw_breakdown(
     num_layers: int | None = None,
     title: str = "Where the time of a micro-batch goes",
 ) -> None:
-    """Saves the same as a figure (.svg, .png, .pdf): stacked bars of forward, backward and both."""
+    """Saves the same as a figure (.svg, .png, .pdf): stacked bars of forward, backward and both.
+
+    Args:
+        profile: the times of the operators.
+        path: of the file.
+        num_layers: how many repeating units to count; None for those of the profile's layout.
+        title: above the figure.
+    """
     by_kind = breakdown(profile, num_layers)
     whole = sum(map(sum, by_kind.values()))
     with figure_file(path, 7.2, 2.5) as figure:

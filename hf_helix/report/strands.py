@@ -63,6 +63,11 @@ class Strip:
 def strips_of_plans(profile: Profile, plans: Sequence[Plan], layers: int = LAYERS) -> list[Strip]:
     """The most frequent kind of layer under each plan, so many of them in a row.
 
+    Args:
+        profile: the times of the operators.
+        plans: one for each strip.
+        layers: in a row.
+
     Raises:
         ValueError: there is no layer.
     """

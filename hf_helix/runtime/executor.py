@@ -152,11 +152,23 @@ class Executor:
         return kept
 
     def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
-        """Returns the strand of a micro-batch before its first operator."""
+        """Returns the strand of a micro-batch before its first operator.
+
+        Args:
+            batch: the micro-batch.
+            sources: values that are there before the first operator.
+            training: whether dropout draws.
+        """
         return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, dict(sources))
 
     def label(self, microbatch: int, unit: int, op: Operator) -> str:
-        """Returns what an operator is called in a trace, such as `B2.layers.3.mlp.down.W`."""
+        """Returns what an operator is called in a trace, such as `B2.layers.3.mlp.down.W`.
+
+        Args:
+            microbatch: its number in the window.
+            unit: the index of the unit in the layout.
+            op: of the unit's graphs.
+        """
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
     def _gather(self, step: BoundInstruction, flat: KeptFlat, microbatches: Sequence[MicroBatch]) -> None:

@@ -52,7 +52,13 @@ class Strand:
     shared: dict[object, Any] = field(default_factory=dict)
 
     def call(self, index: int, operator: str, unit: Unit) -> Call:
-        """What an operator of a unit keeps for this micro-batch."""
+        """What an operator of a unit keeps for this micro-batch.
+
+        Args:
+            index: of the unit in the layout.
+            operator: the name of the declared operator.
+            unit: that it belongs to.
+        """
         call = self.calls.get((index, operator))
         if call is None:
             seed = derive_seed(self.seed, *self.key, unit.label, operator)

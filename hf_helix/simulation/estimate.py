@@ -120,6 +120,11 @@ def transfer_seconds(transfer: Transfer, ring: Ring, cluster: Cluster) -> float:
     of its own. All levels are busy at once, and the slowest decides. What a ring passes on makes one hop after the
     other, each with the latency of its link, most of them inside of a node: so NCCL counts the latency of its rings,
     too (`ncclTopoTuneModel`).
+
+    Args:
+        transfer: of one rank.
+        ring: how the ranks of the axis lie on the machine.
+        cluster: its links.
     """
     if ring.size == 1 or transfer.bytes == 0:
         return 0.0
@@ -198,7 +203,13 @@ def estimate_profile(amounts: Amounts, layout: Layout, sizes: Sizes, cluster: Cl
 
 def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[Name, float]:
     """Returns what ranks wait for each other at each collective of a unit: a share of the computation before it, which
-    is taken to be spread evenly. Stages of a pipeline hand on to one another, and do not meet."""
+    is taken to be spread evenly. Stages of a pipeline hand on to one another, and do not meet.
+
+    Args:
+        layout: what the ranks hold.
+        times: seconds of every operator.
+        cluster: says how large the share is.
+    """
     seconds: dict[Name, float] = {}
     for unit, pair in layout.graphs.items():
         for letter, graph in (("F", pair.forward), ("B", pair.backward)):
@@ -210,7 +221,13 @@ def waiting(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> di
 
 
 def contended(layout: Layout, times: Mapping[Name, float], cluster: Cluster) -> dict[tuple[Name, Name], Pair]:
-    """Returns one pair for every two kinds that slow each other down; a profile takes it for all of these kinds."""
+    """Returns one pair for every two kinds that slow each other down; a profile takes it for all of these kinds.
+
+    Args:
+        layout: what the ranks hold.
+        times: seconds of every operator.
+        cluster: says how many times longer one kind takes beside another.
+    """
     longest: dict[Kind, Name] = {}
     for name, op in named_operators(layout):
         if op.kind not in longest or times[name] > times[longest[op.kind]]:

@@ -106,7 +106,13 @@ def bytes_text(count: float) -> str:
 
 
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
-    """Returns the parameters of a pipeline rank, as if none were spread."""
+    """Returns the parameters of a pipeline rank, as if none were spread.
+
+    Args:
+        amounts: what a rank holds, by unit.
+        layout: which units are on which rank.
+        rank: of the pipeline.
+    """
     names = [layout.units[unit] for unit in layout.units_of(rank)]
     weights = [amounts.weights[name] for name in names if name in amounts.weights]
     return Weights(

@@ -60,6 +60,16 @@ class Section:
         return value
 
     def number(self, key: str, default: float | None = None, least: float | None = None) -> float:
+        """Returns a number.
+
+        Args:
+            key: its name in the section.
+            default: what holds where it is not given; None where it must be.
+            least: the smallest that is allowed; None for more than 0.
+
+        Raises:
+            ValueError: there is none, or no such number.
+        """
         if key not in self.left:
             if default is None:
                 raise self._missing(key, "a number")

@@ -127,11 +127,23 @@ class Builder(Draft):
         return compiled(function) if self.sharing.compile else function
 
     def add(self, name: str, left: str, right: str) -> str:
-        """Adds a residual addition."""
+        """Adds a residual addition.
+
+        Args:
+            name: the name of the operator and of the value that it writes.
+            left: a value.
+            right: the value that is added to it, of the same shape.
+        """
         return self._compute(name, Add(), (left, right), relative_cost=LIGHT / 2)
 
     def dropout(self, name: str, module: nn.Dropout, value: str) -> str:
-        """Adds dropout, where the model has any."""
+        """Adds dropout, where the model has any.
+
+        Args:
+            name: the name of the operator and of the value that it writes.
+            module: says with which probability.
+            value: the value that it takes.
+        """
         if module.p == 0:
             return value
         return self._compute(name, Dropout(module), (value,), relative_cost=LIGHT)
@@ -179,7 +191,13 @@ class Builder(Draft):
         return self._linears(name, plain_linears, value, tuple(f"{name}.{key}" for key in linears))
 
     def row_parallel(self, name: str, linear: Projection, value: str) -> str:
-        """Adds a linear that is cut by its input features; its outputs are partial sums for `reduce_scatter`."""
+        """Adds a linear that is cut by its input features; its outputs are partial sums for `reduce_scatter`.
+
+        Args:
+            name: the name of the operator and of the value that it writes.
+            linear: the linear, with a low-rank adapter of PEFT if it has one.
+            value: the value that it takes, [sequence, batch, features / tp_size].
+        """
         plain_linear = unwrap_peft(linear, self.label)
         matrix = CUT_ROWS if plain_linear.is_transposed else CUT_COLUMNS
         self._place_linear(plain_linear, matrix, COPIED, down=CUT_COLUMNS, up=COPIED_ON_SHARDS)

@@ -275,5 +275,11 @@ def cuda_kernels(capability: Capability) -> tuple[AttentionKernel, ...]:
 
 
 def reach(seen: AttentionMask, queries: int, keys: int) -> int:
-    """How many keys back a query sees, as flash attention counts: the last query stands at the last key."""
+    """How many keys back a query sees, as flash attention counts: the last query stands at the last key.
+
+    Args:
+        seen: which keys queries attend to.
+        queries: how many there are.
+        keys: how many there are.
+    """
     return -1 if seen.window is None else keys - queries - seen.apart + seen.window - 1

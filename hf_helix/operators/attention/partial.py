@@ -49,7 +49,13 @@ class AttentionMask:
         return self.mask is None and self.window is None
 
     def hides(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """Returns True where a query does not attend to a key; None for full attention."""
+        """Returns True where a query does not attend to a key; None for full attention.
+
+        Args:
+            queries: how many there are.
+            keys: how many there are.
+            device: that the result lies on.
+        """
         if self.mask is not None:
             return ~self.mask[:, None, None]
         if not self.causal and self.window is None:
@@ -72,7 +78,13 @@ class AttentionKernel(ABC):
     averages = False
 
     def supports(self, q: Tensor, k: Tensor, seen: AttentionMask) -> bool:
-        """Whether it can compute attention of queries like `q` over keys like `k`, seen as `seen` says."""
+        """Whether it can compute attention of queries like `q` over keys like `k`, seen as `seen` says.
+
+        Args:
+            q: queries, [batch, heads, queries, head_dim].
+            k: keys, [batch, groups, keys, head_dim].
+            seen: which keys queries attend to.
+        """
         return True
 
     @abstractmethod
@@ -284,7 +296,14 @@ class FirstOf(AttentionKernel):
 
 
 def merge(o: Tensor, lse: Tensor, further: Tensor, further_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from that over each; o in fp32."""
+    """Attention over two sets of keys from that over each; o in fp32.
+
+    Args:
+        o: attention over the first keys, [batch, heads, queries, head_dim], in fp32.
+        lse: the log-sum-exp of its scores, [batch, heads, queries].
+        further: attention over the further keys.
+        further_lse: the log-sum-exp of its scores.
+    """
     both = torch.logaddexp(lse, further_lse)
     floor = both.clamp(min=torch.finfo(both.dtype).min)  # a query that has seen nothing yet
     return (lse - floor).exp().unsqueeze(-1) * o + (further_lse - floor).exp().unsqueeze(-1) * further, both

@@ -264,7 +264,14 @@ def _seen_within(documents: Tensor, queries: Tensor, keys: Tensor, window: int |
 
 
 def positions_of(n: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """The places in the whole sequence of the `n` tokens that a rank holds."""
+    """The places in the whole sequence of the `n` tokens that a rank holds.
+
+    Args:
+        n: tokens that a rank holds.
+        size: context-parallel ranks.
+        rank: which of them.
+        device: that the result lies on.
+    """
     half = n // 2
     places = torch.arange(half, device=device)
     return torch.cat([places + part * half for part in parts_of(size, rank)])

@@ -19,7 +19,14 @@ Pair = tuple[Tensor, Tensor]
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
-    """`apply_rotary_pos_emb(q, k, cos, sin)`."""
+    """`apply_rotary_pos_emb(q, k, cos, sin)`.
+
+    Args:
+        q: queries, [batch, heads, tokens, head_dim].
+        k: keys, likewise.
+        cos: cosines, [batch, tokens, head_dim]; they have no gradient.
+        sin: sines, likewise.
+    """
     result: Pair = _Rotation.apply(q, k, cos, sin)
     return result
 

@@ -39,7 +39,13 @@ class Direction:
         self._lock = threading.Lock()
 
     def reserve(self, count: int, seconds: float, now: float) -> float:
-        """Counts bytes that occupy this way for so many seconds; returns when the last of them has passed."""
+        """Counts bytes that occupy this way for so many seconds; returns when the last of them has passed.
+
+        Args:
+            count: bytes.
+            seconds: that they occupy this way.
+            now: the time at which they may begin, in seconds.
+        """
         with self._lock:
             self.bytes += count
             self._free = max(self._free, now) + seconds
@@ -159,7 +165,13 @@ def bare(link: EmulatedLink | None) -> Iterator[None]:
 
 
 def all_reduce(value: Tensor, group: dist.ProcessGroup, link: EmulatedLink | None) -> None:
-    """Sums a value over a group, in place; over a link as the ring that moves least."""
+    """Sums a value over a group, in place; over a link as the ring that moves least.
+
+    Args:
+        value: is overwritten with the sum.
+        group: the ranks that sum.
+        link: the emulated link that the sum goes over; None where there is none.
+    """
     if link is None:
         dist.all_reduce(value, group=group)
         return

@@ -96,7 +96,13 @@ class ListScheduler:
                 self.readers[need].append(place)
 
     def issue(self, priority: Priority, gates: Gates = (), held_units: int | None = None) -> Issued:
-        """The window in the order of issue, rank by rank; arguments as of `order`."""
+        """The window in the order of issue, rank by rank.
+
+        Args:
+            priority: see `Priority`.
+            gates: of each rank, slots that it begins only once it has issued all that comes before them.
+            held_units: as of `Priorities`.
+        """
         ends = [0.0] * len(self.work)
         orders: list[list[int]] = [[] for _ in self.limits]
         for place in self.order(priority, ends, gates, held_units):

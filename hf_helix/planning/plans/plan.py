@@ -74,7 +74,13 @@ class Plan(ABC):
         """
 
     def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
-        """The instructions of a window in the order of issue, rank by rank; arguments as of `issue`."""
+        """The instructions of a window in the order of issue, rank by rank.
+
+        Args:
+            schedule: the slots of every rank.
+            layout: what the ranks hold.
+            slots_ahead: see `issue`.
+        """
         issued = self.issue(schedule, layout, slots_ahead)
         return [issued.program(rank) for rank in range(len(schedule))]
 

@@ -132,7 +132,13 @@ def make_groups(places: torch.Tensor, backend: str | None = None, use: str = "")
 
 
 def group_of(places: torch.Tensor, backend: str | None = None, use: str = "") -> dist.ProcessGroup:
-    """The group of this rank among the rows of `places`, where every rank is in one of them. See `make_groups`."""
+    """The group of this rank among the rows of `places`, where every rank is in one of them. See `make_groups`.
+
+    Args:
+        places: as of `make_groups`.
+        backend: as of `make_groups`.
+        use: as of `make_groups`.
+    """
     (group,) = make_groups(places, backend, use)
     return group
 

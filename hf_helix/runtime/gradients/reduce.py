@@ -124,7 +124,13 @@ class Reduction:
 
 
 def complete_gradients(units: Mapping[int, Unit], mesh: Mesh, streams: Streams) -> None:
-    """Reduces all gradients now, without overlap."""
+    """Reduces all gradients now, without overlap.
+
+    Args:
+        units: of this rank.
+        mesh: which ranks share what.
+        streams: that the sums run on.
+    """
     Reduction(gradient_buckets(units, mesh), mesh, streams).finish()
 
 

@@ -135,7 +135,15 @@ class Meter(TorchDispatchMode):
 def kernel_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Kernel | None:
-    """Returns what an operator of torch does on a device; None where it launches nothing, such as a view."""
+    """Returns what an operator of torch does on a device; None where it launches nothing, such as a view.
+
+    Args:
+        function: an overload, such as `aten.mm.default`.
+        args: what it was called with.
+        kwargs: what it was called with by keyword.
+        inputs: the tensors among them.
+        outputs: the tensors that it returned.
+    """
     packet = function.overloadpacket
     if packet in _ALLOCATING or not outputs:
         return None

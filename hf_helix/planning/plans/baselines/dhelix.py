@@ -54,7 +54,13 @@ Segments = tuple[int, int, int, int, Bits]
 
 
 def dhelix(forward: Graph | None, backward: Graph | None, profile: Profile) -> Order:
-    """The best pairing of segments (paper, section 4.2, equation 2)."""
+    """The best pairing of segments (paper, section 4.2, equation 2).
+
+    Args:
+        forward: the graph of the forward pass; None where the block has none.
+        backward: the graph of backward, likewise.
+        profile: the times of the operators.
+    """
     baseline = sequential(forward, backward, profile)
     if forward is None or backward is None:
         return baseline
