@@ -242,19 +242,8 @@ def count_amounts(
     """
     streams = runner.executor.streams
     assert isinstance(streams, PaperStreams)
-    side = batch.prepare()
-    batch = replace(batch, prepare=lambda: dict(side))
-    stage = runner.stage
-    with runner.precision.weights.kept():  # as in a window, in which they are cast once
-        # The first window makes gradients and copies of weights, which are there in every further one.
-        first = Meter([*stage.placements, *stage.stepped], counts=False)
-        _run(runner, batch, streams, first)
-        streams.sent.clear()
-        held = [tensor for p in stage.placements for tensor in (p, p.grad) if tensor is not None]
-        held += [value for value in (*stage.stepped, *side.values()) if isinstance(value, Tensor)]
-        second = Meter(held, first)
-        watch = _run(runner, batch, streams, second)
-    layout = runner.layout
+    first, second, watch = _counted(runner, batch, streams)
+    stage, layout = runner.stage, runner.layout
     labels = {
         (layout.units[index], entry): runner.executor.label(batch.key[1], index, op)
         for index in layout.units_of(0)
@@ -290,6 +279,23 @@ def count_amounts(
         kept_weights(units),
         dict(spread or {}),
     )
+
+
+def _counted(runner: Runner, batch: MicroBatch, streams: PaperStreams) -> tuple[Meter, Meter, LifetimeTrace]:
+    """What was counted in a first window and in a further one, and what lived how long in the latter."""
+    side = batch.prepare()
+    batch = replace(batch, prepare=lambda: dict(side))
+    stage = runner.stage
+    with runner.precision.weights.kept():  # as in a window, in which they are cast once
+        # The first window makes gradients and copies of weights, which are there in every further one.
+        first = Meter([*stage.placements, *stage.stepped], counts=False)
+        _run(runner, batch, streams, first)
+        streams.sent.clear()
+        held = [tensor for p in stage.placements for tensor in (p, p.grad) if tensor is not None]
+        held += [value for value in (*stage.stepped, *side.values()) if isinstance(value, Tensor)]
+        second = Meter(held, first)
+        watch = _run(runner, batch, streams, second)
+    return first, second, watch
 
 
 def _run(runner: Runner, batch: MicroBatch, streams: PaperStreams, meter: Meter) -> LifetimeTrace:
