@@ -78,8 +78,8 @@ def errors(
     gradient = torch.randn(q.shape, device=q.device, dtype=q.dtype, generator=draws)
     parts = ((before, EVERYTHING), (mine, own))
     scale = size**-0.5
-    found = [kernel.forward(q, *kv, seen, scale) for kv, seen in parts]
-    o, lse = merge(found[0][0].float(), found[0][1], found[1][0].float(), found[1][1])
+    of_parts = [kernel.forward(q, *kv, seen, scale) for kv, seen in parts]
+    o, lse = merge(of_parts[0][0].float(), of_parts[0][1], of_parts[1][0].float(), of_parts[1][1])
     halves = [kernel.backward(gradient, q, *kv, o.to(q.dtype), lse, seen, scale) for kv, seen in parts]
 
     hidden = own.hides(length, length, q.device)
@@ -95,5 +95,5 @@ def errors(
         yield name, _off(torch.cat([half[place].float() for half in halves], 2), wanted[place])
 
 
-def _off(found: Tensor, wanted: Tensor) -> float:
-    return float((found.float() - wanted).norm() / wanted.norm()) if bool(found.isfinite().all()) else float("inf")
+def _off(value: Tensor, wanted: Tensor) -> float:
+    return float((value.float() - wanted).norm() / wanted.norm()) if bool(value.isfinite().all()) else float("inf")
