@@ -81,25 +81,25 @@ def part_of(module: str) -> str:
 
 def violations(package: Path) -> list[str]:
     """Every import that breaks a rule of the design, as `file:line: ...`."""
-    found = []
+    result = []
     for module, path in modules(package):
         part = part_of(module)
         if not part:
             continue  # hf_helix/__init__.py loads the public names from wherever they are
         if part not in LEVELS:
-            found.append(f"{path.relative_to(package)}: the part {part} is not in ORDER")
+            result.append(f"{path.relative_to(package)}: the part {part} is not in ORDER")
             continue
         for target, line, lazy in imports_of(path, module):
             top = target.split(".")[0]
             where = f"{path.relative_to(package)}:{line}: "
             if top == hf_helix.__name__:
                 if LEVELS.get(part_of(target), len(ORDER)) > LEVELS[part]:
-                    found.append(f"{where}imports upward: {target}")
+                    result.append(f"{where}imports upward: {target}")
             elif part in STANDARD_LIBRARY_ONLY and top not in sys.stdlib_module_names and not (lazy and top in LAZY):
-                found.append(f"{where}is not the standard library: {target}")
+                result.append(f"{where}is not the standard library: {target}")
             if top in IMPORTERS and not within(module, IMPORTERS[top]):
-                found.append(f"{where}only {', '.join(IMPORTERS[top])} may import {top}")
-    return found
+                result.append(f"{where}only {', '.join(IMPORTERS[top])} may import {top}")
+    return result
 
 
 def within(module: str, parts: tuple[str, ...]) -> bool:
@@ -114,9 +114,9 @@ def test_the_package_keeps_the_import_rule():
 def test_the_scan_sees_the_package():
     """Were the scan blind, the rule would hold of anything."""
     seen = {
-        (part_of(module), found.target.split(".")[0])
+        (part_of(module), result.target.split(".")[0])
         for module, path in modules(PACKAGE)
-        for found in imports_of(path, module)
+        for result in imports_of(path, module)
     }
     expected = {("integrations", "accelerate"), ("integrations", "transformers"), ("models", "transformers")}
     assert expected | {("config", "yaml")} <= seen

@@ -106,7 +106,7 @@ def by_itself(module: Any, given: dict[str, Tensor], autocast: bool = False) -> 
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = alone(x.flatten(0, 1), given["chosen"], weights).view_as(x)
     out.backward(given["gradient"].to(out.dtype))
-    found = {"out": out.detach(), "d.x": x.grad, "d.weights": weights.grad}
+    result = {"out": out.detach(), "d.x": x.grad, "d.weights": weights.grad}
     for name, parameter in alone.named_parameters():
-        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return {name: value for name, value in found.items() if value is not None}
+        result[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return {name: value for name, value in result.items() if value is not None}

@@ -120,7 +120,7 @@ def whole_gradients(modules: Sequence[nn.Module], placements: Mapping[nn.Paramet
         modules: of each rank.
         placements: of the parameters of the first.
     """
-    found = {}
+    result = {}
     for name, first in modules[0].named_parameters():
         placement = placements[first]
         parts = [module.get_parameter(name).grad for module in modules]
@@ -128,13 +128,13 @@ def whole_gradients(modules: Sequence[nn.Module], placements: Mapping[nn.Paramet
             whole = torch.empty(placement.whole_shape(parts[0].shape))
             for rank, part in enumerate(parts):
                 placement.paste(whole, part, len(parts), rank)
-            found[name] = whole
+            result[name] = whole
         elif placement.sums_gradient:
-            found[name] = sum(parts[1:], start=parts[0])
+            result[name] = sum(parts[1:], start=parts[0])
         else:
             assert all(torch.equal(part, parts[0]) for part in parts), name
-            found[name] = parts[0]
-    return found
+            result[name] = parts[0]
+    return result
 
 
 def check_on_two_ranks(module: nn.Module, length: int = 6, **given: Tensor) -> None:
@@ -146,10 +146,10 @@ def check_on_two_ranks(module: nn.Module, length: int = 6, **given: Tensor) -> N
     x = torch.randn(2, length, WIDTH, generator=dice)
     gradient = torch.randn(module(x, *given.values()).shape, generator=dice)
     expected = gradients_whole(module, x, gradient, **given)
-    found = gradients_cut(module, x, gradient, **given)
-    assert found.keys() == expected.keys()
+    result = gradients_cut(module, x, gradient, **given)
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
         assert value.norm() > 0, name
         torch.testing.assert_close(
-            found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            result[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
