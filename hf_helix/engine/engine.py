@@ -72,7 +72,7 @@ class Engine(Diagnostics):
         config: the options of the run.
         mesh: which ranks share what.
         options: what the run asks for beside them.
-        instead: what to call instead of the cut model, for the error of who calls it or asks it for its weights.
+        instead: what the errors suggest where a user calls the cut model, or asks it for its weights.
 
     Attributes:
         model: the model as it was given.

@@ -247,7 +247,7 @@ def visualization(runs: Runs) -> Artifact:
 # --- Table 1 ---
 
 SEQUENCES = 2048
-"""Of a step of Llama-3.1-405B, with which the table's volumes come out."""
+"""Sequences in a step of Llama-3.1-405B; with so many, the table's volumes come out."""
 
 
 def volumes(runs: Runs) -> Artifact:

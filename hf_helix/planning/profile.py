@@ -27,7 +27,7 @@ SUMS_OVER = "gradient_sums"
 gradients and gathers of weights go over."""
 
 GATHER_COST = 8.0
-"""Of a gather of weights, by that of a norm: roughly, until it is measured."""
+"""What a gather of weights costs, in costs of a norm: a rough value that holds until it is measured."""
 
 
 @dataclass(frozen=True)

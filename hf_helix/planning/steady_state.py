@@ -160,8 +160,8 @@ def _order_window(plan: Plan, schedule: Schedule, layout: Layout, slots_ahead: i
 
 
 def _agreeing(issued: Issued, shift: int) -> list[tuple[int, int]]:
-    """Of each rank, where the first of the last stretches of `shift` micro-batches begins and ends, if these agree on
-    all ranks; nothing where they do not."""
+    """Returns for each rank where the first of the last stretches of `shift` micro-batches begins and ends; nothing
+    where these stretches do not agree on all ranks."""
     stretches: list[tuple[int, int]] = []
     seconds: float | None = None
     for order in issued.orders:

@@ -132,7 +132,7 @@ class WindowGraphs:
         _alive.add(self)
 
     def train_window(self, runner: Runner, window: Sequence[MicroBatch]) -> list[Tensor]:
-        """As `Runner.train_window`, where no parameter has a gradient yet. Collective over all ranks.
+        """Trains a window as `Runner.train_window` does, where no parameter has a gradient yet. Collective.
 
         Raises:
             RuntimeError: the window cannot be captured.

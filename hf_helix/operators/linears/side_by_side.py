@@ -23,7 +23,7 @@ def in_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def rows_in_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """The same with all dimensions but the first as they are in every part."""
+    """The view of parts that follow one another in memory, joined along the first dimension; None if they do not."""
     if len(parts) == 1:
         return parts[0]
     whole = in_one(parts)

@@ -53,7 +53,7 @@ class Pipe:
         self._link = link
 
     def over(self, link: EmulatedLink) -> Pipe:
-        """The same ranks and groups, with everything going over a link."""
+        """Returns a pipe of these ranks and groups in which everything goes over a link."""
         return Pipe(self.ranks, self.group, self.lanes, link)
 
     def channel(self, boundary: int, peer: int, outward: bool) -> P2PChannel:

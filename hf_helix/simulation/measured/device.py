@@ -36,7 +36,7 @@ Points = list[tuple[float, float]]
 """(size, rate), sizes growing."""
 
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Of products that are as long in all three dimensions."""
+"""The lengths of products that are as long in all three dimensions."""
 
 SHAPES = ((1.0, 1.0, 1.0), (2.0, 1.0, 0.5), (0.5, 2.0, 1.0))
 """Rows, columns and depth of products, by a side."""
@@ -48,7 +48,7 @@ CPU_BLOCK, GPU_BLOCK = 512, 128
 """Keys that the fused attention of torch goes through at once."""
 
 ELEMENTS = tuple(2**power for power in range(12, 28))
-"""Of tensors that element-wise kernels read."""
+"""The elements of tensors that element-wise kernels read."""
 
 OPERANDS = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Bytes of the operands that kernels take in turn, since those of a step are not in the nearest cache."""

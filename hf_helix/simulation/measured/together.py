@@ -29,7 +29,7 @@ Work = Callable[[], object]
 Pair = tuple[Kind, Kind]
 
 BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
-"""Of what a rank sends in a collective."""
+"""What a rank sends in a collective, by the type of device."""
 
 SECONDS = {"cpu": 0.1, "cuda": 0.02}
 """That each of two kinds runs beside the other."""
