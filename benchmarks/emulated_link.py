@@ -88,10 +88,10 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
     profile = measure_profile(made.runner, window[:4], made.about)
     if options.profile and options.rank == 0:
         save_profile(profile, options.profile.format(link=link))
-    found = compare(made.runner, window, options.plans, profile, options.repeats)
+    comparison = compare(made.runner, window, options.plans, profile, options.repeats)
     predicted = {
         rule: predict_window(made.runner.with_plan(plan), profile, options.microbatches)
-        for rule, plan in found.plans.items()
+        for rule, plan in comparison.plans.items()
     }
     rows = {
         rule: {
@@ -100,11 +100,11 @@ def measure(link: str, options: argparse.Namespace) -> dict[str, Any]:
             "of_bound": overlap.bound / overlap.step,
             "hidden": overlap.hidden_fraction,
             "overlapped": overlap.overlapped_fraction,
-            "bare": found.bare[rule],
+            "bare": comparison.bare[rule],
         }
-        for rule, overlap in found.overlaps.items()
+        for rule, overlap in comparison.overlaps.items()
     }
-    one = found.overlaps["sequential"]
+    one = comparison.overlaps["sequential"]
     return {
         "link": str(made.mesh.link),
         "microbatches": options.microbatches,

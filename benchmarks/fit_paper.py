@@ -140,17 +140,17 @@ def gauss_newton(
         errors: of constants.
         rounds: steps; fewer once a step gains nothing.
     """
-    best, found = dict(start), np.array(errors(start))
+    best, residuals = dict(start), np.array(errors(start))
     for _ in range(rounds):
         nearby = [errors(best | {name: best[name] * math.exp(STEP)}) for name in names]
-        slopes = (np.array(nearby) - found).T / STEP
-        step = np.linalg.lstsq(slopes, -found, rcond=None)[0]
+        slopes = (np.array(nearby) - residuals).T / STEP
+        step = np.linalg.lstsq(slopes, -residuals, rcond=None)[0]
         tried = best | {name: best[name] * math.exp(each) for name, each in zip(names, step, strict=True)}
         seen = np.array(errors(tried))
-        if seen @ seen > (1 - LEAST_GAIN) * (found @ found):
+        if seen @ seen > (1 - LEAST_GAIN) * (residuals @ residuals):
             break
-        best, found = tried, seen
-        print(f"  error {found @ found:7.2f}: {_text(best)}", flush=True)
+        best, residuals = tried, seen
+        print(f"  error {residuals @ residuals:7.2f}: {_text(best)}", flush=True)
     return best
 
 

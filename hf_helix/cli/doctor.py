@@ -24,6 +24,7 @@ from hf_helix.config import AUTO
 
 if TYPE_CHECKING:
     from hf_helix.cli.options import Commands
+    from hf_helix.engine.on_paper import OnPaper
     from hf_helix.simulation.cluster import Cluster
     from hf_helix.simulation.step.step import Step
 
@@ -60,15 +61,12 @@ def add_command(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Prints the best layouts."""
-    from dataclasses import replace
-
     from hf_helix.engine.advice import remember
     from hf_helix.models.peft import base_of
-    from hf_helix.report.step import dropped_lines, ranking_lines, shards_line, step_lines
-    from hf_helix.simulation.layouts import ONE_STRAND, Search
+    from hf_helix.report.step import dropped_lines, ranking_lines
+    from hf_helix.simulation.layouts import Search
     from hf_helix.simulation.processes import usable_cores
     from hf_helix.simulation.sizes import size_text
-    from hf_helix.simulation.step.step import simulate_step
     from hf_helix.tuning.progress import progress_bar
 
     tokens = parse_count(options.batch_tokens)
@@ -105,6 +103,23 @@ def run(options: argparse.Namespace) -> None:
     print("\n".join(ranking_lines(ranking, cluster, options.top)))
     if paper.experts > 1 and options.imbalance == 1:
         print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")
+    _print_best(best, paper, cluster)
+    if options.why:
+        print("\nDropped:")
+        print("\n".join(dropped_lines(ranking.dropped)))
+    if options.write:
+        options.write.write_text(launch_file(best, cluster))
+        print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {options.write} YOUR_SCRIPT.py")
+
+
+def _print_best(best: Step, paper: OnPaper, cluster: Cluster) -> None:
+    """Prints the parts of the best step, and what one strand, or spreading the optimizer, would change."""
+    from dataclasses import replace
+
+    from hf_helix.report.step import shards_line, step_lines
+    from hf_helix.simulation.layouts import ONE_STRAND
+    from hf_helix.simulation.step.step import simulate_step
+
     print("\nThe best:")
     print("\n".join(step_lines(best, cluster)))
     if best.case.plan != ONE_STRAND:
@@ -116,12 +131,6 @@ def run(options: argparse.Namespace) -> None:
     if best.case.sizes.spread() and not (best.case.shard_optimizer or best.case.shard_parameters):
         shared = replace(best.case, shard_optimizer=True)
         print(shards_line(best, simulate_step(paper.amounts(shared), shared, cluster)))
-    if options.why:
-        print("\nDropped:")
-        print("\n".join(dropped_lines(ranking.dropped)))
-    if options.write:
-        options.write.write_text(launch_file(best, cluster))
-        print(f"\n{size_text(best.case.sizes)}: accelerate launch --config_file {options.write} YOUR_SCRIPT.py")
 
 
 def parse_count(text: str) -> int:

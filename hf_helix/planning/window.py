@@ -150,9 +150,9 @@ class Window:
             [at[k][need] for need in one.needs[call]] for call, k in zip(self.calls, self.microbatches, strict=True)
         ]
         if len(self) < len(self.at) * len(pattern.calls):
-            needs = [[need for need in found if need != ABSENT] for found in needs]
-        hosts = [
-            ABSENT if one.hosts[call] == ABSENT else at[k][one.hosts[call]]
+            needs = [[need for need in row if need != ABSENT] for row in needs]
+        size_sources = [
+            ABSENT if one.size_sources[call] == ABSENT else at[k][one.size_sources[call]]
             for call, k in zip(self.calls, self.microbatches, strict=True)
         ]
         return Work(
@@ -163,7 +163,7 @@ class Window:
             list(numbers),
             self.of_calls(one.ranks),
             self.of_calls(one.lanes),
-            hosts,
+            size_sources,
         )
 
     def _numbers(self) -> dict[tuple[str, str], int]:
@@ -181,7 +181,7 @@ class Window:
 
 def pattern_of(layout: Layout) -> Pattern:
     """The pattern of a layout, which is made once."""
-    found = layout.derived.get("pattern")
-    if not isinstance(found, Pattern):
-        found = layout.derived["pattern"] = Pattern(layout)
-    return found
+    pattern = layout.derived.get("pattern")
+    if not isinstance(pattern, Pattern):
+        pattern = layout.derived["pattern"] = Pattern(layout)
+    return pattern

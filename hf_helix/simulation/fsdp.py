@@ -235,10 +235,10 @@ def _activations(amounts: Amounts, case: Case) -> float:
     units = amounts.model.units
     kept: Counter[str] = Counter()
     logits = 0
-    for (unit, entry), found in amounts.operators.items():
+    for (unit, entry), counted in amounts.operators.items():
         if entry.startswith("F."):
-            kept[unit] += found.delta
-            products = [kernel.sizes for kernel in found.kernels if kernel.sort == MATMUL and unit == units[-1]]
+            kept[unit] += counted.delta
+            products = [kernel.sizes for kernel in counted.kernels if kernel.sort == MATMUL and unit == units[-1]]
             logits += sum(count * rows * columns for count, rows, columns, _ in products)
     in_loss = sum(kept[unit] for unit in units[:-1]) + FP32_LOGITS * ELEMENT["fp32"] * logits
     return max(in_loss, memory_of_case(amounts, replace(case, microbatches=1)).activations)

@@ -106,15 +106,21 @@ def bytes_text(count: float) -> str:
 
 
 def held_weights(amounts: Amounts, layout: Layout, rank: int) -> Weights:
-    """Returns the parameters of a pipeline rank, as if none were spread."""
+    """Returns the parameters of a pipeline rank, as if none were spread.
+
+    Args:
+        amounts: what a rank holds, by unit.
+        layout: which units are on which rank.
+        rank: of the pipeline.
+    """
     names = [layout.units[unit] for unit in layout.units_of(rank)]
-    found = [amounts.weights[name] for name in names if name in amounts.weights]
+    weights = [amounts.weights[name] for name in names if name in amounts.weights]
     return Weights(
-        trained=sum(each.trained for each in found),
-        experts=sum(each.experts for each in found),
-        frozen=sum(each.frozen for each in found),
-        frozen_experts=sum(each.frozen_experts for each in found),
-        frozen_itemsize=max((each.frozen_itemsize for each in found), default=PARAMETER),
+        trained=sum(each.trained for each in weights),
+        experts=sum(each.experts for each in weights),
+        frozen=sum(each.frozen for each in weights),
+        frozen_experts=sum(each.frozen_experts for each in weights),
+        frozen_itemsize=max((each.frozen_itemsize for each in weights), default=PARAMETER),
     )
 
 
@@ -155,9 +161,9 @@ def memory_of(amounts: Amounts, layout: Layout, rank: int, peak: Peak, sharing: 
 def _kept_by_others(amounts: Amounts, names: Sequence[str], sharing: Sharing) -> float:
     """Returns the bytes of those weights of some units, kept as they are trained, that other ranks step. Weights that
     are kept in the type of matrix products are copies already."""
-    found = 0.0
+    total = 0.0
     for kept in amounts.kept:
         if kept.element_bytes == PARAMETER:
             ranks = sharing.expert_copies if kept.is_experts else sharing.copies
-            found += names.count(kept.units[0]) * kept.bytes * (1 - 1 / ranks)
-    return found
+            total += names.count(kept.units[0]) * kept.bytes * (1 - 1 / ranks)
+    return total

@@ -196,12 +196,12 @@ def peaks_of_schedules(
     """
     passes = _Passes(amounts, layout)
     more = passes.largest_layer() if two_strands else 0
-    found = []
+    peaks = []
     for rank in range(layout.num_ranks):
         peak = max((_peak_of_slots(layout, each[rank], passes) for each in schedules), key=lambda each: each.total)
         gradients = sum(GRADIENT * made.elements for made, _ in _spread_gradients(amounts, layout, rank))
-        found.append(Peak(peak.activations + more, peak.weights, gradients))
-    return found
+        peaks.append(Peak(peak.activations + more, peak.weights, gradients))
+    return peaks
 
 
 @dataclass(frozen=True)
@@ -228,19 +228,19 @@ class _Passes:
         self._amounts, self._layout = amounts, layout
         self._turns = {name: turn for turn, name in enumerate(amounts.operators)}
         self._known: dict[tuple[object, ...], _Pass] = {}
-        self._found: dict[tuple[int, str], _Pass] = {}
+        self._passes: dict[tuple[int, str], _Pass] = {}
 
     def through(self, unit: int, computation_type: str) -> _Pass:
         """Returns what a pass through a unit changes; units of one name between others alike change the same."""
-        found = self._found.get((unit, computation_type))
-        if found is None:
+        known = self._passes.get((unit, computation_type))
+        if known is None:
             layout, forward = self._layout, computation_type == "F"
             before, behind = layout.neighbours(unit, forward)
             key = layout.units[unit], before is None, None if behind is None else layout.units[behind], computation_type
             if key not in self._known:
                 self._known[key] = self._counted(unit, computation_type)
-            found = self._found[unit, computation_type] = self._known[key]
-        return found
+            known = self._passes[unit, computation_type] = self._known[key]
+        return known
 
     def largest_layer(self) -> int:
         """Returns the most that a pass through a layer works with."""
@@ -259,11 +259,11 @@ class _Passes:
         own = sorted((name for name in names if name[0] == layout.units[unit]), key=lambda name: self._turns[name])
         alive = peak = weights = weights_then = 0
         for name in (*ahead, *own):
-            found = self._amounts.operators[name]
-            if alive + found.peak > peak:
-                peak, weights_then = alive + found.peak, weights
-            alive += found.delta
-            weights += found.weights
+            usage = self._amounts.operators[name]
+            if alive + usage.peak > peak:
+                peak, weights_then = alive + usage.peak, weights
+            alive += usage.delta
+            weights += usage.weights
         return _Pass(alive, peak, weights, weights_then)
 
 
@@ -276,15 +276,15 @@ def _peak_of_slots(layout: Layout, slots: Sequence[Slot], passes: _Passes) -> Pe
         for unit, computation_type in (each for pair in zip_longest(entering, leaving) for each in pair if each):
             if unit in ways and computation_type == "W":
                 continue
-            found = passes.through(unit, computation_type)
-            delta = found.delta
+            change = passes.through(unit, computation_type)
+            delta = change.delta
             if unit in ways:
                 alive -= sent
                 sent, delta = max(0, -delta), max(0, delta)
-            if alive + found.peak > most:
-                most, then = alive + found.peak, weights + found.weights_then
+            if alive + change.peak > most:
+                most, then = alive + change.peak, weights + change.weights_then
             alive += delta
-            weights += found.weights
+            weights += change.weights
     return Peak(most - then, then)
 
 

@@ -33,8 +33,8 @@ def cluster_file(path: Path, memory_gb: float = 4, **keys: Any) -> Path:
         "memory_gb_per_s": 5,
         "host_runs_ahead": False,
     }
-    found = {"name": "two CPUs", "nodes": 1, "devices_per_node": 2, "backend": "gloo", "device": device}
-    path.write_text(yaml.safe_dump({**found, "node": {"gb_per_s": 0.1, "latency_us": 100}, **keys}))
+    result = {"name": "two CPUs", "nodes": 1, "devices_per_node": 2, "backend": "gloo", "device": device}
+    path.write_text(yaml.safe_dump({**result, "node": {"gb_per_s": 0.1, "latency_us": 100}, **keys}))
     return path
 
 
