@@ -37,6 +37,8 @@ CONTENTION = {
     "beside communication": ((Kind.INTRA_NODE, Kind.INTER_NODE),),
 }
 REPORTED, SPREAD = 1.25, 0.15
+LEAST, MOST = 1.0, 2.0
+"""Bounds of contention: nothing is faster beside something else; two that share all they need take twice as long."""
 SPEED_ERROR, GAIN_ERROR, RATE_ERROR = 0.05, 0.03, 0.2
 ASSUMED = {"matmul": 0.65, "attention": 0.42, "island": 0.56, "node": 0.56, "network": 0.9}
 """Efficiencies at the largest size before the fit: of long products and sequences, as `paper_rows` has them, and of
@@ -155,16 +157,15 @@ def gauss_newton(
 
 
 def descend(
-    start: Constants, names: Sequence[str], error: Callable[[Constants], float], steps: Sequence[float], floor: float
+    start: Constants, names: Sequence[str], error: Callable[[Constants], float], steps: Sequence[float]
 ) -> Constants:
-    """Returns the constants at which the error is least, found by changing one after the other.
+    """Returns the contention at which the error is least, found by changing one after the other.
 
     Args:
         start: all constants.
         names: those that change.
         error: of constants.
         steps: by how much they change, the largest first; each as long as it helps.
-        floor: that none goes below.
     """
 
     @cache
@@ -176,7 +177,7 @@ def descend(
         moved = True
         while moved:
             tried = [
-                (*best[:place], max(floor, round(best[place] + way, 6)), *best[place + 1 :])
+                (*best[:place], min(MOST, max(LEAST, round(best[place] + way, 6))), *best[place + 1 :])
                 for place in range(len(names))
                 for way in (step, -step)
             ]
@@ -203,7 +204,7 @@ def main() -> None:
         print("rates, on the Megatron column", flush=True)
         constants = gauss_newton(constants, RATES, fit.speeds, options.steps)
         print("contention, on figure 15 (a)", flush=True)
-        constants = descend(constants, list(CONTENTION), fit.steps, (0.1, 0.05), 1.0)
+        constants = descend(constants, list(CONTENTION), fit.steps, (0.1, 0.05))
     error = sum(each**2 for each in fit.speeds(constants)) + fit.steps(constants)
     print(f"{_text(constants)}: error {error:.2f}, after {time.time() - start:.0f} s")
 
