@@ -11,9 +11,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_helix.cli.files import configuration_file
 from hf_helix.cli.options import add_parser
-from hf_helix.cli.simulate import add_model_and_cluster, check_count, check_imbalance, cluster_of, scaled
+from hf_helix.cli.simulate import (
+    add_model_and_cluster,
+    check_count,
+    check_imbalance,
+    cluster_of,
+    paper_of,
+    scaled,
+)
 from hf_helix.config import AUTO
 
 if TYPE_CHECKING:
@@ -27,6 +33,7 @@ examples:
   hf-helix doctor --model Qwen/Qwen3-8B --cluster h100x8 --batch_tokens 4M
   hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --top 5 --write helix.yaml
   hf-helix doctor --model path/to/folder --cluster a40x64 --batch_tokens 4M --why
+  hf-helix doctor --model path/to/folder --cluster l40sx8 --batch_tokens 512k --lora_r 16
 
 HelixTrainer reads what the doctor found last for a model and a number of devices, and says at the first step of a run
 on such devices, with sequences and steps about as long, if another layout is clearly faster; what is found with
@@ -55,7 +62,7 @@ def add_command(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> None:
     """Prints the best layouts."""
     from hf_helix.engine.advice import remember
-    from hf_helix.engine.on_paper import OnPaper
+    from hf_helix.models.peft import base_of
     from hf_helix.report.step import dropped_lines, ranking_lines
     from hf_helix.simulation.layouts import Search
     from hf_helix.simulation.processes import usable_cores
@@ -67,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
         check_count(name, getattr(options, name))
     check_imbalance(options.imbalance)
     cluster = scaled(cluster_of(options), options.network, options.gpus)
-    paper = OnPaper(configuration_file(options.model), cluster)
+    paper = paper_of(options, cluster)
     with progress_bar() as progress:
         ranking = Search(
             paper.amounts,
@@ -90,8 +97,9 @@ def run(options: argparse.Namespace) -> None:
         )
     best = ranking.steps[0]
     if options.network is None and options.imbalance == 1:  # a run is told nothing that was only supposed
-        remember(paper.model, ranking, cluster, tokens)
-    print(f"{paper.name} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for\n")
+        remember(base_of(paper.model), ranking, cluster, tokens)
+    trained = f", LoRA adapters of rank {options.lora_r}" if options.lora_r else ""
+    print(f"{paper.name}{trained} on {cluster.name}, {cluster.devices} devices, {tokens:,} tokens a step asked for\n")
     print("\n".join(ranking_lines(ranking, cluster, options.top)))
     if paper.experts > 1 and options.imbalance == 1:
         print("Experts get equal rows here; --imbalance 1.3 leaves time and memory for 1.3 times the mean.")

@@ -200,14 +200,13 @@ def _kind(ring: Ring) -> Kind:
 
 
 def _model_size(amounts: Amounts) -> tuple[int, int]:
-    """Returns how many parameters the model has, and how many of them are trained."""
+    """Returns how many elements of the model are trained, and the bytes of those that are not."""
     held = [amounts.weights[name] for name in amounts.model.units]
-    trained = sum(each.all_trained for each in held)
-    return trained + sum(each.all_frozen for each in held), trained
+    return sum(each.all_trained for each in held), sum(each.frozen_itemsize * each.all_frozen for each in held)
 
 
 def _optimizer(amounts: Amounts, case: Case, cluster: Cluster) -> float:
-    _, trained = _model_size(amounts)
+    trained, _ = _model_size(amounts)
     mine = trained / case.sizes.dp
     return cluster.device.moving_seconds(OPTIMIZER_BYTES * mine, PARAMETER * mine)
 
@@ -217,12 +216,12 @@ def _memory(
 ) -> Memory:
     """Returns the memory of a device: its parts of all that is kept, two layers and the ends gathered, the gradients of
     two layers on their way, and the activations of one micro-batch."""
-    every, trained = _model_size(amounts)
+    trained, frozen = _model_size(amounts)
     shares = case.sizes.dp
     whole = 0 if sync_each_batch or case.microbatches == 1 else ELEMENT[case.dtype] * trained
     largest = sorted(layers, key=lambda unit: unit.weights)[-2:]
     return Memory(
-        weights=PARAMETER * every / shares,
+        weights=(PARAMETER * trained + frozen) / shares,
         gradients=GRADIENT * trained / shares + whole,
         states=STATES * trained / shares,
         copies=sum(unit.weights for unit in (*ends, *largest)),

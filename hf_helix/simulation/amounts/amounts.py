@@ -61,12 +61,14 @@ class Weights:
         experts: likewise, of experts, which fewer ranks have copies of.
         frozen: elements that get none, where every data-parallel rank holds a copy.
         frozen_experts: likewise, of experts.
+        frozen_itemsize: bytes of an element that gets none: the type in which the model was loaded.
     """
 
     trained: int = 0
     experts: int = 0
     frozen: int = 0
     frozen_experts: int = 0
+    frozen_itemsize: int = 4
 
     @property
     def all_trained(self) -> int:
@@ -316,16 +318,20 @@ def _weights(runner: Runner) -> dict[str, Weights]:
     seen: set[nn.Parameter] = set()
     for _, unit in sorted(runner.stage.model.items()):
         elements: Counter[tuple[bool, bool]] = Counter()
+        itemsize = 0
         for parameter, placement in unit.placements.items():
             if parameter in seen:
                 continue
             seen.add(parameter)
             elements[parameter.requires_grad, placement.over == EXPERTS] += parameter.numel()
+            if not parameter.requires_grad:
+                itemsize = max(itemsize, parameter.itemsize)
         weights[unit.name] = Weights(
             trained=elements[True, False],
             experts=elements[True, True],
             frozen=elements[False, False],
             frozen_experts=elements[False, True],
+            frozen_itemsize=itemsize or Weights.frozen_itemsize,
         )
     return weights
 

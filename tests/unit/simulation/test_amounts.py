@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.on_paper import LLAMA, counted, on_meta
 
+from hf_helix.engine.synthetic import adapted_on_meta
 from hf_helix.planning.graph.operator import Kind
 from hf_helix.planning.profile import named_operators
 from hf_helix.simulation.amounts.amounts import Amounts
@@ -189,6 +190,15 @@ def test_adapters_are_counted_and_frozen_weights_get_no_gradients():
     assert more - second in (linear(TOKENS, 8, HIDDEN), 2 * linear(TOKENS, 8, HIDDEN))
 
 
+def test_frozen_weights_are_counted_in_the_type_they_were_loaded_in():
+    pytest.importorskip("peft")
+    model = adapted_on_meta(on_meta().config, 8, "all-linear", torch.bfloat16)
+    held = counted(model, tp_size=2).weights["layer"]
+    assert held.frozen_itemsize == 2
+    assert Sharing().frozen_bytes_of(held) == 2 * held.frozen
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+
+
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -200,8 +210,8 @@ def test_frozen_experts_are_spread_over_those_that_have_copies():
     held = counted(model, ep_size=2).weights["layer"]
     assert (held.frozen_experts, held.experts) == (2 * 3 * HIDDEN * MLP, 0)
     whole, spread = Sharing(4, 2), Sharing(4, 2, parameters=True)
-    assert whole.frozen_part_of(held) == held.all_frozen
-    assert spread.frozen_part_of(held) == held.frozen / 4 + held.frozen_experts / 2
+    assert whole.frozen_bytes_of(held) == 4 * held.all_frozen
+    assert spread.frozen_bytes_of(held) == 4 * (held.frozen / 4 + held.frozen_experts / 2)
 
 
 def test_rows_of_experts_are_even():
