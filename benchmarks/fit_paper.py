@@ -4,10 +4,10 @@
 
 Constants are factors on what the file says of products, attention, links of a socket, between the sockets of a node
 and between nodes; and how much computation and communication, and both kinds of communication, slow each other down.
-The most probable ones are found: errors of speeds are taken to be 5 %, of the gains of figure 15 (a) 3 points, of the
-file's rates 20 %, but between sockets, of which the paper says nothing, a factor of two, and of contention 0.15 around
-the 1.25 that section 6.3.3 of the paper reports. A800 and H100 are not fitted: they have two rows of the Megatron
-column, and none.
+The most probable ones are found: errors of speeds are taken to be 5 %, of the gains of figure 15 (a) 3 points, of
+rates 20 % around those that were assumed before anything was fitted (`ASSUMED`), but between sockets, of which the
+paper says nothing, a factor of two, and of contention 0.15 around the 1.25 that section 6.3.3 of the paper reports.
+A800 and H100 are not fitted: they have two rows of the Megatron column, and none.
 
 Speeds change smoothly with the rates, so these are found by Gauss-Newton steps. Gains jump with the plan that is found;
 each contention goes up and down in turn, in steps that become smaller. The two are fitted in turn.
@@ -38,6 +38,9 @@ CONTENTION = {
 }
 REPORTED, SPREAD = 1.25, 0.15
 SPEED_ERROR, GAIN_ERROR, RATE_ERROR = 0.05, 0.03, 0.2
+ASSUMED = {"matmul": 0.65, "attention": 0.42, "island": 0.56, "node": 0.56, "network": 0.9}
+"""Efficiencies at the largest size before the fit: of long products and sequences, as `paper_rows` has them, and of
+links. The file holds what was fitted last, so a fit must not start from there again."""
 SPREADS = {"node": math.log(2)}
 """Errors of rates that are less certain: of the sockets of a node the paper says nothing."""
 STEP = 0.05
@@ -71,6 +74,19 @@ def tuned(cluster: Cluster, constants: Constants) -> Cluster:
     )
 
 
+def efficiencies(cluster: Cluster) -> Constants:
+    """Returns the efficiencies of a cluster at the largest size, by the names of the constants."""
+    assert cluster.island is not None, "the nodes of this cluster have sockets"
+    curves = {
+        "matmul": cluster.device.matmul["bf16"],
+        "attention": cluster.device.attention["bf16"],
+        "island": cluster.island.link.efficiency,
+        "node": cluster.node.efficiency,
+        "network": cluster.network.efficiency,
+    }
+    return {name: curve.points[-1][1] for name, curve in curves.items()}
+
+
 def _scaled(curve: Curve, factor: float) -> Curve:
     return Curve(tuple((size, share * factor) for size, share in curve.points))
 
@@ -99,7 +115,10 @@ class Fit:
         runs = self.with_constants(constants)
         rows = (*FIGURE_11, *FIGURE_12)
         errors = [math.log(runs.run(row, MEGATRON).speed / row.printed[MEGATRON]) / SPEED_ERROR for row in rows]
-        return errors + [math.log(constants[name]) / SPREADS.get(name, RATE_ERROR) for name in RATES]
+        known = efficiencies(self.cluster)
+        return errors + [
+            math.log(constants[name] * known[name] / ASSUMED[name]) / SPREADS.get(name, RATE_ERROR) for name in RATES
+        ]
 
     def steps(self, constants: Constants) -> float:
         """Returns the error of figure 15 (a), with that of contention."""
@@ -121,17 +140,17 @@ def gauss_newton(
         errors: of constants.
         rounds: steps; fewer once a step gains nothing.
     """
-    best, found = dict(start), np.array(errors(start))
+    best, residuals = dict(start), np.array(errors(start))
     for _ in range(rounds):
         nearby = [errors(best | {name: best[name] * math.exp(STEP)}) for name in names]
-        slopes = (np.array(nearby) - found).T / STEP
-        step = np.linalg.lstsq(slopes, -found, rcond=None)[0]
+        slopes = (np.array(nearby) - residuals).T / STEP
+        step = np.linalg.lstsq(slopes, -residuals, rcond=None)[0]
         tried = best | {name: best[name] * math.exp(each) for name, each in zip(names, step, strict=True)}
         seen = np.array(errors(tried))
-        if seen @ seen > (1 - LEAST_GAIN) * (found @ found):
+        if seen @ seen > (1 - LEAST_GAIN) * (residuals @ residuals):
             break
-        best, found = tried, seen
-        print(f"  error {found @ found:7.2f}: {_text(best)}", flush=True)
+        best, residuals = tried, seen
+        print(f"  error {residuals @ residuals:7.2f}: {_text(best)}", flush=True)
     return best
 
 

@@ -266,8 +266,8 @@ class HelixConfig:
     def option_sizes(self) -> dict[str, int]:
         """The sizes of the mesh by the names of their options, as plan files name them: context and expert parallelism
         where there is any."""
-        found = {"tp_size": self.tp_size, "pp_size": self.pp_size}
-        return found | {name: size for name in ("cp_size", "ep_size") if (size := getattr(self, name)) > 1}
+        sizes = {"tp_size": self.tp_size, "pp_size": self.pp_size}
+        return sizes | {name: size for name in ("cp_size", "ep_size") if (size := getattr(self, name)) > 1}
 
     @property
     def communicates(self) -> bool:

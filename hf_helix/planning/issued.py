@@ -80,4 +80,4 @@ def _add_barrier(work: Work, rank: int, moving: list[int]) -> None:
     work.entries.append(ABSENT)
     work.ranks.append(rank)
     work.lanes.append(0)
-    work.hosts.append(ABSENT)
+    work.size_sources.append(ABSENT)

@@ -57,13 +57,13 @@ class Pattern:
         places = {op.name: place for op, place in zip(operators, span, strict=True) if op}
         entering = [layout.key(unit, name, forward) for name in layout.graph(unit, forward).inputs]
         entered = [self._writers[key] for key in entering if key in self._writers]
-        return [
-            entered
-            if self.calls[place].unit != unit
-            else [places[name] for name in (*op.ordered_after, *([f"{op.forward_name}.I"] if op.part is Part.W else []))]
-            for op, place in zip(operators, span, strict=True)
-            if op
-        ]
+        found = []
+        for op, place in zip(operators, span, strict=True):
+            if op:
+                before = (*op.ordered_after, *([f"{op.forward_name}.I"] if op.part is Part.W else []))
+                is_of_unit = self.calls[place].unit == unit
+                found.append([places[name] for name in before] if is_of_unit else entered)
+        return found
 
     def _ahead(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {
@@ -167,9 +167,9 @@ class Window:
             [at[k][need] for need in one.needs[call]] for call, k in zip(self.calls, self.microbatches, strict=True)
         ]
         if len(self) < len(self.at) * len(pattern.calls):
-            needs = [[need for need in found if need != ABSENT] for found in needs]
-        hosts = [
-            ABSENT if one.hosts[call] == ABSENT else at[k][one.hosts[call]]
+            needs = [[need for need in row if need != ABSENT] for row in needs]
+        size_sources = [
+            ABSENT if one.size_sources[call] == ABSENT else at[k][one.size_sources[call]]
             for call, k in zip(self.calls, self.microbatches, strict=True)
         ]
         return Work(
@@ -180,7 +180,7 @@ class Window:
             list(numbers),
             self.of_calls(one.ranks),
             self.of_calls(one.lanes),
-            hosts,
+            size_sources,
         )
 
     def _numbers(self) -> dict[tuple[str, str], int]:
@@ -198,7 +198,7 @@ class Window:
 
 def pattern_of(layout: Layout) -> Pattern:
     """The pattern of a layout, which is made once."""
-    found = layout.derived.get("pattern")
-    if not isinstance(found, Pattern):
-        found = layout.derived["pattern"] = Pattern(layout)
-    return found
+    pattern = layout.derived.get("pattern")
+    if not isinstance(pattern, Pattern):
+        pattern = layout.derived["pattern"] = Pattern(layout)
+    return pattern

@@ -23,13 +23,13 @@ from hf_helix.planning.graph.operator import Kind, Operator, Part
 from hf_helix.planning.instructions import Instruction
 from hf_helix.planning.layout import Key
 from hf_helix.planning.program import Program
+from hf_helix.runtime.bound_instruction import BoundInstruction
 from hf_helix.runtime.microbatch import MicroBatch, Strand
-from hf_helix.runtime.step import Step
 from hf_helix.runtime.streams import Event, Streams
 
 Kept = Mapping[int, Mapping[Key, Tensor]]
 
-Bound = list[tuple[list[Step], int]]
+Bound = list[tuple[list[BoundInstruction], int]]
 """The steps of the parts of a program, each with by how many micro-batches they are later than they say."""
 
 MAX_PROGRAMS = 16
@@ -92,18 +92,18 @@ class Executor:
 
     def _bind(self, program: Sequence[Instruction]) -> Bound:
         """Returns the steps of a program, which stay the same from window to window; a period has its steps once."""
-        found = self._bound.get(id(program))
-        if found is None:
+        entry = self._bound.get(id(program))
+        if entry is None:
             if len(self._bound) == MAX_PROGRAMS:
                 del self._bound[next(iter(self._bound))]
             once = program.once if isinstance(program, Program) else program
             parts = program.parts() if isinstance(program, Program) else [(0, len(once), 0)]
-            steps = [Step(each, self.units) for each in once]
-            stretches: dict[tuple[int, int], list[Step]] = {}
+            steps = [BoundInstruction(each, self.units) for each in once]
+            stretches: dict[tuple[int, int], list[BoundInstruction]] = {}
             bound = [(stretches.setdefault((begin, end), steps[begin:end]), later) for begin, end, later in parts]
             # The program is kept, so that no other one gets its id.
-            found = self._bound[id(program)] = program, bound
-        return found[1]
+            entry = self._bound[id(program)] = program, bound
+        return entry[1]
 
     def _run(
         self,
@@ -153,14 +153,26 @@ class Executor:
         return kept
 
     def strand(self, batch: MicroBatch, sources: Mapping[Key, Tensor], training: bool) -> Strand:
-        """Returns the strand of a micro-batch before its first operator."""
+        """Returns the strand of a micro-batch before its first operator.
+
+        Args:
+            batch: the micro-batch.
+            sources: values that are there before the first operator.
+            training: whether dropout draws.
+        """
         return Strand(batch.key, batch.prepare(), training, self._seed, self._precision, dict(sources))
 
     def label(self, microbatch: int, unit: int, op: Operator) -> str:
-        """Returns what an operator is called in a trace, such as `B2.layers.3.mlp.down.W`."""
+        """Returns what an operator is called in a trace, such as `B2.layers.3.mlp.down.W`.
+
+        Args:
+            microbatch: its number in the window.
+            unit: the index of the unit in the layout.
+            op: of the unit's graphs.
+        """
         return f"{'F' if op.part is Part.F else 'B'}{microbatch}.{self.units[unit].label}.{op.name}"
 
-    def _gather(self, step: Step, flat: KeptFlat, microbatches: Sequence[MicroBatch]) -> None:
+    def _gather(self, step: BoundInstruction, flat: KeptFlat, microbatches: Sequence[MicroBatch]) -> None:
         """Issues the gather of weights, unless they are there since an earlier window."""
         if flat.is_current:
             return
@@ -169,7 +181,7 @@ class Executor:
             self.streams.trace.note("issue", label)
         self._gathered[flat] = self.streams.issue(flat.sums.kind, flat.refresh(), (), label)
 
-    def _compute(self, step: Step, op: Operator, strand: Strand) -> None:
+    def _compute(self, step: BoundInstruction, op: Operator, strand: Strand) -> None:
         values, events, trace = strand.values, strand.events, self.streams.trace
         if self._gathered:
             for flat in step.awaited:
@@ -196,7 +208,7 @@ class Executor:
         elif step.writes:
             values.update(zip(step.writes, outputs, strict=False))
 
-    def _communicate(self, step: Step, op: Operator, strand: Strand) -> None:
+    def _communicate(self, step: BoundInstruction, op: Operator, strand: Strand) -> None:
         values, events, trace = strand.values, strand.events, self.streams.trace
         for key in step.sizes:
             if key in events:

@@ -63,13 +63,19 @@ class Strand:
     shared: dict[object, Any] = field(default_factory=dict)
 
     def call(self, index: int, operator: str, unit: Unit) -> Call:
-        """What an operator of a unit keeps for this micro-batch."""
-        found = self.calls.get((index, operator))
-        if found is None:
+        """What an operator of a unit keeps for this micro-batch.
+
+        Args:
+            index: of the unit in the layout.
+            operator: the name of the declared operator.
+            unit: that it belongs to.
+        """
+        call = self.calls.get((index, operator))
+        if call is None:
             seed = derive_seed(self.seed, *self.key, unit.label, operator)
-            found = Call(self.side, seed, self.training, self.precision, shared=self.shared)
-            self.calls[index, operator] = found
-        return found
+            call = Call(self.side, seed, self.training, self.precision, shared=self.shared)
+            self.calls[index, operator] = call
+        return call
 
 
 def derive_seed(*parts: object) -> int:

@@ -197,12 +197,12 @@ def peaks_of_schedules(
     """
     passes = _Passes(amounts, layout)
     more = passes.largest_layer() if two_strands else 0
-    found = []
+    peaks = []
     for rank in range(layout.num_ranks):
         peak = max((_peak_of_slots(layout, each[rank], passes) for each in schedules), key=lambda each: each.total)
         gradients = sum(GRADIENT * made.elements for made, _ in _spread_gradients(amounts, layout, rank))
-        found.append(Peak(peak.activations + more, peak.weights, gradients))
-    return found
+        peaks.append(Peak(peak.activations + more, peak.weights, gradients))
+    return peaks
 
 
 @dataclass(frozen=True)
@@ -255,36 +255,36 @@ class _Passes:
         ops = {(name, entry): op for entry, op in layout.graphs[name].entries() if op.part in parts}
         alive = peak = weights = weights_then = gathered = 0
         for each in sorted(ops, key=self._turns.__getitem__):
-            found = self._amounts.operators[each]
+            usage = self._amounts.operators[each]
             if ops[each].ahead:
-                gathered += found.delta
+                gathered += usage.delta
                 continue
-            if alive + found.peak > peak:
-                peak, weights_then = alive + found.peak, weights
-            alive += found.delta
-            weights += found.weights
+            if alive + usage.peak > peak:
+                peak, weights_then = alive + usage.peak, weights
+            alive += usage.delta
+            weights += usage.weights
         return _Pass(alive, peak, weights, weights_then, gathered)
 
 
 def _peak_of_slots(layout: Layout, slots: Sequence[Slot], passes: _Passes) -> Peak:
     ways = {unit for chunk in layout.chunks.values() for unit in chunk if layout.transfers(unit)}
     turns = [each for each in _turns(layout, slots) if each[0] not in ways or each[1] != "W"]
-    coming = deque(found.gathered for found in starmap(passes.through, turns) if found.gathered)
+    coming = deque(change.gathered for change in starmap(passes.through, turns) if change.gathered)
     alive = weights = sum(coming.popleft() for _ in range(min(passes.ahead, len(coming))))
     sent = most = then = 0
     for unit, computation_type in turns:
-        found = passes.through(unit, computation_type)
-        delta = found.delta
-        if found.gathered and coming:
+        change = passes.through(unit, computation_type)
+        delta = change.delta
+        if change.gathered and coming:
             gathered = coming.popleft()
             alive, weights = alive + gathered, weights + gathered
         if unit in ways:
             alive -= sent
             sent, delta = max(0, -delta), max(0, delta)
-        if alive + found.peak > most:
-            most, then = alive + found.peak, weights + found.weights_then
+        if alive + change.peak > most:
+            most, then = alive + change.peak, weights + change.weights_then
         alive += delta
-        weights += found.weights
+        weights += change.weights
     return Peak(most - then, then)
 
 

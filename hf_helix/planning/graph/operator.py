@@ -79,9 +79,8 @@ class Operator:
             executor lends them to the modules of the model; they are no arguments of the operator.
         dgrad_weights: those of `weights` that its backward, or its input gradient, reads as well.
         wgrad_weights: those of `weights` that its weight gradient reads as well.
-        ahead: how many units before its own it is issued, so that what it brings is there in time; 0 for none. These are
-            units as a rank computes them one after the other, of whatever micro-batches, see
-            `hf_helix.planning.prefetch`. It reads nothing.
+        ahead: how many units before its own it is issued, so that what it brings is there in time; 0 for none. Units
+            count as a rank comes to them, of whatever micro-batch, see `hf_helix.planning.prefetch`. It reads nothing.
         relative_cost: a rough relative time.
     """
 

@@ -75,7 +75,13 @@ class Plan(ABC):
         """
 
     def programs(self, schedule: Schedule, layout: Layout, slots_ahead: int = 1) -> list[list[Instruction]]:
-        """The instructions of a window in the order of issue, rank by rank; arguments as of `issue`."""
+        """The instructions of a window in the order of issue, rank by rank.
+
+        Args:
+            schedule: the slots of every rank.
+            layout: what the ranks hold.
+            slots_ahead: see `issue`.
+        """
         issued = self.issue(schedule, layout, slots_ahead)
         return [issued.program(rank) for rank in range(len(schedule))]
 
@@ -121,14 +127,14 @@ def graphs_digest(pairs: Mapping[str, GraphPair]) -> str:
     return digest(graph for pair in pairs.values() for graph in (pair.forward, pair.backward))
 
 
-def check_known(found: Iterable[str], known: Iterable[str], what: str) -> None:
+def check_known(names: Iterable[str], known: Iterable[str], what: str) -> None:
     """Raises ValueError for the first name that a model does not have.
 
     Args:
-        found: what a file names.
+        names: what a file names.
         known: what there is.
         what: the sort of thing, for the error.
     """
-    strange = sorted(set(found) - set(known))
+    strange = sorted(set(names) - set(known))
     if strange:
         raise ValueError(f"this model has no {what} {strange[0]!r}")

@@ -163,7 +163,7 @@ def _improve(
         priority = _changed(current.priority, names, scale, rng)
         return _Candidate(priority, cost(priority))
 
-    found = anneal(
+    best = anneal(
         _Candidate(start.priority, cost(start.priority)),
         propose,
         steps=int(effort * min(MAX_STEPS, EFFORT // cost.effort)),
@@ -172,7 +172,7 @@ def _improve(
         target=1 + 1e-4,
         progress=progress,
     )
-    return replace(start, priority=found.priority)
+    return replace(start, priority=best.priority)
 
 
 class _Cost:
@@ -201,8 +201,8 @@ class _Cost:
         order = self.window.order(priority, held_units=held_units)
         order = prefetched(self.window.window, order)
         order = order_with_sums(self.window.window, order, self._first_sum)
-        found = (simulate(work, self._slowdown, order).seconds for work in self._works)
-        return [seconds / limit for seconds, limit in zip(found, self._bounds, strict=True)]
+        seconds_by_factor = (simulate(work, self._slowdown, order).seconds for work in self._works)
+        return [seconds / limit for seconds, limit in zip(seconds_by_factor, self._bounds, strict=True)]
 
 
 def _tell(progress: Progress, number: int, count: int, share: float) -> None:
@@ -262,12 +262,12 @@ def bound(work: Work, layout: Layout) -> float:
     Where two micro-batches of one direction run beside each other (warm-up and cool-down on several ranks, evaluation),
     half of the sum of both strands' critical paths.
     """
-    found = [max(work.loads().values())]
+    limits = [max(work.loads().values())]
     for rank in range(layout.num_ranks):
         forward, backward = (_critical_path(work, layout, letter, rank) for letter in "FB")
         single = layout.num_ranks == 1 and forward and backward
-        found.append(max(forward, backward) if single else (forward + backward) / 2)
-    return max(found)
+        limits.append(max(forward, backward) if single else (forward + backward) / 2)
+    return max(limits)
 
 
 def _critical_path(work: Work, layout: Layout, strand: str, rank: int) -> float:

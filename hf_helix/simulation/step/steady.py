@@ -45,7 +45,13 @@ class Layers:
 
 
 def steady_layers(plan: Plan, profile: Profile, names: Sequence[str]) -> Layers:
-    """Returns what a plan makes of the layers of these names."""
+    """Returns what a plan makes of the layers of these names.
+
+    Args:
+        plan: the order in which operators are issued.
+        profile: the times of the operators.
+        names: of units that are layers.
+    """
     forward, backward = Action(0, "F", 1), Action(0, "B", 0)
     slots = {"forward": Slot(forward=forward), "backward": Slot(backward=backward)}
     seen = list(slots)  # the parts in which communication is as exposed as it will be

@@ -164,13 +164,13 @@ def test_plans_are_made_of_measured_gathers(cluster_of: Any, stock: Any, tmp_pat
     """What `auto` does by itself: gathers are timed beside computation, plans are compared, and training goes on."""
     expected, _ = stock(jobs.train, dp=2, training=CLIPPED)
     job = {"folder": str(tmp_path), "training": CLIPPED}
-    for found in cluster_of(2).run(sharding_jobs.tuned, sharded=SHARDED, **job):
-        np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-5)
-        assert len(found["plans"]) > 2, found["verdict"]
-        assert found["communication"] > 0
-        assert min(found["memory"]) > 0
-        assert not found["changed"]
-        assert not found["left"]
+    for result in cluster_of(2).run(sharding_jobs.tuned, sharded=SHARDED, **job):
+        np.testing.assert_allclose(result["losses"], expected["losses"], rtol=0, atol=1e-5)
+        assert len(result["plans"]) > 2, result["verdict"]
+        assert result["communication"] > 0
+        assert min(result["memory"]) > 0
+        assert not result["changed"]
+        assert not result["left"]
 
 
 @pytest.mark.parametrize(
@@ -223,20 +223,20 @@ def test_what_a_window_sends(ranks: int, training: dict[str, Any], count: int, c
     """Every gradient once, in fp32; for each micro-batch weights forward and again in backward, but for those of the
     first unit, whose backward reads none, and of the last one, which keeps them: what products read in bfloat16."""
     job = {"folder": str(tmp_path), "sharded": SHARDED, "training": training, "count": count}
-    for found in cluster_of(ranks).run(sharding_jobs.sent, **job):
-        d = found["ranks"]
+    for result in cluster_of(ranks).run(sharding_jobs.sent, **job):
+        d = result["ranks"]
         assert d == ranks
-        layers = [size * length for places, length, size in found["flats"] if not {0, found["last"]} & set(places)]
-        everything = sum(size * length for _, length, size in found["flats"])
+        layers = [size * length for places, length, size in result["flats"] if not {0, result["last"]} & set(places)]
+        everything = sum(size * length for _, length, size in result["flats"])
         weights = count * (everything + sum(layers)) * (d - 1) // d
-        gradients = sum(4 * length for _, length, _ in found["flats"]) * (d - 1) // d
-        assert found["sent"] == weights + gradients
-        assert found["summed"] == gradients
-        assert found["gathered"] == weights
-        halved = [length for _, length, size in found["flats"] if size == 2]
+        gradients = sum(4 * length for _, length, _ in result["flats"]) * (d - 1) // d
+        assert result["sent"] == weights + gradients
+        assert result["summed"] == gradients
+        assert result["gathered"] == weights
+        halved = [length for _, length, size in result["flats"] if size == 2]
         assert bool(halved) == bool(training)
         if training:  # norms and the table of embeddings stay
-            assert sum(halved) > sum(length for _, length, _ in found["flats"]) / 2
+            assert sum(halved) > sum(length for _, length, _ in result["flats"]) / 2
 
 
 def test_two_layers_are_whole_at_a_time(cluster_of: Any, tmp_path: Path) -> None:
@@ -280,5 +280,5 @@ def test_a_flat_splits_alike_on_all_ranks() -> None:
             first, last = flat.part(parameter)
             assert seen[place][first:last].isnan().all()
             seen[place][first:last] = flat.shards[parameter].detach()
-    for value, found in zip(values, seen, strict=True):
-        assert torch.equal(found, value.reshape(-1))
+    for value, result in zip(values, seen, strict=True):
+        assert torch.equal(result, value.reshape(-1))

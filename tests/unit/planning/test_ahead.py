@@ -92,9 +92,9 @@ def test_a_window_as_numbers_is_what_its_instructions_are(count: int):
     profile, schedule = profile_of(LAYOUT), schedule_of(count)
     made, window = window_instructions(schedule, LAYOUT), Window(schedule, LAYOUT)
     assert [window.instruction(place) for place in range(len(window))] == made
-    expected, found = work_of(made, LAYOUT, profile.times), window.work(profile.times)
-    assert [sorted(needs) for needs in found.needs] == [sorted(needs) for needs in expected.needs]
-    assert replace(found, needs=[]) == replace(expected, needs=[])
+    expected, result = work_of(made, LAYOUT, profile.times), window.work(profile.times)
+    assert [sorted(needs) for needs in result.needs] == [sorted(needs) for needs in expected.needs]
+    assert replace(result, needs=[]) == replace(expected, needs=[])
 
 
 @pytest.mark.parametrize("rule", ["sequential", "round_robin", "dhelix", "greedy"])
