@@ -35,7 +35,7 @@ def prefetched(window: Window, order: Sequence[int]) -> Sequence[int]:
     moved: dict[int, list[int]] = {}  # by position, what is issued in front of it
     for position, place in enumerate(order):
         earlier = turns.issued_at(place)
-        if earlier is not None and earlier < position:
+        if earlier is not None and earlier <= position:  # in its turn also where it does not move
             moved.setdefault(earlier, []).append(place)
     gone = {place for places in moved.values() for place in places}
     made: list[int] = []

@@ -98,8 +98,7 @@ class _Trial:
         order = self._scheduler.order(self._priority, held_units=held_units)
         if self._exceeds(order):
             return float("inf")
-        order = prefetched(self._scheduler.window, order)
-        order = order_with_sums(self._scheduler.window, order, self._first)
+        order = order_with_sums(self._scheduler.window, prefetched(self._scheduler.window, order), self._first)
         return simulate(self._work, self._slowdown, order).seconds
 
     def _exceeds(self, order: Sequence[int]) -> bool:
