@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from support.graphs import compute, linear, pair, profile_of, schedule_of, segment
+from support.graphs import compute, linear, loss_gradient, pair, pipeline_of, profile_of, schedule_of, segment
 
 from hf_helix.planning.cost import COMPUTE, simulate, work_of
 from hf_helix.planning.graph.graph_json import graph_data, graph_from
@@ -16,9 +16,12 @@ from hf_helix.planning.graph.recompute import recomputed
 from hf_helix.planning.instructions import Instruction, pass_instructions, unit_instructions, window_instructions
 from hf_helix.planning.layout import Key, Layout
 from hf_helix.planning.pipeline.actions import Action, Schedule, Slot
+from hf_helix.planning.pipeline.named import PLACEMENT_OF, build_schedule
+from hf_helix.planning.pipeline.placement import stage_ranks
 from hf_helix.planning.plans.registry import make_plan, predict_plan
 from hf_helix.planning.profile import named_operators
 from hf_helix.planning.program import build_program, build_programs, validate_program
+from hf_helix.planning.steady_state import order_window
 from hf_helix.planning.window import Window
 
 READ = {"weights": ("weights",), "dgrad_weights": ("weights",)}
@@ -172,6 +175,19 @@ def test_every_plan_gathers_them_so_far_ahead_or_farther(rule: str, ahead: int):
         assert set(found[ahead:]) == {ahead}
 
 
+@pytest.mark.parametrize("rule", ["sequential", "round_robin", "dhelix", "greedy"])
+@pytest.mark.parametrize("ahead", [2, 4])
+def test_few_units_have_their_weights(rule: str, ahead: int):
+    """Those that compute, those that are ahead, and the head, which keeps what forward has gathered."""
+    now = most = 0
+    for each in program_of(rule, layout_of(6, ahead), schedule_of(4)):
+        now += sum(name in ("weights", "r.weights") for _, name in each.writes)
+        most = max(most, now)
+        now -= sum(name in ("weights", "r.weights") for _, name in each.frees)
+    assert most <= ahead + 2 + (rule == "greedy")  # whose strands are both in the middle of a unit
+    assert now == 0
+
+
 def test_everything_else_keeps_its_order():
     near, far = (program_of("greedy", layout_of(6, ahead), schedule_of(4)) for ahead in (1, 4))
 
@@ -192,6 +208,27 @@ def test_long_windows_gather_alike(rule: str, ahead: int):
     assert short.repeats
     assert len(short.once) < len(whole) / 2
     assert list(short) == whole
+
+
+@pytest.mark.parametrize("rule", ["sequential", "greedy"])
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 60), (4, 100)])
+def test_long_windows_of_a_pipeline_gather_alike(rule: str, num_ranks: int, count: int):
+    """Also where the stretch that repeats is made, and its ends are cut: gathers go from one to the other. All of it
+    can run."""
+    ranks = stage_ranks(PLACEMENT_OF["folded_1f1b"], num_ranks)
+    layout = pipeline_of(PAIRS, [2] * len(ranks), ranks)
+    schedule = build_schedule("folded_1f1b", num_ranks, count)
+    plan = make_plan(rule, profile_of(layout), model="m", mesh={})
+    programs = []
+    for rank in range(num_ranks):
+        short = build_program(schedule, layout, plan, rank)
+        ordered = order_window(plan, schedule, layout, rank=rank)
+        whole = ordered.lengthened(ordered.repeats, rank).issued.program(rank)
+        assert short.repeats
+        assert [replace(each, frees=(), ends=False) for each in short] == whole
+        validate_program(short, [loss_gradient(layout)], layout)
+        programs += list(short)
+    simulate(work_of(programs, layout, profile_of(layout).times))
 
 
 def test_no_barrier_waits_for_them():
