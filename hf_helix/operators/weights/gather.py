@@ -25,9 +25,8 @@ COST = 8.0  # of gathering a unit in the types of its parameters, by that of a n
 LEAST_COST = 0.1
 
 UNITS_AHEAD = 2
-"""How many units before its own a gather is issued: the next unit of each of two strands, or two of one. So at most as
-many units beside those that compute have their weights whole. Farther ahead gains less than 1.5 % on the clusters of
-docs/data_parallelism.md."""
+"""How many units before its own a gather is issued: the next unit of each of two strands, or two of one. Each more
+keeps the weights of another unit whole at the same time; docs/data_parallelism.md says what it gains."""
 
 
 class GatherWeights(Communication):
