@@ -5,10 +5,10 @@ In:   instructions in the order of issue (of several ranks: one rank after the o
 Out:  a `Timeline`: start and end of every instruction.
 Must hold: the same rules as the executor's. Every stream of a rank runs in the order of issue; communication starts
 once everything issued before it on the compute stream is done, a computation once the values that it reads have
-arrived; at a barrier the compute stream waits for the collectives; the first computation of a unit waits for its
-weights. The host issues in order, and blocks at an instruction whose row counts have not arrived yet. What a rank sends
-to a neighbour goes over one link in order, and has arrived when it is sent. Where operators of a rank run beside each
-other, each goes on at its own slowed rate, until one of them ends.
+arrived; at a barrier the compute stream waits for the collectives but those issued ahead; the first computation of a
+unit waits for its weights. The host issues in order, and blocks at an instruction whose row counts have not arrived
+yet. What a rank sends to a neighbour goes over one link in order, and has arrived when it is sent. Where operators of a
+rank run beside each other, each goes on at its own slowed rate, until one of them ends.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def work_of(program: Sequence[Instruction], layout: Layout, times: Times) -> Wor
             needs.append(forwards[place_of_call])  # what forward kept for backward
         for key in instruction.writes:
             writers[microbatch, key] = place
-        if op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE):
+        if op.kind in (Kind.INTRA_NODE, Kind.INTER_NODE) and not op.ahead:
             pending.setdefault(rank, []).append(place)
         if op.receives:
             needs += [sent[key] for key in [transfer_key(instruction)] if key in sent]

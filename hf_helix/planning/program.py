@@ -83,15 +83,20 @@ def build_program(
         if not made.repeats:
             break
         begin, end = (front + place for place in made.stretches[rank])
-        if _repeats(once, begin, end):
+        if _repeats(once, begin, end, made.shift):
             return Program(once, (begin, end), made.repeats, made.shift, made.schedule[rank])
     return Program(once, slots=made.schedule[rank])
 
 
-def _repeats(program: Sequence[Instruction], begin: int, end: int) -> bool:
-    """Whether the stretch behind one frees and ends the same."""
+def _repeats(program: Sequence[Instruction], begin: int, end: int, shift: int) -> bool:
+    """Whether the stretch behind one issues, frees and ends the same, `shift` micro-batches later."""
+
+    def key(instruction: Instruction, later: int) -> object:
+        microbatch = instruction.microbatch - (later if instruction.operator else 0)
+        return microbatch, instruction.unit, instruction.operator, instruction.frees, instruction.ends
+
     return all(
-        (one.frees, one.ends) == (other.frees, other.ends)
+        key(one, 0) == key(other, shift)
         for one, other in zip(program[begin:end], program[end : 2 * end - begin], strict=True)
     )
 

@@ -31,7 +31,9 @@ class Pattern:
         spans: of each unit and direction (whether forward), its part of `calls`.
         names: of each call, the name of its unit and its entry in a plan.
         work: the calls as numbers, each taking a second; those that receive take none.
-        after: of each call, the calls of its unit that come first although it reads nothing of them.
+        after: of each call, the calls that plans have come first although it reads nothing of them: those of its unit
+            that say so, and for what is issued ahead those that write what enters the unit that it comes with.
+        ahead: of each call that is issued ahead, those that read what it brings.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -45,17 +47,32 @@ class Pattern:
                 self.calls += made
         self.names = [entry_of(call, layout) for call in self.calls]
         self.work = work_of(self.calls, layout, dict.fromkeys(self.names, 1.0))
-        self.after = [call for span in self.spans.values() for call in self._after(span)]
+        self._writers = {key: place for place, call in enumerate(self.calls) for key in call.writes}
+        self.after = [after for pass_, span in self.spans.items() for after in self._after(*pass_, span, layout)]
+        self.ahead = self._ahead()
 
-    def _after(self, span: range) -> list[list[int]]:
+    def _after(self, unit: int, forward: bool, span: range, layout: Layout) -> list[list[int]]:
         """Returns `after` of the calls of a unit in one direction."""
         operators = [self.calls[place].operator for place in span]
         places = {op.name: place for op, place in zip(operators, span, strict=True) if op}
-        return [
-            [places[name] for name in (*op.ordered_after, *([f"{op.forward_name}.I"] if op.part is Part.W else []))]
-            for op in operators
-            if op
-        ]
+        entering = [layout.key(unit, name, forward) for name in layout.graph(unit, forward).inputs]
+        entered = [self._writers[key] for key in entering if key in self._writers]
+        found = []
+        for op, place in zip(operators, span, strict=True):
+            if op:
+                before = (*op.ordered_after, *([f"{op.forward_name}.I"] if op.part is Part.W else []))
+                is_of_unit = self.calls[place].unit == unit
+                found.append([places[name] for name in before] if is_of_unit else entered)
+        return found
+
+    def _ahead(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {
+            place: [] for place, call in enumerate(self.calls) if call.operator and call.operator.ahead
+        }
+        for place, call in enumerate(self.calls) if found else ():
+            for key in call.weights:
+                found[self._writers[key]].append(place)
+        return found
 
     def of(self, unit: int, computation_type: str) -> Sequence[int]:
         """The calls of a pass through a unit: those of the whole direction, or of a half of backward."""

@@ -12,7 +12,7 @@ Which operator runs on which stream is said in `hf_helix.runtime.streams`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -73,7 +73,8 @@ class Executor:
             training: whether there will be a backward pass.
             sum_gradients: called where a sum of gradients is issued, with its place among the layout's; None for no
                 sums.
-            at_barrier: called at every barrier, after all that was issued before it has been waited for.
+            at_barrier: called at every barrier, after all that was issued before it has been waited for, even what was
+                issued ahead.
 
         Returns:
             By micro-batch, the values that were never freed.
@@ -117,7 +118,7 @@ class Executor:
         kept: dict[int, Mapping[Key, Tensor]] = {}
         for step, later in ((step, later) for steps, later in bound for step in steps):
             if step.op is None:
-                self._barrier(strands)
+                self._barrier(strands, whole=at_barrier is not None)
                 if at_barrier is not None:
                     at_barrier()
                 continue
@@ -227,6 +228,8 @@ class Executor:
         for key, output in zip(step.writes, outputs, strict=True):
             values[key] = output
             events[key] = event
+        if op.ahead:
+            strand.ahead.update(step.writes)
         if step.sends:
             self._sent += [(event, value) for value in inputs]
 
@@ -245,13 +248,20 @@ class Executor:
             else:
                 self._sent.append((event, value))
 
-    def _drain(self, strand: Strand) -> None:
-        """Lets the compute stream wait for the collectives of a micro-batch, but not for its sends and receives."""
+    def _drain(self, strand: Strand, but: Collection[Key] = ()) -> None:
+        """Lets the compute stream wait for the collectives of a micro-batch, but not for its sends and receives.
+
+        Args:
+            strand: of the micro-batch.
+            but: values that nothing waits for here.
+        """
         for key, event in list(strand.events.items()):
-            if event.kind is not Kind.PIPELINE:
+            if event.kind is not Kind.PIPELINE and key not in but:
                 self._wait(event)
                 del strand.events[key]
 
-    def _barrier(self, strands: Mapping[int, Strand]) -> None:
+    def _barrier(self, strands: Mapping[int, Strand], whole: bool) -> None:
+        """Lets the compute stream wait for collectives; unless `whole`, what was issued ahead is waited for by what
+        reads it."""
         for strand in strands.values():
-            self._drain(strand)
+            self._drain(strand, but=() if whole else strand.ahead)

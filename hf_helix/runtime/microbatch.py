@@ -39,7 +39,17 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class Strand:
-    """One micro-batch, from its first operator to its last."""
+    """One micro-batch, from its first operator to its last.
+
+    Attributes:
+        key, training, seed, precision: as of `MicroBatch` and `Executor`.
+        side: the tensors that carry no gradient, by name.
+        values: what its operators have written and nothing has freed.
+        events: of those of `values` that nothing has waited for, the communication that brings them.
+        ahead: values that come from operators which are issued ahead.
+        calls: what operators keep for it.
+        shared: what they share.
+    """
 
     key: tuple[int, int]
     side: Mapping[str, Any]
@@ -48,6 +58,7 @@ class Strand:
     precision: Precision
     values: dict[Key, Tensor] = field(default_factory=dict)
     events: dict[Key, Event] = field(default_factory=dict)
+    ahead: set[Key] = field(default_factory=set)
     calls: dict[tuple[int, str], Call] = field(default_factory=dict)
     shared: dict[object, Any] = field(default_factory=dict)
 

@@ -5,7 +5,8 @@ Out:  `Plan`, the base of every kind of plan: `BlockPlan` lists orders, `Priorit
 Must hold: what an order means is the same on every device. Compute operators run in this order on one stream; a
 communication operator starts once everything issued before it on the compute stream is done and its own stream is free;
 a compute operator waits for the communication whose result it reads. At a barrier the compute stream waits for all
-communication.
+communication but what is issued ahead. That is issued where the plan has it, or earlier, see
+`hf_helix.planning.prefetch`.
 """
 
 from __future__ import annotations

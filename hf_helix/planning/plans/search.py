@@ -33,6 +33,7 @@ from hf_helix.planning.pipeline.named import build_schedule
 from hf_helix.planning.pipeline.periodic import Periodic
 from hf_helix.planning.plans.holding import hold_weights
 from hf_helix.planning.plans.list_scheduler import EXTRA_LIVE_LAYERS, ListScheduler, Priorities, Priority
+from hf_helix.planning.prefetch import prefetched
 from hf_helix.planning.profile import (
     EMULATED_LINK,
     SUMS_OVER,
@@ -198,7 +199,7 @@ class _Cost:
     def by_factor(self, priority: Priority, held_units: int | None = None) -> list[float]:
         """Seconds over the bound for each of `COMPUTE_TIME_FACTORS`, sums of gradients included."""
         order = self.window.order(priority, held_units=held_units)
-        order = order_with_sums(self.window.window, order, self._first_sum)
+        order = order_with_sums(self.window.window, prefetched(self.window.window, order), self._first_sum)
         seconds_by_factor = (simulate(work, self._slowdown, order).seconds for work in self._works)
         return [seconds / limit for seconds, limit in zip(seconds_by_factor, self._bounds, strict=True)]
 

@@ -13,7 +13,7 @@ from support import jobs, sharding_jobs
 from support.comparisons import compare_runs, compare_weights
 from support.derived_models import HOME
 from support.models import tiny
-from support.pipeline_jobs import make
+from support.pipeline_jobs import make, window_of
 from support.sharding_checks import (
     FEW_PLANS,
     PLANS,
@@ -29,7 +29,9 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_helix.operators.weights.flat import Flat
+from hf_helix.operators.weights.gather import UNITS_AHEAD
 from hf_helix.planning.graph.operator import Part
+from hf_helix.planning.pipeline.actions import Slot
 
 SHARDED = {"shard_parameters": True, "cache": False}
 CLIPPED = {"max_grad_norm": 0.3, "gradient_accumulation_steps": 2}
@@ -52,21 +54,48 @@ def train_with_fsdp2(folder: str, weights: str, **options: Any) -> dict[str, Any
         return jobs.train(folder, None, **options)
 
 
-def alive(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> int:
-    """The most flats that are gathered at the same time in a window under `sequential`."""
+def alive(folder: str, helix: dict[str, Any], model: dict[str, Any]) -> tuple[int, int]:
+    """The most flats that are gathered at the same time under `sequential`: in a window, and in one of evaluation."""
     trainer = make(folder, {**helix, **SHARDED, "plan": "sequential"}, model)
-    trainer.model.train()
-    program = trainer.helix.runner.program(3)
-    now = most = 0
-    for instruction in program:
-        op = instruction.operator
-        if op is not None and op.part is not Part.W:
-            now += sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.writes)
-        most = max(most, now)
-        now -= sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.frees)
-    assert now == 0
+    runner, found = trainer.helix.runner, []
+    forward = [[Slot(forward=slot.forward) for slot in slots if slot.forward] for slots in runner.scheduler(3)]
+    for program in (runner.program(3), runner.build_program(forward, ())):
+        now = most = 0
+        for instruction in program:
+            op = instruction.operator
+            if op is not None and op.part is not Part.W:
+                now += sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.writes)
+            most = max(most, now)
+            now -= sum(name.removeprefix("r.").startswith("weights") for _, name in instruction.frees)
+        assert now == 0
+        found.append(most)
     trainer.helix.close()
-    return most
+    return found[0], found[1]
+
+
+def waits(folder: str) -> list[tuple[str, str, bool]]:
+    """In a window under `sequential`, each gather of weights that computation waits for, the computation behind it, and
+    whether it is of the same unit and micro-batch."""
+    trainer = make(folder, {**SHARDED, "plan": "sequential"}, {"num_hidden_layers": 4})
+    trainer.model.train()
+    runner = trainer.helix.runner
+    window = window_of(trainer, 3, 2, (17,))
+    places = {
+        runner.executor.label(batch.key[1], unit, op): (batch.key[1], unit, bool(op.ahead))
+        for batch in window
+        for unit in runner.stage.units
+        for forward in (True, False)
+        for op in runner.layout.graph(unit, forward).operators
+    }
+    with runner.executor.streams.tracing() as trace:
+        runner.train_window(window)
+    trainer.helix.close()
+    found = []
+    for number, (verb, label) in enumerate(trace.events):
+        if verb == "wait" and label in places and places[label][2]:
+            reader = next(other for verb, other in trace.events[number:] if verb == "run")
+            found.append((label, reader, places[label][:2] == places[reader][:2]))
+    return found
 
 
 # -- in the tests --------------------------------------------------------------------------------------------------
@@ -239,10 +268,19 @@ def test_what_a_window_sends(ranks: int, training: dict[str, Any], count: int, c
             assert sum(halved) > sum(length for _, length, _ in result["flats"]) / 2
 
 
-def test_two_layers_are_whole_at_a_time(cluster_of: Any, tmp_path: Path) -> None:
-    """Under `sequential`, a unit and the next one, in each of two strands: of the head, forward's are kept."""
+def test_few_units_are_whole_at_a_time(cluster_of: Any, tmp_path: Path) -> None:
+    """Under `sequential`, the unit that computes and those that are gathered ahead; in a window also the head, which
+    keeps what forward has gathered."""
     model = {"num_hidden_layers": 6}
-    assert max(cluster_of(2).run(alive, folder=str(tmp_path), helix={}, model=model)) <= 5
+    for found in cluster_of(2).run(alive, folder=str(tmp_path), helix={}, model=model):
+        assert found == (UNITS_AHEAD + 2, UNITS_AHEAD + 1)
+
+
+def test_weights_are_waited_for_by_what_reads_them(cluster_of: Any, tmp_path: Path) -> None:
+    """And not at the barriers before."""
+    for found in cluster_of(2).run(waits, folder=str(tmp_path)):
+        assert len(found) == 3 * (6 + 4), "each once: forward, and layers again in backward"
+        assert [each for each in found if not each[2]] == []
 
 
 REFUSED = {
